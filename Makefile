@@ -1,0 +1,38 @@
+# TORCH_INDEX: address of a package index that carries PyTorch's CPU build, for machines whose default index does not.
+# EXTRAS: optional dependencies to install besides the developer's.
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= dev
+PIP_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+BIN := $(VENV)/bin
+
+.PHONY: replay test quick lint clean
+
+replay: $(VENV)/.installed
+	$(BIN)/epsim replay sample --ranks 16 --nodes 2 --redundant 32 --out out \
+		--policy contiguous --policy eplb --policy eplb+lplb --policy searched+lplb --policy eplb+lplb+waterfill
+
+test: $(VENV)/.tested lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+
+quick: $(VENV)/.tested lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow"
+
+lint: $(VENV)/.tested
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy epsim tests
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.tested: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e ".[$(EXTRAS)]"
+	touch $@
+
+clean:
+	rm -rf out build dist *.egg-info

@@ -1,0 +1,139 @@
+"""Where experts live: a placement, the cluster it is made for, and the history it is planned on."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The expert-parallel group: ranks, nodes, redundant physical experts a layer, expert groups of the model."""
+
+    num_ranks: int
+    num_nodes: int = 1
+    num_redundant: int = 0
+    num_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"--ranks {self.num_ranks}: at least one rank is needed")
+        if not 1 <= self.num_nodes <= self.num_ranks:
+            raise ValueError(f"--nodes {self.num_nodes}: give 1 to {self.num_ranks}, the number of ranks")
+        if self.num_redundant < 0:
+            raise ValueError(f"--redundant {self.num_redundant}: give 0 or more")
+        if self.num_groups < 1:
+            raise ValueError(f"--groups {self.num_groups}: give 1 or more")
+
+    def num_physical(self, num_experts: int) -> int:
+        """P = E + redundant; raises ValueError where P does not divide into equal ranks."""
+        num_physical = num_experts + self.num_redundant
+        if num_physical % self.num_ranks:
+            spare = -num_experts % self.num_ranks
+            raise ValueError(
+                f"{num_experts} experts + {self.num_redundant} redundant = {num_physical} slots do not divide among "
+                f"{self.num_ranks} ranks: give --redundant {spare} or {spare + self.num_ranks}"
+            )
+        return num_physical
+
+
+def node_of_rank(num_ranks: int, num_nodes: int) -> torch.Tensor:
+    """[R] int64: ranks fill nodes in order; where nodes do not divide ranks, the first nodes hold one more."""
+    rank = torch.arange(num_ranks)
+    large = -(-num_ranks // num_nodes)
+    num_large = num_ranks - (large - 1) * num_nodes
+    cut = num_large * large
+    return torch.where(rank < cut, rank // large, num_large + (rank - cut) // max(large - 1, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Which logical expert each physical expert holds.
+
+    physical_to_logical [L, P] int64; the rank of slot p is p // (P // R).
+    Raises ValueError where a layer lacks an expert, or names one out of range, or R does not divide P.
+    """
+
+    physical_to_logical: torch.Tensor
+    num_experts: int
+    num_ranks: int
+    num_nodes: int = 1
+    copies: torch.Tensor = field(init=False)
+    """[L, E] int64: physical experts of each logical one."""
+
+    def __post_init__(self) -> None:
+        slots = self.physical_to_logical
+        if slots.ndim != 2 or slots.dtype != torch.int64:
+            raise ValueError(f"physical_to_logical is {list(slots.shape)} {slots.dtype}, not [layers, slots] int64")
+        num_layers, num_physical = slots.shape
+        if num_physical % self.num_ranks:
+            raise ValueError(f"{num_physical} slots do not divide among {self.num_ranks} ranks")
+        if num_physical and not bool(((slots >= 0) & (slots < self.num_experts)).all()):
+            raise ValueError(f"a slot names an expert outside 0..{self.num_experts - 1}")
+        copies = torch.zeros(num_layers, self.num_experts, dtype=torch.int64, device=slots.device)
+        copies.scatter_add_(1, slots, torch.ones_like(slots))
+        if bool((copies == 0).any()):
+            layer, expert = (int(i) for i in (copies == 0).nonzero()[0])
+            raise ValueError(
+                f"layer {layer} has no slot for expert {expert}: {num_physical} slots, {self.num_experts} experts"
+            )
+        object.__setattr__(self, "copies", copies)
+
+    @property
+    def num_layers(self) -> int:
+        return self.physical_to_logical.shape[0]
+
+    @property
+    def num_physical(self) -> int:
+        return self.physical_to_logical.shape[1]
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.num_physical // self.num_ranks
+
+    @property
+    def rank_of_slot(self) -> torch.Tensor:
+        """[P] int64."""
+        return torch.arange(self.num_physical, device=self.physical_to_logical.device) // self.slots_per_rank
+
+    @property
+    def node_of_rank(self) -> torch.Tensor:
+        """[R] int64."""
+        return node_of_rank(self.num_ranks, self.num_nodes).to(self.physical_to_logical.device)
+
+    @property
+    def version(self) -> str:
+        """A short hash of the placement's content: the name under which the runtime records it."""
+        content = self.physical_to_logical.to("cpu", torch.int32).contiguous().numpy().tobytes()
+        shape = f"{list(self.physical_to_logical.shape)}/{self.num_experts}/{self.num_ranks}/{self.num_nodes}"
+        return hashlib.sha256(shape.encode() + content).hexdigest()[:12]
+
+    def logical_to_physical(self) -> torch.Tensor:
+        """[L, E, C] int64: the slots of each logical expert, ascending, padded with -1 to C = the most copies."""
+        slots = self.physical_to_logical
+        num_layers, num_physical = slots.shape
+        table = torch.full((num_layers, self.num_experts, int(self.copies.max())), -1, device=slots.device)
+        order = slots.argsort(dim=1, stable=True)
+        expert = slots.gather(1, order)
+        first = self.copies.cumsum(1) - self.copies
+        place = torch.arange(num_physical, device=slots.device) - first.gather(1, expert)
+        layer = torch.arange(num_layers, device=slots.device)[:, None].expand_as(order)
+        table[layer, expert, place] = order
+        return table
+
+
+class PlacementPolicy(Protocol):
+    """Plans where experts live from a history of counts."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_history(self) -> bool: ...
+
+    def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
+        """history [S, L, E]: counts of the steps planned on (S >= 1). Raises ValueError where no placement fits."""
+        ...

@@ -1,0 +1,1 @@
+"""What happens to each batch."""

@@ -1,0 +1,131 @@
+"""What was recorded: the description of a trace and its blocks of consecutive steps, at three levels of detail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Level: TypeAlias = Literal["counts", "rank_counts", "tokens"]
+Origin: TypeAlias = Literal["recorded", "drawn", "composed"]
+Phase: TypeAlias = Literal["prefill", "decode", "mixed", "training", "unknown"]
+Array: TypeAlias = npt.NDArray[np.generic]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+LEVELS: tuple[Level, ...] = ("counts", "rank_counts", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceMeta:
+    """Describes a whole trace.
+
+    level: `counts` [S, L, E], `rank_counts` [S, L, R, E], or `tokens` (expert ids [T, L, k]); each follows from the
+        finer.
+    num_layers: L, mixture-of-experts layers only (dense layers are dropped on import).
+    num_experts: E, logical routed experts a layer.
+    top_k: routed experts a token chooses; the number of tokens of a step's layer is its assignments / top_k.
+    num_source_ranks: ranks on which tokens lived before dispatch; 0 where the recording does not tell.
+    shared_cost: work of the shared expert in units of one routed assignment, 0 for none, None where unknown.
+    layers: the model's own number of each of the L layers.
+    num_scores: m, router scores kept per token and layer (tokens level); 0 for none. If m == E they stand by expert
+        id; otherwise `score_ids` names the expert of each, or, without it, they stand beside `expert_ids`.
+    source: where the recording came from; notes: what an import did to it (warm-up rows dropped, and so on).
+    """
+
+    level: Level
+    num_layers: int
+    num_experts: int
+    top_k: int
+    num_source_ranks: int = 0
+    shared_cost: float | None = None
+    model: str = "unknown"
+    phase: Phase = "unknown"
+    origin: Origin = "recorded"
+    layers: tuple[int, ...] = ()
+    num_scores: int = 0
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            object.__setattr__(self, "layers", tuple(range(self.num_layers)))
+        if self.level not in LEVELS:
+            raise ValueError(f"trace level {self.level!r} is none of {', '.join(LEVELS)}")
+        if self.num_layers < 1 or self.num_experts < 1:
+            raise ValueError(f"a trace needs layers and experts, not {self.num_layers} x {self.num_experts}")
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"top-k {self.top_k} is outside 1..{self.num_experts}, the number of experts")
+        if len(self.layers) != self.num_layers:
+            raise ValueError(f"{len(self.layers)} layer numbers given for {self.num_layers} layers")
+        if self.level == "rank_counts" and self.num_source_ranks < 1:
+            raise ValueError("a trace of counts by source rank needs the number of source ranks")
+        if self.shared_cost is not None and not 0 <= self.shared_cost < float("inf"):
+            raise ValueError(f"shared_cost {self.shared_cost} is not a finite number >= 0")
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TraceMeta:
+        fields = json.loads(text)
+        fields["layers"] = tuple(fields["layers"])
+        fields["notes"] = tuple(fields["notes"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class CountsBlock:
+    """steps [S]: the steps' numbers, ascending. counts [S, L, E] int64: assignments per logical expert."""
+
+    steps: Ints
+    counts: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class RankCountsBlock:
+    """steps [S]. counts [S, L, R, E] int64: assignments per source rank and logical expert."""
+
+    steps: Ints
+    counts: Ints
+
+    def to_counts(self) -> CountsBlock:
+        return CountsBlock(self.steps, self.counts.sum(axis=2))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBlock:
+    """Tokens of whole steps, ordered by step, then source rank, then place in the batch.
+
+    steps [S]: the steps' numbers, ascending; token_step [T]: each token's place in `steps`, ascending.
+    source_rank [T] int64; expert_ids [T, L, k] integer, -1 for a slot left empty.
+    scores [T, L, m] float or None, score_ids [T, L, m] integer or None: see TraceMeta.num_scores.
+    domain [T] of str or None: the label of the request a token belongs to.
+    """
+
+    steps: Ints
+    token_step: Ints
+    source_rank: Ints
+    expert_ids: Array
+    scores: Array | None = None
+    score_ids: Array | None = None
+    domain: npt.NDArray[np.object_] | None = None
+
+    def to_rank_counts(self, num_ranks: int, num_experts: int) -> RankCountsBlock:
+        """Counts [S, L, num_ranks, num_experts]."""
+        num_layers = self.expert_ids.shape[1]
+        ids = self.expert_ids.astype(np.int64)
+        row = (self.token_step[:, None] * num_layers + np.arange(num_layers)) * num_ranks + self.source_rank[:, None]
+        flat = (row[:, :, None] * num_experts + ids)[ids >= 0]
+        shape = (len(self.steps), num_layers, num_ranks, num_experts)
+        return RankCountsBlock(self.steps, np.bincount(flat, minlength=int(np.prod(shape))).reshape(shape))
+
+    def to_counts(self, num_experts: int) -> CountsBlock:
+        num_ranks = int(self.source_rank.max(initial=0)) + 1
+        return self.to_rank_counts(num_ranks, num_experts).to_counts()
+
+
+Block: TypeAlias = CountsBlock | RankCountsBlock | TokenBlock
