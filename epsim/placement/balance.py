@@ -1,0 +1,39 @@
+"""The load of every rank when a logical expert's assignments are split evenly over its physical experts."""
+
+from __future__ import annotations
+
+import torch
+
+from epsim.placement.base import Placement
+
+
+def even_shares(placement: Placement) -> torch.Tensor:
+    """[L, E, R] float64: the share of a logical expert's assignments that each rank serves; sums to 1 over ranks."""
+    slots = placement.physical_to_logical
+    shape = (placement.num_layers, placement.num_experts, placement.num_ranks)
+    held = torch.zeros(shape, dtype=torch.float64, device=slots.device)
+    layer = torch.arange(placement.num_layers, device=slots.device)[:, None].expand_as(slots)
+    rank = placement.rank_of_slot.expand_as(slots)
+    held.index_put_((layer, slots, rank), torch.ones((), dtype=torch.float64, device=slots.device), accumulate=True)
+    return held / placement.copies[:, :, None]
+
+
+def even_rank_loads(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """counts [..., L, E] -> real-valued rank loads [..., L, R] float64 under an even split over the copies.
+
+    Raises ValueError where the counts' layers or experts are not the placement's.
+    """
+    expected = (placement.num_layers, placement.num_experts)
+    if tuple(counts.shape[-2:]) != expected:
+        raise ValueError(f"counts of shape {list(counts.shape)} do not fit a placement of {expected} (layers, experts)")
+    shares = even_shares(placement)
+    by_layer = counts.reshape(-1, *expected).to(torch.float64).transpose(0, 1)
+    loads = torch.bmm(by_layer, shares).transpose(0, 1)
+    return loads.reshape(*counts.shape[:-1], placement.num_ranks)
+
+
+def even_balance(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """counts [..., L, E] -> max over mean of the even-split rank loads [..., L]; 1 for a layer without tokens."""
+    loads = even_rank_loads(counts, placement)
+    mean = loads.mean(-1)
+    return torch.where(mean > 0, loads.amax(-1) / mean.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
