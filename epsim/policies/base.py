@@ -1,0 +1,135 @@
+"""What a policy is: a small frozen dataclass whose fields are its arguments, and methods on tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from epsim.policies.copies import Copies
+from epsim.traces.trace import Level
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Tokens of S steps and L layers, on all source ranks or on one; every policy gives a token the same either way.
+
+    steps [S] int64: the steps' numbers. layers [L] int64: the model's layer numbers.
+    token_step [T] int64: each token's place in `steps`. source_rank [T] int64.
+    expert_ids [T, L, k] int64: logical experts, -1 for an empty slot.
+    local [T] int64: a token's index among those of its step and source rank (`local_index`).
+    """
+
+    steps: torch.Tensor
+    layers: torch.Tensor
+    token_step: torch.Tensor
+    source_rank: torch.Tensor
+    expert_ids: torch.Tensor
+    local: torch.Tensor
+
+
+def local_index(token_step: torch.Tensor, source_rank: torch.Tensor) -> torch.Tensor:
+    """[T] int64, [T] int64 -> [T] int64: each token's index among the tokens of its step and source rank, in order."""
+    width = int(source_rank.max()) + 1 if source_rank.numel() else 1
+    return ordinal(token_step * width + source_rank)
+
+
+def ordinal(group: torch.Tensor) -> torch.Tensor:
+    """[N] int64 -> [N] int64: each element's index among those of the same group, in order."""
+    ordered, order = group.sort(stable=True)
+    place = torch.arange(len(group), device=group.device)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    start = torch.where(starts, place, 0).cummax(0).values if len(group) else place
+    return torch.empty_like(place).scatter_(0, order, place - start)
+
+
+class Router(Protocol):
+    """Which experts a token takes."""
+
+    name: ClassVar[str]
+    level: ClassVar[Level]
+
+
+class Reader(Protocol):
+    """What of an expert's weights is read."""
+
+    name: ClassVar[str]
+    level: ClassVar[Level]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedWork:
+    """What a policy for the shared expert may look at, for S steps and L layers.
+
+    cost: the shared expert's work in routed assignments, > 0. seed: of the draws.
+    steps [S], layers [L] int64: their numbers.
+    routed_by_source [S, L, R, R] int64: assignments by source rank and the rank that serves them.
+    tokens [S, L, R] int64: tokens of each source rank.
+    batch, physical_ids [T, L, k]: the tokens and where their routed experts are; None at rank-count level.
+    """
+
+    cost: float
+    seed: int
+    steps: torch.Tensor
+    layers: torch.Tensor
+    routed_by_source: torch.Tensor
+    tokens: torch.Tensor
+    batch: Batch | None
+    physical_ids: torch.Tensor | None
+
+
+class SharedDispatch(Protocol):
+    """Where a token's shared expert is computed. `level`: the coarsest trace it works on."""
+
+    name: ClassVar[str]
+
+    @property
+    def level(self) -> Level: ...
+
+    def served(self, work: SharedWork, copies: Copies) -> torch.Tensor:
+        """-> [S, L, R, R] int64: shared-expert tokens by source rank and the rank that serves them."""
+        ...
+
+
+class Split(Protocol):
+    """How an expert's tokens divide over its copies. `level`: the coarsest trace it works on.
+
+    `by_rank`: whether the number of a source rank's tokens for a copy follows from counts, without looking at tokens.
+    """
+
+    name: ClassVar[str]
+    level: ClassVar[Level]
+    by_rank: ClassVar[bool]
+
+    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+        """counts [..., L, E] int64 of all source ranks -> [..., L, P] float64: each slot's share of its expert."""
+        ...
+
+    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+        """rank_counts [..., L, R, E] int64, fixed-point fractions [..., L, P] -> assignments per slot [..., L, R, P].
+
+        Only for splits `by_rank`.
+        """
+        ...
+
+    def physical_ids(self, batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
+        """batch, fixed-point fractions [S, L, P] -> [T, L, k] int64: physical experts, -1 for an empty slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """Every token keeps the experts that were recorded."""
+
+    name: ClassVar[str] = "topk"
+    level: ClassVar[Level] = "counts"
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """An active expert's weights are read whole."""
+
+    name: ClassVar[str] = "dense"
+    level: ClassVar[Level] = "counts"

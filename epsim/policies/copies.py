@@ -1,0 +1,52 @@
+"""What a placement fixes about every batch: each expert's copies in a row, and what policies derive from them once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from epsim.placement.base import Placement
+
+T = TypeVar("T")
+
+
+class Copies:
+    """A placement's physical experts in the order of the experts they hold, an expert's copies by ascending slot.
+
+    expert [L, P] int64: the expert of each place of that order (ascending). slot [L, P]: its physical expert.
+    first [L, E]: the place of an expert's first copy. number [L, E]: how many copies it has.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.slot = placement.physical_to_logical.argsort(dim=1, stable=True)
+        self.expert = placement.physical_to_logical.gather(1, self.slot)
+        self.number = placement.copies
+        self.first = self.number.cumsum(1) - self.number
+        self.redundant = bool((self.number > 1).any())
+        self.rank_of_slot = placement.rank_of_slot
+        self.node_of_rank = placement.node_of_rank
+        self._made: dict[Callable[[Copies], object], object] = {}
+
+    def once(self, make: Callable[[Copies], T]) -> T:
+        """What `make` (a function of a module) gives for this placement, made at the first call."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        return self._made[make]  # type: ignore[return-value]
+
+    def per_slot(self, per_expert: torch.Tensor) -> torch.Tensor:
+        """[..., L, E] -> [..., L, P]: what a slot's expert has."""
+        slots = self.placement.physical_to_logical
+        return per_expert.gather(-1, slots.expand(*per_expert.shape[:-1], slots.shape[-1]))
+
+    def per_rank(self, per_slot: torch.Tensor) -> torch.Tensor:
+        """[..., P] -> [..., R]: the sum over a rank's slots."""
+        shape = (*per_slot.shape[:-1], self.placement.num_ranks, self.placement.slots_per_rank)
+        return per_slot.reshape(shape).sum(-1)
+
+
+def even_fractions(copies: Copies) -> torch.Tensor:
+    """[L, P] float64: an equal fraction for every copy of an expert."""
+    return copies.per_slot(copies.number.to(torch.float64).reciprocal())

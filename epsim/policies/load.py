@@ -1,0 +1,42 @@
+"""The work that a block of steps puts on every rank, after all policies have spoken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """S steps, L layers, R ranks; CONTRACT.md section 1.
+
+    routed [S, L, R]: (token, expert) assignments that a rank serves; int64 where rounded, float64 where real-valued.
+    routed_real [S, L, R] float64: the same before rounding or drawing.
+    shared_tokens [S, L, R]: tokens whose shared expert a rank serves; int64 where rounded, else float64.
+    shared [S, L, R] float64: shared_tokens times the shared expert's cost in routed assignments.
+    tokens [S, L] float64: tokens of the layer. assignments [S, L] int64.
+    active [S, L, R] int64: a rank's physical routed experts with load.
+    remote_rank, remote_node [S, L] int64: routed assignments that leave their source rank or node, and
+    shared_remote_rank, shared_remote_node [S, L] int64: shared-expert tokens that do; None where the trace holds counts
+    only.
+    rounded: whether loads are whole, as the runtime's, or expected values.
+    """
+
+    routed: torch.Tensor
+    routed_real: torch.Tensor
+    shared: torch.Tensor
+    shared_tokens: torch.Tensor
+    tokens: torch.Tensor
+    assignments: torch.Tensor
+    active: torch.Tensor
+    remote_rank: torch.Tensor | None
+    remote_node: torch.Tensor | None
+    shared_remote_rank: torch.Tensor | None
+    shared_remote_node: torch.Tensor | None
+    rounded: bool
+
+    @property
+    def total(self) -> torch.Tensor:
+        """[S, L, R] float64: routed + shared."""
+        return self.routed + self.shared

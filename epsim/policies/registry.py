@@ -1,0 +1,18 @@
+"""All policies by kind and name: adding one is a file and an entry here. The first of a kind is its default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epsim.placement import PLACEMENTS
+from epsim.policies.base import Dense, TopK
+from epsim.policies.shared import Local
+from epsim.policies.splits import Even, Random
+
+KINDS: dict[str, dict[str, Any]] = {
+    "placement": dict(PLACEMENTS),
+    "router": {policy.name: policy for policy in (TopK(),)},
+    "split": {policy.name: policy for policy in (Even(), Random())},
+    "shared": {policy.name: policy for policy in (Local(),)},
+    "reader": {policy.name: policy for policy in (Dense(),)},
+}

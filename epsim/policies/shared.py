@@ -1,0 +1,26 @@
+"""Where the shared expert of each token is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from epsim.policies.base import SharedWork
+from epsim.policies.copies import Copies
+from epsim.traces.trace import Level
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """On the token's own rank."""
+
+    name: ClassVar[str] = "local"
+
+    @property
+    def level(self) -> Level:
+        return "counts"
+
+    def served(self, work: SharedWork, copies: Copies) -> torch.Tensor:
+        return torch.diag_embed(work.tokens)
