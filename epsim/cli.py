@@ -1,0 +1,235 @@
+"""The command line: `epsim replay`, `epsim plan`, `epsim traces ...`, `epsim model ...`.
+
+Imports lazily: `epsim --help` loads neither torch nor ray. A user's mistake costs one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import epsim
+from epsim.cli_model import app as model_app
+from epsim.cli_traces import (
+    BatchOption,
+    ExpertsOption,
+    ModelOption,
+    PhaseOption,
+    ScoreRuleOption,
+    StepTokensOption,
+    TopKOption,
+    import_options,
+)
+from epsim.cli_traces import app as traces_app
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=epsim.__doc__)
+app.add_typer(traces_app, name="traces")
+app.add_typer(model_app, name="model")
+
+RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks (GPUs) of the expert-parallel group.")]
+NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes (hosts) that hold the ranks.")]
+RedundantOption = Annotated[int, typer.Option("--redundant", help="Physical experts a layer beyond the logical ones.")]
+GroupsOption = Annotated[int, typer.Option("--groups", help="Expert groups of the model's router.")]
+SharedCostOption = Annotated[
+    float | None,
+    typer.Option(
+        "--shared-cost", help="Work of the shared expert in routed assignments; 0 for none. Default: the trace's."
+    ),
+]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"epsim {epsim.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None: ...
+
+
+@app.command("replay")
+def replay_command(
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A trace (Parquet), any readable recording, or `sample`.")
+    ],
+    ranks: RanksOption,
+    policy: Annotated[
+        list[str],
+        typer.Option("--policy", metavar="[NAME=]STACK", help='A policy stack, e.g. "eplb+lplb"; repeatable.'),
+    ],
+    nodes: NodesOption = 1,
+    redundant: RedundantOption = 0,
+    groups: GroupsOption = 1,
+    history: Annotated[
+        str | None,
+        typer.Option("--history", metavar="TRACE", help="Plan placements on this trace and score all of TRACE."),
+    ] = None,
+    plan_share: Annotated[
+        float, typer.Option("--plan-share", help="Without --history: the share of first steps to plan on.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,
+    shared_cost: SharedCostOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write results.json, report.md and report.html there.")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print results.json instead of the table.")] = False,
+    top_k: TopKOption = None,
+    experts: ExpertsOption = None,
+    model: ModelOption = None,
+    phase: PhaseOption = None,
+    batch: BatchOption = None,
+    step_tokens: StepTokensOption = None,
+    score_rule: ScoreRuleOption = None,
+) -> None:
+    """Replay a recorded trace through policy stacks and say which wins, and how far each is from the best possible."""
+    from epsim.policies.stack import parse_named_stack
+
+    named = tuple(parse_named_stack(text) for text in policy)
+    _check_out(out)
+
+    from epsim.placement.base import Cluster
+    from epsim.replay import ReplayOptions, replay, replay_length
+    from epsim.traces.importing import open_trace
+
+    options = ReplayOptions(
+        Cluster(ranks, nodes, redundant, groups),
+        named,
+        seed,
+        shared_cost,
+        plan_share,
+        shlex.join(["epsim", *sys.argv[1:]]),
+    )
+    reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule, seed)
+    scored = open_trace([Path(trace)], reading)
+    planned = None if history is None else open_trace([Path(history)], reading)
+    hindsight = history is not None and os.path.realpath(history) == os.path.realpath(trace)
+    with _progress("replaying", replay_length(scored, planned)) as advance:
+        results = replay(
+            scored,
+            options,
+            planned,
+            trace_name=Path(trace).name,
+            history_name="" if history is None else Path(history).name,
+            hindsight=hindsight,
+            progress=advance,
+        )
+    if out is not None:
+        from epsim.report import write_report
+
+        write_report(results, out)
+    if json_output:
+        import json
+
+        print(json.dumps(results, indent=1))
+    else:
+        from epsim.report.table import print_table
+
+        print_table(results)
+
+
+@app.command("plan")
+def plan_command(
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A trace (Parquet), any readable recording, or `sample`.")
+    ],
+    ranks: RanksOption,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE", help="The file to write.")],
+    nodes: NodesOption = 1,
+    redundant: RedundantOption = 0,
+    groups: GroupsOption = 1,
+    placement: Annotated[
+        str, typer.Option("--placement", metavar="NAME", help="contiguous, eplb, searched, ...")
+    ] = "eplb",
+    format_name: Annotated[str, typer.Option("--format", help="sglang, vllm, trtllm or epsim.")] = "epsim",
+    top_k: TopKOption = None,
+    experts: ExpertsOption = None,
+    model: ModelOption = None,
+    phase: PhaseOption = None,
+    batch: BatchOption = None,
+    step_tokens: StepTokensOption = None,
+    score_rule: ScoreRuleOption = None,
+) -> None:
+    """Plan a placement on a trace and write it as SGLang, vLLM or TensorRT-LLM load it."""
+    from epsim.placement import placement_policy
+    from epsim.placement.base import Cluster
+    from epsim.placement.formats import check_format, write_placement
+    from epsim.planning import plan_placements
+    from epsim.traces.importing import open_trace
+
+    policy = placement_policy(placement)
+    check_format(format_name)
+    cluster = Cluster(ranks, nodes, redundant, groups)
+    reading = import_options(top_k, experts, model, phase, None, batch, ranks, step_tokens, score_rule, 0)
+    recorded = open_trace([Path(trace)], reading)
+    with _progress("planning", recorded.num_steps) as advance:
+        placements = plan_placements({placement: policy}, recorded, recorded.num_steps, recorded.meta, cluster, advance)
+    planned = placements[placement]
+    write_placement(planned, out, format_name, recorded.meta.layers)
+    print(f"{out}: {placement} for {ranks} ranks, {planned.num_physical} slots a layer, {format_name} format")
+
+
+def _check_out(out: Path | None) -> None:
+    """Before any work: a place that cannot be written is said at once."""
+    if out is None:
+        return
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    if not os.access(out, os.W_OK):
+        raise ValueError(f"--out {out}: not writable; give another folder")
+
+
+class _progress:  # noqa: N801
+    """A progress bar on stderr, shown only where somebody looks."""
+
+    def __init__(self, words: str, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(words, total=total)
+
+    def __enter__(self) -> Any:
+        self._bar.start()
+        return lambda steps: self._bar.advance(self._task, steps)
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+
+def main() -> None:
+    """The console script. Mistakes of the user: one line, exit code 2. EPSIM_DEBUG=1 shows the traceback."""
+    try:
+        code = app(standalone_mode=False)
+    except (ValueError, OSError) as error:
+        _fail(error, str(error))
+    except KeyboardInterrupt:
+        print("epsim: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        _fail(error, f"{error.format_message()} (epsim --help and epsim COMMAND --help list what there is)")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(error: Exception, message: str) -> None:
+    if os.environ.get("EPSIM_DEBUG"):
+        raise error
+    print(f"epsim: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The names, units and formulas of the metrics (results.json, schema 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    unit: str
+    formula: str
+    larger_is_better: bool = False
+
+
+METRICS: Mapping[str, Metric] = {
+    "peak": Metric("assignments", "largest load of a rank"),
+    "mean_load": Metric("assignments", "mean load over ranks"),
+    "max_over_mean": Metric("ratio", "peak / mean"),
+    "balancedness": Metric("ratio", "mean / peak (SGLang)", True),
+    "balancedness_vllm": Metric("ratio", "sum over layers of means / sum over layers of peaks, per step (vLLM)", True),
+    "imbalance_ratio": Metric("ratio", "(peak - mean) / mean (TensorRT-LLM)"),
+    "optimality_gap": Metric("ratio", "peak / optimum - 1"),
+    "gap_placement": Metric("ratio", "optimum / mean - 1"),
+    "gap_split": Metric("ratio", "least of real-valued and integer peak / optimum - 1"),
+    "gap_rounding": Metric("ratio", "integer peak / least of real-valued and integer peak - 1"),
+    "gap_shared": Metric("ratio", "peak / least peak that any shared dispatch reaches on this routed load - 1"),
+    "active_experts": Metric("experts", "most physical experts with load on one rank"),
+    "active_experts_total": Metric("experts", "physical experts with load, all ranks"),
+    "remote_rank_share": Metric("share", "assignments served off their source rank / assignments"),
+    "remote_node_share": Metric("share", "assignments served off their source node / assignments"),
+    "kept_mass": Metric("share", "router probability of the experts kept / of the experts chosen by the model", True),
+    "bytes_read": Metric("bytes", "expert weights read by the busiest rank"),
+    "layer_time_us": Metric("us", "time of the layer on its slowest rank"),
+    "throughput_gain": Metric("ratio", "tokens per second / those of the first stack - 1", True),
+}

@@ -1,0 +1,75 @@
+"""Planning placements on recorded steps: one pass over a history, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from epsim.placement.base import Cluster, Placement, PlacementPolicy
+from epsim.traces.store import StoredTrace
+from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TraceMeta
+
+MAX_HISTORY_BYTES = 256 * 2**20
+BLOCK_BYTES = 16 * 2**20
+
+Progress: TypeAlias = Callable[[int], None]
+"""Called with the number of steps just finished."""
+
+
+def to_counts(block: Block, num_experts: int) -> CountsBlock:
+    """Any block at the coarsest level."""
+    if isinstance(block, CountsBlock):
+        return block
+    if isinstance(block, RankCountsBlock):
+        return block.to_counts()
+    return block.to_counts(num_experts)
+
+
+def plan_placements(
+    policies: Mapping[str, PlacementPolicy],
+    history: StoredTrace,
+    num_steps: int,
+    meta: TraceMeta,
+    cluster: Cluster,
+    progress: Progress,
+) -> dict[str, Placement]:
+    """One placement for each policy, for the layers of `meta`, planned on the first `num_steps` steps of `history`.
+
+    Raises ValueError where history and meta are of different models, or a policy finds no placement that fits.
+    """
+    cluster.num_physical(meta.num_experts)
+    shape = (meta.num_layers, meta.num_experts)
+    total = np.zeros(shape, dtype=np.int64)
+    steps: list[Ints] = []
+    if any(policy.needs_history for policy in policies.values()):
+        pick = _matching_layers(history.meta, meta)
+        # Policies that look at single steps see at most as many, evenly spaced, as fit the memory set aside.
+        stride = max(1, -(-num_steps * total.nbytes // MAX_HISTORY_BYTES))
+        seen = 0
+        for block in history.blocks(0, num_steps, max_bytes=BLOCK_BYTES):
+            counts = to_counts(block, meta.num_experts).counts[:, pick]
+            total += counts.sum(axis=0)
+            if any(policy.needs_steps for policy in policies.values()):
+                steps.append(counts[-seen % stride :: stride].copy())
+            seen += len(counts)
+            progress(len(counts))
+    whole = torch.from_numpy(total)[None]
+    single = torch.from_numpy(np.concatenate(steps)) if steps else whole
+    return {name: policy.plan(single if policy.needs_steps else whole, cluster) for name, policy in policies.items()}
+
+
+def _matching_layers(history: TraceMeta, meta: TraceMeta) -> list[int]:
+    """Places in the history of the trace's layers."""
+    if history.num_experts != meta.num_experts:
+        raise ValueError(
+            f"--history has {history.num_experts} experts a layer and the trace {meta.num_experts}: "
+            "give a history of the same model"
+        )
+    place = {layer: i for i, layer in enumerate(history.layers)}
+    missing = [layer for layer in meta.layers if layer not in place]
+    if missing:
+        raise ValueError(f"--history lacks layer {missing[0]} of the trace: give a history of the same model")
+    return [place[layer] for layer in meta.layers]

@@ -1,0 +1,229 @@
+"""Replay: a recorded trace through policy stacks; which one makes the slowest rank least slow, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+import epsim
+from epsim.cost.formulas import METRICS
+from epsim.cost.metrics import layer_metrics
+from epsim.cost.statistics import BlockBootstrap, Series
+from epsim.kernels.split import SplitStructure, prepare, solve_peak
+from epsim.placement.base import Cluster
+from epsim.planning import BLOCK_BYTES, Progress, plan_placements, to_counts
+from epsim.policies.apply import BoundStack, Setting, bind
+from epsim.policies.load import Load
+from epsim.policies.stack import PolicyStack
+from epsim.results import SCHEMA_VERSION, Results
+from epsim.traces.regroup import regroup, regrouped_meta
+from epsim.traces.store import StoredTrace
+from epsim.traces.trace import Block, TraceMeta
+from epsim.verdict import verdict
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """policies: (name or "", stack) in the order of the report; the first is what the others are compared with.
+
+    shared_cost: None takes the trace's; plan_share: part of the trace that placements are planned on where there is no
+    history, the rest being scored.
+    """
+
+    cluster: Cluster
+    policies: tuple[tuple[str, PolicyStack], ...]
+    seed: int = 0
+    shared_cost: float | None = None
+    plan_share: float = 0.5
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.policies:
+            raise ValueError("no policy to replay: give --policy STACK at least once")
+        if not 0 < self.plan_share < 1:
+            raise ValueError(f"--plan-share {self.plan_share}: give a share between 0 and 1, both excluded")
+        names = [name or str(stack) for name, stack in self.policies]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise ValueError(f"--policy {twice} is given twice: name each with NAME=STACK")
+
+
+@dataclass(slots=True)
+class _StackRun:
+    """One stack under replay, and what it has gathered so far."""
+
+    name: str
+    stack: PolicyStack
+    bound: BoundStack
+    structure: SplitStructure
+    series: dict[str, Series] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    layer_sums: torch.Tensor | None = None
+    rank_sums: torch.Tensor | None = None
+
+    def add(self, load: Load, optimum: torch.Tensor, shared: bool) -> None:
+        values = layer_metrics(load, optimum, shared)
+        for key, value in values.items():
+            if isinstance(value, str):
+                self.reasons[key] = value
+            else:
+                self.series.setdefault(key, Series()).add(value.numpy())
+        max_over_mean = values["max_over_mean"]
+        assert isinstance(max_over_mean, torch.Tensor)
+        there = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
+        total = load.total.double()
+        share = (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1))
+        self.layer_sums = there if self.layer_sums is None else self.layer_sums + there
+        self.rank_sums = share if self.rank_sums is None else self.rank_sums + share
+
+    def entry(self, bootstrap: BlockBootstrap, first: _StackRun) -> Results:
+        metrics: Results = {}
+        versus_first: Results = {}
+        for key in (*self.series, *self.reasons):
+            unit = METRICS[key.removeprefix("routed_")].unit
+            summary = self.series[key].summary() if key in self.series else None
+            if summary is None:
+                reason = self.reasons.get(key, "no layer of any step has tokens")
+                metrics[key] = dict.fromkeys(("mean", "p50", "p95", "p99", "max")) | {"unit": unit, "reason": reason}
+                continue
+            metrics[key] = summary | {"unit": unit}
+            if key in first.series:
+                versus_first[key] = bootstrap.difference(self.series[key], first.series[key])
+        entry: Results = {"stack": str(self.stack)} | ({"name": self.name} if self.name else {})
+        entry |= {"metrics": metrics, "versus_first": versus_first}
+        if self.layer_sums is not None and self.rank_sums is not None:
+            sums, counts = self.layer_sums.tolist()
+            entry["max_over_mean_by_layer"] = [s / n if n else None for s, n in zip(sums, counts, strict=True)]
+            num_loads = max(float(self.layer_sums[1].sum()), 1.0)
+            entry["load_over_mean_by_rank"] = (self.rank_sums / num_loads).tolist()
+        entry["notes"] = list(self.bound.notes)
+        return entry
+
+
+def replay(
+    trace: StoredTrace,
+    options: ReplayOptions,
+    history: StoredTrace | None = None,
+    *,
+    trace_name: str = "trace",
+    history_name: str = "",
+    hindsight: bool = False,
+    progress: Progress = lambda steps: None,
+) -> Results:
+    """Scores every stack of `options` on the trace; returns results of schema 1 (docs/results.md).
+
+    history: the trace that placements are planned on; without it they are planned on the first `plan_share` of the
+    trace's steps and only the rest is scored. hindsight: the history is the scored trace itself, to be named so.
+    progress is called with numbers of steps that sum to `replay_length`.
+
+    Raises ValueError where a stack needs a finer trace, or cluster, history and trace do not fit together.
+    """
+    cluster = options.cluster
+    meta = regrouped_meta(trace.meta, cluster.num_ranks)
+    cluster.num_physical(meta.num_experts)
+    for name, stack in options.policies:
+        stack.check_level(meta, name)
+    num_planned = planned_steps(trace, options, history)
+    shared_cost, shared_note = _shared_cost(meta, options)
+    policies = {stack.placement.name: stack.placement for _, stack in options.policies}
+    planned_on, num_history = (trace, num_planned) if history is None else (history, history.num_steps)
+    placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress)
+    setting = Setting(seed=options.seed, shared_cost=shared_cost, top_k=meta.top_k, layers=meta.layers)
+    structures: dict[str, SplitStructure] = {}
+    runs = []
+    for name, stack in options.policies:
+        placement = placements[stack.placement.name]
+        if placement.version not in structures:
+            slots = placement.physical_to_logical
+            structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
+        runs.append(_StackRun(name, stack, bind(stack, placement, setting), structures[placement.version]))
+
+    for block in trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES):
+        _score(regroup(block, trace.meta, cluster.num_ranks), meta, runs, shared_cost > 0)
+        progress(len(block.steps))
+
+    num_scored = trace.num_steps - num_planned
+    bootstrap = BlockBootstrap(num_scored, options.seed)
+    entries = [run.entry(bootstrap, runs[0]) for run in runs]
+    return {
+        "schema": SCHEMA_VERSION,
+        "trace": {
+            "name": trace_name,
+            "source": meta.source,
+            "level": meta.level,
+            "origin": meta.origin,
+            "model": meta.model,
+            "phase": meta.phase,
+            "num_layers": meta.num_layers,
+            "num_experts": meta.num_experts,
+            "top_k": meta.top_k,
+            "steps_planned": num_history if any(p.needs_history for p in policies.values()) else 0,
+            "steps_scored": num_scored,
+            "notes": [*meta.notes, *shared_note],
+        },
+        "setting": {
+            "ranks": cluster.num_ranks,
+            "nodes": cluster.num_nodes,
+            "redundant": cluster.num_redundant,
+            "groups": cluster.num_groups,
+            "seed": options.seed,
+            "shared_cost": shared_cost,
+            "history": _history_words(num_planned, history, history_name, hindsight),
+            "version": epsim.__version__,
+            "command": options.command,
+        },
+        "stacks": entries,
+        "verdict": verdict(entries),
+    }
+
+
+def planned_steps(trace: StoredTrace, options: ReplayOptions, history: StoredTrace | None) -> int:
+    """How many of the trace's first steps are planned on rather than scored."""
+    if trace.num_steps < 1:
+        raise ValueError("the trace holds no step: there is nothing to score")
+    if history is not None or not any(stack.placement.needs_history for _, stack in options.policies):
+        return 0
+    if trace.num_steps < 2:
+        raise ValueError(
+            "the trace holds one step, which cannot be both planned on and scored: give --history TRACE "
+            "(the same file is allowed, and is then named as hindsight)"
+        )
+    return min(max(round(trace.num_steps * options.plan_share), 1), trace.num_steps - 1)
+
+
+def replay_length(trace: StoredTrace, history: StoredTrace | None) -> int:
+    """Steps that `replay` reports to `progress` at most: those of the trace, and those of the history."""
+    return trace.num_steps + (history.num_steps if history is not None else 0)
+
+
+def _score(block: Block, meta: TraceMeta, runs: Sequence[_StackRun], shared: bool) -> None:
+    counts = torch.from_numpy(to_counts(block, meta.num_experts).counts)
+    num_steps, num_layers, num_experts = counts.shape
+    layer = torch.arange(num_layers).repeat(num_steps)
+    optima: dict[int, torch.Tensor] = {}
+    for run in runs:
+        key = id(run.structure)
+        if key not in optima:
+            _peak, bound, _sweeps = solve_peak(run.structure, counts.reshape(-1, num_experts), layer)
+            optima[key] = bound.reshape(num_steps, num_layers)
+        run.add(run.bound.load(block), optima[key], shared)
+
+
+def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:
+    if options.shared_cost is not None:
+        return options.shared_cost, []
+    if meta.shared_cost is not None:
+        return meta.shared_cost, []
+    return 0.0, ["the recording does not tell of a shared expert: none is assumed; --shared-cost says otherwise"]
+
+
+def _history_words(num_planned: int, history: StoredTrace | None, history_name: str, hindsight: bool) -> str:
+    if hindsight:
+        return f"hindsight: placements planned on the very steps they are scored on ({history_name})"
+    if history is not None:
+        return f"placements planned on {history_name}"
+    if num_planned:
+        return f"placements planned on the first {num_planned} steps, which are not scored"
+    return "no placement here needs a history"

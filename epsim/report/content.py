@@ -1,0 +1,112 @@
+"""The content that table, Markdown and page share: columns, rows, and the words around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from epsim.cost.formulas import METRICS
+from epsim.results import Results
+from epsim.verdict import label
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """key: metric; statistic: which of its summary; header and cell: how it is printed."""
+
+    key: str
+    statistic: str
+    header: str
+    cell: Callable[[float], str]
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}"
+
+
+COLUMNS = (
+    Column("max_over_mean", "mean", "peak/mean", _ratio),
+    Column("max_over_mean", "p95", "p95", _ratio),
+    Column("optimality_gap", "mean", "over optimum", _percent),
+    Column("gap_placement", "mean", "placement", _percent),
+    Column("gap_split", "mean", "split", _percent),
+    Column("gap_rounding", "mean", "rounding", _percent),
+    Column("gap_shared", "mean", "shared", _percent),
+    Column("active_experts", "mean", "active experts", _number),
+    Column("remote_rank_share", "mean", "leaves rank", _percent),
+    Column("remote_node_share", "mean", "leaves node", _percent),
+)
+
+
+def shown_columns(results: Results) -> list[Column]:
+    """Those for which at least one stack has a value."""
+    return [c for c in COLUMNS if any(e["metrics"][c.key][c.statistic] is not None for e in results["stacks"])]
+
+
+def headers(results: Results) -> list[str]:
+    return ["stack", *(column.header for column in shown_columns(results)), "peak/mean vs first (95% interval)"]
+
+
+def rows(results: Results) -> list[list[str]]:
+    columns = shown_columns(results)
+    base = results["stacks"][0]["metrics"]["max_over_mean"]["mean"]
+    table = []
+    for number, entry in enumerate(results["stacks"]):
+        cells = [label(entry)]
+        for column in columns:
+            value = entry["metrics"][column.key][column.statistic]
+            cells.append("-" if value is None else column.cell(value))
+        cells.append("-" if number == 0 else _versus(entry, base))
+        table.append(cells)
+    return table
+
+
+def _versus(entry: dict[str, Any], base: float | None) -> str:
+    interval = entry["versus_first"].get("max_over_mean")
+    if interval is None or not base:
+        return "-"
+    words = f"{interval['difference'] / base:+.1%}"
+    if interval["low"] is None:
+        return f"{words} (one step)"
+    return f"{words} ({interval['low'] / base:+.1%} to {interval['high'] / base:+.1%})"
+
+
+def facts(results: Results) -> list[tuple[str, str]]:
+    """What the figures stand on."""
+    trace, setting = results["trace"], results["setting"]
+    shape = f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}"
+    cluster = (
+        f"{setting['ranks']} ranks on {setting['nodes']} node(s), {setting['redundant']} redundant experts a layer"
+    )
+    shared = f"costs {setting['shared_cost']:g} routed assignments a token" if setting["shared_cost"] else "none"
+    return [
+        (
+            "trace",
+            f"{trace['name']} ({trace['origin']}, {trace['level']} level, {trace['phase']}), model {trace['model']}",
+        ),
+        ("shape", shape),
+        ("steps", f"{trace['steps_scored']} scored"),
+        ("placements", setting["history"]),
+        ("cluster", cluster),
+        ("shared expert", shared),
+        ("seed, version", f"{setting['seed']}, epsim {setting['version']}"),
+        ("command", setting["command"]),
+        *(("note", note) for note in trace.get("notes", [])),
+        *((f"note on {label(entry)}", note) for entry in results["stacks"] for note in entry.get("notes", [])),
+    ]
+
+
+def formulas(results: Results) -> list[tuple[str, str]]:
+    """Formula of every column shown, beside which no figure stands without one."""
+    keys = dict.fromkeys(column.key for column in shown_columns(results))
+    named = {column.key: column.header for column in reversed(COLUMNS)}
+    return [(named[key], METRICS[key].formula) for key in keys]
