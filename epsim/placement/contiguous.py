@@ -1,0 +1,35 @@
+"""Experts in order, as serving systems start without a recording."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epsim.placement.base import Cluster, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """Slot p holds expert p mod E, redundant slots starting again at expert 0: the trivial map of SGLang and vLLM.
+
+    A rank's slots are consecutive, so no expert is on it twice unless a rank has more slots than there are experts.
+    """
+
+    @property
+    def name(self) -> str:
+        return "contiguous"
+
+    @property
+    def needs_history(self) -> bool:
+        return False
+
+    @property
+    def needs_steps(self) -> bool:
+        return False
+
+    def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
+        """history [S, L, E]: only its layers and experts are read; S may be 0."""
+        num_layers, num_experts = history.shape[-2:]
+        slots = torch.arange(cluster.num_physical(num_experts), device=history.device) % num_experts
+        return Placement(slots.repeat(num_layers, 1), num_experts, cluster.num_ranks, cluster.num_nodes)

@@ -1,0 +1,118 @@
+"""DeepSeek's expert-parallelism load balancer (github.com/deepseek-ai/EPLB), hierarchical and global.
+
+Where upstream's answer puts no expert twice on a rank, ours is the same slot for slot, ties sorted stably. Elsewhere
+ours puts none twice either, if that can be avoided. Layers (and nodes) without any load get evenly spread copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from epsim.placement.base import Cluster, Placement
+from epsim.placement.packing import pack_groups, replicate_and_pack
+
+
+def hierarchical_obstacle(num_experts: int, num_groups: int, num_nodes: int, num_gpus: int) -> str:
+    """Why experts cannot be placed group by group on nodes, in words; empty where they can."""
+    if num_gpus % num_nodes:
+        return f"{num_nodes} nodes do not divide {num_gpus} ranks"
+    if num_groups % num_nodes:
+        return f"{num_groups} expert groups do not divide among {num_nodes} nodes"
+    if num_experts % num_groups:
+        return f"{num_experts} experts do not divide into {num_groups} groups"
+    return ""
+
+
+def _prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> bool:
+    """True where hierarchical is impossible, or where it alone would have to put an expert twice on a rank."""
+    if hierarchical_obstacle(num_experts, num_groups, num_nodes, num_gpus):
+        return True
+    slots_per_rank = num_replicas // num_gpus
+    return num_experts // num_nodes < slots_per_rank <= num_experts
+
+
+def rebalance_experts(
+    weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Upstream's entry: hierarchical where groups divide among nodes and nothing else hinders it, else global.
+
+    weight [L, E]: load of each logical expert. num_replicas: physical experts P, a multiple of num_gpus, at least E.
+    Returns phy2log [L, P], log2phy [L, E, most copies] (padded with -1; copies in the order they were made) and
+    logcnt [L, E], all int64 on the CPU. Raises ValueError for shapes and weights that no placement fits.
+    """
+    num_experts = weight.shape[-1]
+    if _prefers_global(num_experts, num_replicas, num_groups, num_nodes, num_gpus):
+        num_groups = num_nodes = 1
+    return _rebalance(weight, num_replicas, num_groups, num_nodes, num_gpus)
+
+
+def _rebalance(
+    weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if weight.ndim != 2:
+        raise ValueError(f"weight is {list(weight.shape)}, not [layers, experts]")
+    weight = weight.float().cpu().contiguous()
+    num_layers, num_experts = weight.shape
+    if not bool((weight >= 0).all() & weight.isfinite().all()):
+        raise ValueError("a weight is negative or not a finite number")
+    if num_replicas < num_experts:
+        raise ValueError(f"{num_replicas} slots cannot hold {num_experts} experts")
+    if num_replicas % num_gpus:
+        raise ValueError(f"{num_replicas} slots do not divide among {num_gpus} ranks")
+
+    by_group = weight.view(num_layers, num_groups, num_experts // num_groups)
+    order = torch.from_numpy(pack_groups(by_group.sum(-1).numpy(), num_nodes))
+    members = torch.arange(num_experts).view(num_groups, -1)
+    node_experts = members[order].view(num_layers, num_nodes, -1)
+
+    node_weight = weight.gather(1, node_experts.flatten(1)).view(num_layers * num_nodes, -1)
+    local, copy = (
+        torch.from_numpy(part).view(num_layers, num_nodes, -1)
+        for part in replicate_and_pack(node_weight.numpy(), num_replicas // num_nodes, num_gpus // num_nodes)
+    )
+    phy2log = node_experts.gather(2, local).flatten(1)
+
+    logcnt = torch.zeros(num_layers, num_experts, dtype=torch.int64)
+    logcnt.scatter_add_(1, phy2log, torch.ones_like(phy2log))
+    most = int(logcnt.max())
+    log2phy = torch.full((num_layers, num_experts * most), -1)
+    log2phy.scatter_(1, phy2log * most + copy.flatten(1), torch.arange(num_replicas).expand(num_layers, -1))
+    return phy2log, log2phy.view(num_layers, num_experts, most), logcnt
+
+
+@dataclass(frozen=True, slots=True)
+class Eplb:
+    """EPLB on the history's counts, summed over steps.
+
+    form: `auto` is hierarchical where that is possible, else global; `hierarchical` raises ValueError where it is not.
+    """
+
+    form: Literal["auto", "global", "hierarchical"] = "auto"
+
+    @property
+    def name(self) -> str:
+        return "eplb" if self.form == "auto" else f"eplb-{self.form}"
+
+    @property
+    def needs_history(self) -> bool:
+        return True
+
+    @property
+    def needs_steps(self) -> bool:
+        return False
+
+    def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
+        num_experts = history.shape[-1]
+        num_physical = cluster.num_physical(num_experts)
+        groups, nodes = cluster.num_groups, cluster.num_nodes
+        if self.form == "hierarchical":
+            obstacle = hierarchical_obstacle(num_experts, groups, nodes, cluster.num_ranks)
+            if obstacle:
+                raise ValueError(f"eplb-hierarchical is impossible here: {obstacle}; use eplb-global")
+        elif self.form == "global" or _prefers_global(num_experts, num_physical, groups, nodes, cluster.num_ranks):
+            groups = nodes = 1
+        phy2log, _, _ = _rebalance(history.sum(0), num_physical, groups, nodes, cluster.num_ranks)
+        return Placement(phy2log.to(history.device), num_experts, cluster.num_ranks, cluster.num_nodes)
