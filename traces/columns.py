@@ -1,0 +1,90 @@
+"""Between blocks and Parquet tables: the columns of each level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
+
+
+def schema_of(meta: TraceMeta, score_ids: bool, domain: bool) -> pa.Schema:
+    """counts, rank_counts: a row a (step, layer). tokens: a row a token."""
+
+    def column(name: str, kind: Any) -> pa.Field:
+        return pa.field(name, kind, nullable=False)
+
+    def fixed(kind: Any, size: int) -> pa.DataType:
+        return pa.list_(pa.field("item", kind, nullable=False), size)
+
+    if meta.level != "tokens":
+        size = meta.num_experts * (meta.num_source_ranks if meta.level == "rank_counts" else 1)
+        return pa.schema(
+            [column("step", pa.int64()), column("layer", pa.int32()), column("counts", fixed(pa.int64(), size))]
+        )
+    columns = [
+        column("step", pa.int64()),
+        column("source_rank", pa.int32()),
+        column("expert_ids", fixed(pa.int16(), meta.num_layers * meta.top_k)),
+    ]
+    if meta.num_scores:
+        columns.append(column("scores", fixed(pa.float16(), meta.num_layers * meta.num_scores)))
+    if score_ids:
+        columns.append(column("score_ids", fixed(pa.int16(), meta.num_layers * meta.num_scores)))
+    if domain:
+        columns.append(column("domain", pa.dictionary(pa.int32(), pa.string())))
+    return pa.schema(columns)
+
+
+def to_table(block: Block, meta: TraceMeta, schema: pa.Schema) -> pa.Table:
+    if not isinstance(block, TokenBlock):
+        step = np.repeat(block.steps.astype(np.int64), meta.num_layers)
+        layer = np.tile(np.array(meta.layers, dtype=np.int32), len(block.steps))
+        return pa.table([step, layer, _fixed(block.counts, np.int64, schema.field("counts").type)], schema=schema)
+    columns = [
+        block.steps.astype(np.int64)[block.token_step],
+        block.source_rank.astype(np.int32),
+        _fixed(block.expert_ids, np.int16, schema.field("expert_ids").type),
+    ]
+    if block.scores is not None:
+        columns.append(_fixed(block.scores, np.float16, schema.field("scores").type))
+    if block.score_ids is not None:
+        columns.append(_fixed(block.score_ids, np.int16, schema.field("score_ids").type))
+    if block.domain is not None:
+        columns.append(pa.array(block.domain, type=pa.string()).dictionary_encode())
+    return pa.table(columns, schema=schema)
+
+
+def to_block(table: pa.Table, meta: TraceMeta, steps: Ints) -> Block:
+    """The inverse of `to_table`; steps [S]: the steps that the table's rows belong to."""
+    if meta.level != "tokens":
+        counts: Ints = _values(table, "counts").astype(np.int64, copy=False)
+        if meta.level == "counts":
+            return CountsBlock(steps, counts.reshape(len(steps), meta.num_layers, meta.num_experts))
+        return RankCountsBlock(
+            steps, counts.reshape(len(steps), meta.num_layers, meta.num_source_ranks, meta.num_experts)
+        )
+    token_step = np.searchsorted(steps, table["step"].to_numpy())
+    shape = (table.num_rows, meta.num_layers)
+    names = set(table.column_names)
+    return TokenBlock(
+        steps,
+        token_step.astype(np.int64),
+        table["source_rank"].to_numpy().astype(np.int64),
+        _values(table, "expert_ids").reshape(*shape, meta.top_k),
+        _values(table, "scores").reshape(*shape, meta.num_scores) if meta.num_scores else None,
+        _values(table, "score_ids").reshape(*shape, meta.num_scores) if "score_ids" in names else None,
+        np.array(table["domain"].to_pylist(), dtype=object) if "domain" in names else None,
+    )
+
+
+def _fixed(array: Array, dtype: type[np.generic], kind: pa.DataType) -> pa.Array:
+    flat = np.ascontiguousarray(array, dtype=dtype).reshape(-1)
+    return pa.FixedSizeListArray.from_arrays(pa.array(flat, type=kind.value_type), type=kind)
+
+
+def _values(table: pa.Table, name: str) -> Array:
+    flat: Array = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return flat

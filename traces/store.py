@@ -1,0 +1,303 @@
+"""The store of traces: one Parquet file, written and read by whole steps, so that no side holds the whole in memory.
+
+Row groups hold whole steps and are bounded by bytes (a single large step is one row group). The footer's key-value
+metadata holds `epsim.format` (version), `epsim.meta` (TraceMeta as JSON), `epsim.num_steps` and `epsim.index`: for each
+group `[steps, rows, [numbers of steps without a token]]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from epsim.traces.check import check_block, check_ids
+from epsim.traces.columns import schema_of, to_block, to_table
+from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
+
+FORMAT = "1"
+GROUP_BYTES = 32 << 20
+BLOCK_BYTES = 64 << 20
+
+
+class TraceWriter:
+    """Writes a trace; a context manager.
+
+    Writes beside `path` and renames on a clean close, so that `path` never holds half a trace. On an exception the
+    work is thrown away; with keep_on_interrupt the finished steps are kept as a readable trace, with a note.
+    `append` raises ValueError where a block does not fit the meta or steps do not ascend.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        meta: TraceMeta,
+        *,
+        keep_on_interrupt: bool = False,
+        group_bytes: int = GROUP_BYTES,
+    ) -> None:
+        self.path = Path(path)
+        self.meta = meta
+        self.num_steps = 0
+        self._keep = keep_on_interrupt
+        self._group_bytes = group_bytes
+        self._last_step: int | None = None
+        self._pending: list[Block] = []
+        self._pending_bytes = 0
+        self._index: list[tuple[int, int, list[int]]] = []
+        self._schema: pa.Schema | None = None
+        self._writer: pq.ParquetWriter | None = None
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder: give a file to write the trace to")
+        if not self.path.absolute().parent.is_dir():
+            raise FileNotFoundError(f"{self.path.absolute().parent}: no such folder to write {self.path.name} in")
+        handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".part", dir=self.path.absolute().parent)
+        os.close(handle)
+        self._temporary = Path(name)
+
+    def append(self, block: Block) -> None:
+        check_block(block, self.meta, self._last_step)
+        if not len(block.steps):
+            return
+        if self._schema is None:
+            score_ids = isinstance(block, TokenBlock) and block.score_ids is not None
+            domain = isinstance(block, TokenBlock) and block.domain is not None
+            self._schema = schema_of(self.meta, score_ids, domain)
+        elif isinstance(block, TokenBlock):
+            for name in ("score_ids", "domain"):
+                if (getattr(block, name) is not None) != (name in self._schema.names):
+                    raise ValueError(f"{name} must be given in all blocks of a trace or in none")
+        for part in split_steps(block, self._group_bytes):
+            size = block_bytes(part)
+            if self._pending and self._pending_bytes + size > self._group_bytes:
+                self._flush()
+            self._pending.append(part)
+            self._pending_bytes += size
+        self.num_steps += len(block.steps)
+        self._last_step = int(block.steps[-1])
+
+    def add_note(self, note: str) -> None:
+        """A note known only while writing; it lands in the trace's meta."""
+        self.meta = dataclasses.replace(self.meta, notes=(*self.meta.notes, note))
+
+    def close(self) -> None:
+        """Completes the file and puts it in its place."""
+        try:
+            self._flush()
+            if self._schema is None:
+                self._schema = schema_of(self.meta, score_ids=False, domain=False)
+            writer = self._open()
+            writer.add_key_value_metadata(
+                {
+                    "epsim.format": FORMAT,
+                    "epsim.meta": self.meta.to_json(),
+                    "epsim.num_steps": str(self.num_steps),
+                    "epsim.index": json.dumps(self._index),
+                }
+            )
+            writer.close()
+            self._temporary.chmod(0o666 & ~_umask())
+            self._temporary.replace(self.path)
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Throws the work away."""
+        if self._writer is not None and self._writer.is_open:
+            self._writer.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif self._keep and self.num_steps:
+            self.add_note(f"recording was interrupted ({kind.__name__}): {self.num_steps} finished steps kept")
+            self.close()
+        else:
+            self.abort()
+
+    def _open(self) -> pq.ParquetWriter:
+        if self._writer is None:
+            assert self._schema is not None
+            # Counts change little between neighbours, so delta packing is both smaller and faster than plain.
+            packed = [name for name in ("counts", "expert_ids", "score_ids") if name in self._schema.names]
+            self._writer = pq.ParquetWriter(
+                self._temporary,
+                self._schema,
+                compression="zstd",
+                use_dictionary=["domain"] if "domain" in self._schema.names else False,
+                column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in packed},
+                write_page_checksum=True,
+            )
+        return self._writer
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        assert self._schema is not None
+        tables = [to_table(block, self.meta, self._schema) for block in self._pending]
+        table = pa.concat_tables(tables).unify_dictionaries()
+        steps = sum(len(block.steps) for block in self._pending)
+        empty = [int(s) for block in self._pending for s in _empty_steps(block)]
+        if table.num_rows:
+            self._open().write_table(table, row_group_size=table.num_rows)
+        self._index.append((steps, table.num_rows, empty))
+        self._pending, self._pending_bytes = [], 0
+
+
+class StoredTrace:
+    """A trace on disk. Raises FileNotFoundError, or ValueError where the file is not a whole trace of ours."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise FileNotFoundError(f"{self.path}: no such file")
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder, not a trace")
+        try:
+            with pq.ParquetFile(self.path) as file:
+                footer = {k.decode(): v.decode() for k, v in (file.metadata.metadata or {}).items()}
+                schema, num_groups = file.schema_arrow, file.metadata.num_row_groups
+                rows = [file.metadata.row_group(i).num_rows for i in range(num_groups)]
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise ValueError(f"{self.path}: truncated, damaged or no Parquet file: {one_line(error)}") from None
+        if "epsim.format" not in footer:
+            raise ValueError(f"{self.path}: a Parquet file, but not a trace written by epsim")
+        if footer["epsim.format"] != FORMAT:
+            raise ValueError(f"{self.path}: trace format {footer['epsim.format']}, this epsim reads format {FORMAT}")
+        try:
+            self.meta = TraceMeta.from_json(footer["epsim.meta"])
+            self.num_steps = int(footer["epsim.num_steps"])
+            self._index = [(int(s), int(r), [int(x) for x in e]) for s, r, e in json.loads(footer["epsim.index"])]
+            names = set(schema.names)
+            expected = schema_of(self.meta, "score_ids" in names, "domain" in names)
+            whole = schema.names == expected.names and all(
+                _same_kind(schema.field(n).type, expected.field(n).type) for n in expected.names
+            )
+            whole &= [r for _, r, _ in self._index if r] == [r for r in rows if r]
+            whole &= sum(s for s, _, _ in self._index) == self.num_steps
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, pa.ArrowException) as error:
+            raise ValueError(f"{self.path}: its description of the trace is damaged: {one_line(error)}") from None
+        if not whole:
+            raise ValueError(f"{self.path}: its description does not fit its content (damaged)")
+
+    def blocks(self, start: int = 0, stop: int | None = None, max_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """Blocks of whole steps, each of at most max_bytes where a single step is not larger.
+
+        start, stop: places among the trace's steps (0..num_steps), not step numbers. Row groups outside are not read.
+        """
+        stop = self.num_steps if stop is None else min(stop, self.num_steps)
+        first, group = 0, -1
+        with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+            for num_steps, num_rows, empty in self._index:
+                group += num_rows > 0
+                low, high = max(start - first, 0), min(stop - first, num_steps)
+                if low < high:
+                    block = self._read(file, group if num_rows else None, num_steps, empty)
+                    yield from split_steps(slice_steps(block, low, high), max_bytes)
+                first += num_steps
+
+    def _read(self, file: pq.ParquetFile, group: int | None, num_steps: int, empty: list[int]) -> Block:
+        try:
+            table = file.schema_arrow.empty_table() if group is None else file.read_row_group(group)
+            steps: Ints = np.union1d(table["step"].to_numpy(), np.array(empty, dtype=np.int64)).astype(np.int64)
+            block = to_block(table, self.meta, steps)
+            if isinstance(block, TokenBlock):
+                check_ids(block.expert_ids, self.meta.num_experts)
+                if block.source_rank.size and block.source_rank.max() >= max(self.meta.num_source_ranks, 1):
+                    raise ValueError("a source rank is out of range")
+            elif block.counts.size and block.counts.min() < 0:
+                raise ValueError("a count is negative")
+            if len(steps) != num_steps:
+                raise ValueError(f"{len(steps)} steps where {num_steps} are announced")
+        except (pa.ArrowException, OSError, ValueError, IndexError) as error:
+            raise ValueError(f"{self.path}: row group {group} is damaged: {one_line(error)}") from None
+        return block
+
+
+def block_bytes(block: Block) -> int:
+    if not isinstance(block, TokenBlock):
+        return block.counts.size * 8
+    arrays = (block.scores, block.score_ids)
+    return block.expert_ids.size * 2 + 24 * len(block.token_step) + sum(a.size * 2 for a in arrays if a is not None)
+
+
+def slice_steps(block: Block, low: int, high: int) -> Block:
+    """The steps at places low..high-1 of a block."""
+    if low == 0 and high == len(block.steps):
+        return block
+    if not isinstance(block, TokenBlock):
+        return type(block)(block.steps[low:high], block.counts[low:high])
+    a, b = (int(x) for x in np.searchsorted(block.token_step, (low, high)))
+
+    def cut(array: Array | None) -> Array | None:
+        return None if array is None else array[a:b]
+
+    return TokenBlock(
+        block.steps[low:high],
+        block.token_step[a:b] - low,
+        block.source_rank[a:b],
+        block.expert_ids[a:b],
+        cut(block.scores),
+        cut(block.score_ids),
+        None if block.domain is None else block.domain[a:b],
+    )
+
+
+def split_steps(block: Block, max_bytes: int) -> Iterator[Block]:
+    """Cuts a block into blocks of whole steps of at most max_bytes where a single step is not larger."""
+    total = block_bytes(block)
+    if total <= max_bytes or len(block.steps) <= 1:
+        yield block
+        return
+    if isinstance(block, TokenBlock):
+        tokens = np.bincount(block.token_step, minlength=len(block.steps))
+        sizes = tokens * (total / max(len(block.token_step), 1))
+    else:
+        sizes = np.full(len(block.steps), total / len(block.steps))
+    low, size = 0, 0.0
+    for place, step_size in enumerate(sizes):
+        if place > low and size + step_size > max_bytes:
+            yield slice_steps(block, low, place)
+            low, size = place, 0.0
+        size += step_size
+    yield slice_steps(block, low, len(block.steps))
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, shortened."""
+    text = str(error).strip().split("\n", 1)[0]
+    return (text[:200] + "...") if len(text) > 200 else text or type(error).__name__
+
+
+def _empty_steps(block: Block) -> Ints:
+    if isinstance(block, CountsBlock | RankCountsBlock):
+        return np.empty(0, dtype=np.int64)
+    return np.delete(block.steps, np.unique(block.token_step))
+
+
+def _same_kind(a: pa.DataType, b: pa.DataType) -> bool:
+    # Parquet does not keep the name of a list's items.
+    if pa.types.is_fixed_size_list(a) and pa.types.is_fixed_size_list(b):
+        return bool(a.list_size == b.list_size and a.value_type == b.value_type)
+    return bool(a == b)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
