@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -26,6 +26,9 @@ from epsim.cli_traces import (
     import_options,
 )
 from epsim.cli_traces import app as traces_app
+
+if TYPE_CHECKING:
+    from epsim.policies.stack import PolicyStack
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=epsim.__doc__)
 app.add_typer(traces_app, name="traces")
@@ -92,9 +95,7 @@ def replay_command(
     score_rule: ScoreRuleOption = None,
 ) -> None:
     """Replay a recorded trace through policy stacks and say which wins, and how far each is from the best possible."""
-    from epsim.policies.stack import parse_named_stack
-
-    named = tuple(parse_named_stack(text) for text in policy)
+    named = tuple(named_stack(text) for text in policy)
     _check_out(out)
 
     from epsim.placement.base import Cluster
@@ -176,6 +177,18 @@ def plan_command(
     planned = placements[placement]
     write_placement(planned, out, format_name, recorded.meta.layers)
     print(f"{out}: {placement} for {ranks} ranks, {planned.num_physical} slots a layer, {format_name} format")
+
+
+def named_stack(text: str) -> tuple[str, PolicyStack]:
+    """`NAME=STACK` or `STACK` -> (name or "", stack); an equals sign inside parentheses belongs to the stack."""
+    from epsim.policies.stack import parse_stack
+
+    head, equals, tail = text.partition("=")
+    if not equals or "(" in head:
+        return "", parse_stack(text)
+    if not head.strip() or set(head) & set("+.,"):
+        raise ValueError(f"--policy {text!r}: a name has none of the characters + . , and is not empty")
+    return head.strip(), parse_stack(tail)
 
 
 def _check_out(out: Path | None) -> None:

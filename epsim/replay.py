@@ -123,10 +123,10 @@ def replay(
     cluster = options.cluster
     meta = regrouped_meta(trace.meta, cluster.num_ranks)
     cluster.num_physical(meta.num_experts)
-    for name, stack in options.policies:
-        stack.check_level(meta, name)
-    num_planned = planned_steps(trace, options, history)
     shared_cost, shared_note = _shared_cost(meta, options)
+    for _, stack in options.policies:
+        stack.check_level(meta.level, cluster.num_redundant > 0, shared_cost > 0)
+    num_planned = planned_steps(trace, options, history)
     policies = {stack.placement.name: stack.placement for _, stack in options.policies}
     planned_on, num_history = (trace, num_planned) if history is None else (history, history.num_steps)
     placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress)
@@ -206,8 +206,8 @@ def _score(block: Block, meta: TraceMeta, runs: Sequence[_StackRun], shared: boo
     for run in runs:
         key = id(run.structure)
         if key not in optima:
-            _peak, bound, _sweeps = solve_peak(run.structure, counts.reshape(-1, num_experts), layer)
-            optima[key] = bound.reshape(num_steps, num_layers)
+            solution = solve_peak(run.structure, counts.reshape(-1, num_experts), layer)
+            optima[key] = solution.bound.reshape(num_steps, num_layers)
         run.add(run.bound.load(block), optima[key], shared)
 
 

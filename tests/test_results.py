@@ -54,7 +54,7 @@ def test_schema_requires_every_metric_and_documents_it() -> None:
 def test_broken_results_are_refused(break_it: Any, where: str) -> None:
     results = some_results()
     break_it(results)
-    with pytest.raises(ValueError, match="^results: ") as caught:
+    with pytest.raises(ValueError, match=r"^results: ") as caught:
         check_results(results)
     assert where in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -134,6 +134,11 @@ class PlacementPolicy(Protocol):
     @property
     def needs_history(self) -> bool: ...
 
+    @property
+    def needs_steps(self) -> bool:
+        """Whether single steps matter, not only their sum."""
+        ...
+
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         """history [S, L, E]: counts of the steps planned on (S >= 1). Raises ValueError where no placement fits."""
         ...

@@ -1,0 +1,139 @@
+"""How fast a replay is: (step, layer) pairs a second at counts level, and the memory that a long trace takes.
+
+    python benchmarks/replay.py [--pairs 200000] [--out benchmarks/results/replay.json]
+
+Each stack is replayed alone in a process of its own: reading the trace, planning on its first half, scoring the rest
+with every metric (the optimum of each pair included). The baseline is the even split's share-matrix product alone, on
+loads already in memory: what no replay can be faster than here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LAYERS, EXPERTS, TOP_K, RANKS, NODES, REDUNDANT = 58, 256, 8, 16, 2, 32
+TOKENS = 4096
+STACKS = ("eplb", "eplb+lplb")
+
+
+def write_trace(path: Path, pairs: int, seed: int) -> None:
+    """Counts of steps whose skewed expert popularity drifts; multinomial draws of 4,096 tokens x 8."""
+    from epsim.traces.store import TraceWriter
+    from epsim.traces.trace import CountsBlock, TraceMeta
+
+    rng = np.random.default_rng(seed)
+    skew = 0.7 * rng.normal(size=(LAYERS, EXPERTS))
+    steps = -(-pairs // LAYERS)
+    meta = TraceMeta("counts", LAYERS, EXPERTS, TOP_K, phase="prefill", origin="drawn", source=f"drawn, seed {seed}")
+    with TraceWriter(path, meta) as writer:
+        for step in range(steps):
+            skew = 0.99 * skew + 0.1 * rng.normal(size=skew.shape)
+            share = np.exp(skew) / np.exp(skew).sum(1, keepdims=True)
+            writer.append(CountsBlock(np.array([step]), rng.multinomial(TOKENS * TOP_K, share)[None]))
+
+
+def replay_once(path: Path, stack: str) -> dict[str, Any]:
+    """Runs in a process of its own: seconds, pairs and the peak of resident memory."""
+    from epsim.placement.base import Cluster
+    from epsim.policies.stack import parse_stack
+    from epsim.replay import ReplayOptions, replay
+    from epsim.traces.store import StoredTrace
+
+    trace = StoredTrace(path)
+    cluster = Cluster(RANKS, NODES, REDUNDANT)
+    options = ReplayOptions(cluster, (("", parse_stack(stack)),))
+    warm = ReplayOptions(cluster, (("", parse_stack(stack)),), plan_share=1 - 2 / trace.num_steps)
+    replay(trace, warm)  # compiles
+    start = time.perf_counter()
+    results = replay(trace, options)
+    seconds = time.perf_counter() - start
+    metrics = results["stacks"][0]["metrics"]
+    return {
+        "stack": stack,
+        "pairs_scored": results["trace"]["steps_scored"] * LAYERS,
+        "pairs_read": trace.num_steps * LAYERS,
+        "seconds": seconds,
+        "max_over_mean": metrics["max_over_mean"]["mean"],
+        "optimality_gap": metrics["optimality_gap"]["mean"],
+        "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def floor_once(pairs: int) -> float:
+    """Pairs a second of the share-matrix product alone."""
+    import torch
+
+    shares = torch.rand(LAYERS, EXPERTS, RANKS, dtype=torch.float64)
+    counts = torch.rand(pairs // LAYERS, LAYERS, EXPERTS, dtype=torch.float64)
+    best = 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        torch.einsum("sle,ler->slr", counts, shares).amax(-1)
+        best = max(best, counts.shape[0] * LAYERS / (time.perf_counter() - start))
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay.json"))
+    parser.add_argument("--one", nargs=2, metavar=("TRACE", "STACK"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(replay_once(Path(arguments.one[0]), arguments.one[1])))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.parquet")
+        write_trace(path, arguments.pairs, arguments.seed)
+        for stack in STACKS:
+            command = [sys.executable, __file__, "--one", str(path), stack]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            rows.append(json.loads(done.stdout))
+    floor = floor_once(20_000)
+    print(f"{LAYERS} layers, {EXPERTS} experts, {RANKS} ranks on {NODES} nodes, {REDUNDANT} redundant; {processor()}")
+    print(f"{'stack':12} {'pairs/s scored':>15} {'pairs/s read':>13} {'of product alone':>17} {'resident MiB':>13}")
+    for row in rows:
+        row["pairs_scored_per_second"] = row["pairs_scored"] / row["seconds"]
+        row["pairs_read_per_second"] = row["pairs_read"] / row["seconds"]
+        row["ratio_to_product_alone"] = row["pairs_scored_per_second"] / floor
+        print(
+            f"{row['stack']:12} {row['pairs_scored_per_second']:15,.0f} {row['pairs_read_per_second']:13,.0f} "
+            f"{row['ratio_to_product_alone']:17.3f} {row['resident_mib']:13,.0f}"
+        )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": processor(),
+        "shape": {"layers": LAYERS, "experts": EXPERTS, "ranks": RANKS, "nodes": NODES, "redundant": REDUNDANT},
+        "product_alone_pairs_per_second": floor,
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def processor() -> str:
+    """Model and number of cores that this process may use."""
+    import os
+
+    names = [
+        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Traces that tests draw for themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.trace import Block, CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
+
+TraceMaker = Callable[..., StoredTrace]
+
+
+@pytest.fixture
+def make_trace(tmp_path: Path) -> TraceMaker:
+    """make_trace(level, steps=, layers=, experts=, top_k=, tokens=, ranks=, seed=, name=, **meta): skewed, drifting."""
+
+    def make(
+        level: str = "tokens",
+        *,
+        steps: int = 6,
+        layers: int = 2,
+        experts: int = 8,
+        top_k: int = 2,
+        tokens: int = 64,
+        ranks: int = 4,
+        seed: int = 0,
+        name: str = "trace.parquet",
+        **meta: Any,
+    ) -> StoredTrace:
+        rng = np.random.default_rng(seed)
+        skew = rng.gumbel(size=(layers, experts)) * 1.5
+        ids = np.empty((steps * tokens, layers, top_k), dtype=np.int16)
+        for step in range(steps):
+            skew += 0.2 * rng.normal(size=skew.shape)
+            keys = skew + rng.gumbel(size=(tokens, layers, experts))
+            ids[step * tokens : (step + 1) * tokens] = np.argsort(-keys, axis=2)[:, :, :top_k]
+        blocks: Block = TokenBlock(
+            steps=np.arange(steps),
+            token_step=np.repeat(np.arange(steps), tokens),
+            source_rank=np.tile(np.arange(tokens) * ranks // tokens, steps),
+            expert_ids=ids,
+        )
+        if level == "rank_counts":
+            blocks = blocks.to_rank_counts(ranks, experts)
+        elif level == "counts":
+            blocks = blocks.to_counts(experts)
+        assert isinstance(blocks, CountsBlock | RankCountsBlock | TokenBlock)
+        num_ranks = 0 if level == "counts" else ranks
+        described = TraceMeta(level, layers, experts, top_k, num_ranks, **meta)  # type: ignore[arg-type]
+        path = tmp_path / name
+        with TraceWriter(path, described) as writer:
+            writer.append(blocks)
+        return StoredTrace(path)
+
+    return make
