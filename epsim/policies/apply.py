@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from epsim.placement.base import Placement
+from epsim.policies.base import Batch, SharedWork, Split, local_index
 from epsim.policies.copies import Copies
-from epsim.policies.load import Load
+from epsim.policies.load import Load, joined
+from epsim.policies.rounding import fixed_point
+from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
-from epsim.traces.trace import Block, CountsBlock, RankCountsBlock, TokenBlock
+from epsim.traces.trace import Block, CountsBlock, Level, RankCountsBlock, TokenBlock
 
 EXACT = 2**53
 CELLS = 1 << 22
-"""Elements of the largest intermediate tensor: steps are taken in parts that keep below it."""
+"""Elements of the largest intermediate tensor, unless one step alone has more: blocks are taken in parts of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,30 +46,75 @@ class BoundStack:
     notes: tuple[str, ...]
 
     def load(self, block: Block) -> Load:
-        """Tokens on source ranks 0..R-1 of the placement. Raises ValueError where the block is too coarse or does not
-        fit.
+        """The load of a block of S >= 0 steps whose tokens live on source ranks 0..R-1 of the placement.
 
-        Works on the device of the placement.
+        Works on the placement's device. Raises ValueError where the block is too coarse for the stack, does not fit the
+        placement, or holds counts that are negative or above 2^53 in a step's layer; at rank-count level also where the
+        shared expert needs to know tokens and assignments are not a multiple of top-k.
         """
+        level: Level = "counts"
+        if not isinstance(block, CountsBlock):
+            level = "tokens" if isinstance(block, TokenBlock) else "rank_counts"
+        self.stack.check_level(level, self.copies.redundant, self.has_shared)
+        parts = self._token_parts(block) if isinstance(block, TokenBlock) else self._count_parts(block)
+        return joined(list(parts))
+
+    @property
+    def has_shared(self) -> bool:
+        return self.setting.shared_cost > 0
+
+    @property
+    def split(self) -> Split:
+        """The stack's; without redundancy there is nothing to split, and no draw to make."""
+        return self.stack.split if self.copies.redundant else Even()
+
+    def _count_parts(self, block: CountsBlock | RankCountsBlock) -> Iterator[Load]:
         placement, device = self.copies.placement, self.copies.slot.device
-        level = {CountsBlock: "counts", RankCountsBlock: "rank_counts", TokenBlock: "tokens"}[type(block)]
-        self.stack.check_level(level, self.copies.redundant, self.setting.shared_cost > 0)  # type: ignore[arg-type]
+        counts = torch.as_tensor(block.counts, dtype=torch.int64, device=device)
+        by_rank = isinstance(block, RankCountsBlock)
+        sources = [placement.num_ranks] if by_rank else []
+        expected = [len(block.steps), placement.num_layers, *sources, placement.num_experts]
+        if list(counts.shape) != expected:
+            raise ValueError(f"counts of shape {list(counts.shape)} do not fit the placement: expected {expected}")
         steps = torch.as_tensor(block.steps, dtype=torch.int64, device=device)
-        if isinstance(block, CountsBlock):
-            counts = torch.as_tensor(block.counts, dtype=torch.int64, device=device)
-            _check_shape(counts, (len(steps), placement.num_layers, placement.num_experts))
-            return _joined([self._from_counts(part) for part in _parts(counts, placement.num_physical)])
-        raise NotImplementedError
+        per_step = placement.num_layers * placement.num_physical * (placement.num_ranks if by_rank else 1)
+        for first, last in _ranges(len(steps), per_step):
+            part = counts[first:last]
+            yield self._from_ranks(steps[first:last], part, None) if by_rank else self._from_counts(part)
+
+    def _token_parts(self, block: TokenBlock) -> Iterator[Load]:
+        placement, device = self.copies.placement, self.copies.slot.device
+        ids = torch.as_tensor(block.expert_ids, device=device)
+        source = torch.as_tensor(block.source_rank, dtype=torch.int64, device=device)
+        token_step = torch.as_tensor(block.token_step, dtype=torch.int64, device=device)
+        steps = torch.as_tensor(block.steps, dtype=torch.int64, device=device)
+        layers = torch.tensor(self.setting.layers, device=device)
+        num_tokens, num_layers, top_k = ids.shape
+        if num_layers != placement.num_layers:
+            raise ValueError(f"tokens of {num_layers} layers do not fit a placement of {placement.num_layers} layers")
+        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < placement.num_experts:
+            raise ValueError(f"a token names an expert outside 0..{placement.num_experts - 1} (or -1 for none)")
+        if num_tokens and not 0 <= int(source.min()) <= int(source.max()) < placement.num_ranks:
+            raise ValueError(f"a token's source rank is outside 0..{placement.num_ranks - 1}")
+        tokens_per_step = -(-num_tokens // max(len(steps), 1))
+        per_step = num_layers * max(placement.num_ranks * placement.num_physical, tokens_per_step * top_k)
+        for first, last in _ranges(len(steps), per_step):
+            begin, end = torch.searchsorted(token_step, torch.tensor([first, last], device=device)).tolist()
+            place = token_step[begin:end] - first
+            local = local_index(place, source[begin:end])
+            part = ids[begin:end].to(torch.int64)
+            batch = Batch(steps[first:last], layers, place, source[begin:end], part, local)
+            counts = self._by_source(batch, part, placement.num_experts)
+            yield self._from_ranks(batch.steps, counts, batch)
 
     def _from_counts(self, counts: torch.Tensor) -> Load:
         """counts [S, L, E] -> expected loads, with tokens evenly spread over source ranks."""
         copies, num_ranks = self.copies, self.copies.placement.num_ranks
-        assignments = _check_counts(counts)
-        per_slot = self.stack.split.fractions(counts, copies) * copies.per_slot(counts)
+        assignments = _sums(counts)
+        per_slot = self.split.fractions(counts, copies) * copies.per_slot(counts)
         routed = copies.per_rank(per_slot)
         tokens = assignments / self.setting.top_k
-        has_shared = self.setting.shared_cost > 0
-        shared_tokens = (tokens / num_ranks if has_shared else torch.zeros_like(tokens))[..., None].expand_as(routed)
+        shared_tokens = (tokens * (self.has_shared / num_ranks))[..., None].expand_as(routed)
         return Load(
             routed=routed,
             routed_real=routed,
@@ -80,6 +130,98 @@ class BoundStack:
             rounded=False,
         )
 
+    def _from_ranks(self, steps: torch.Tensor, rank_counts: torch.Tensor, batch: Batch | None) -> Load:
+        """steps [S], rank_counts [S, L, R, E], and the tokens they count, if known -> loads in whole assignments."""
+        copies, split = self.copies, self.split
+        assignments = _sums(rank_counts)
+        counts = rank_counts.sum(2)
+        fractions = split.fractions(counts, copies)
+        fixed = fixed_point(fractions, copies)
+        ids = None
+        if not split.by_rank or (self.has_shared and self.stack.shared.level == "tokens"):
+            assert batch is not None
+            ids = split.physical_ids(batch, fixed, copies, self.setting.seed)
+        if ids is None or batch is None:
+            served = split.quotas(rank_counts, fixed, copies)
+        else:
+            served = self._by_source(batch, ids, copies.placement.num_physical)
+        by_source = copies.per_rank(served)
+        routed = by_source.sum(2)
+        real = copies.per_rank(fractions * copies.per_slot(counts)) if split.by_fractions else routed.to(torch.float64)
+        tokens = self._tokens(rank_counts, batch)
+        shared = torch.zeros_like(by_source)
+        if self.has_shared:
+            shared = self.stack.shared.served(self._shared_work(steps, by_source, tokens, batch, ids))
+        return Load(
+            routed=routed,
+            routed_real=real,
+            shared=shared.sum(2) * self.setting.shared_cost,
+            shared_tokens=shared.sum(2),
+            tokens=tokens.sum(-1).to(torch.float64),
+            assignments=assignments,
+            active=copies.per_rank((served.sum(2) > 0).to(torch.int64)),
+            remote_rank=self._leaving(by_source, node=False),
+            remote_node=self._leaving(by_source, node=True),
+            shared_remote_rank=self._leaving(shared, node=False),
+            shared_remote_node=self._leaving(shared, node=True),
+            rounded=True,
+        )
+
+    def _tokens(self, rank_counts: torch.Tensor, batch: Batch | None) -> torch.Tensor:
+        """[S, L, R]: tokens of each source rank; int64, or float64 where nothing needs them whole."""
+        if batch is not None:
+            return self._by_source(batch, (batch.expert_ids >= 0).any(-1, keepdim=True).to(torch.int64) - 1, 1)[..., 0]
+        assignments = rank_counts.sum(-1)
+        if not self.has_shared:
+            return assignments / self.setting.top_k
+        if bool((assignments % self.setting.top_k != 0).any()):
+            step, layer, rank = (int(i) for i in (assignments % self.setting.top_k).nonzero()[0])
+            raise ValueError(
+                f"{int(assignments[step, layer, rank])} assignments of source rank {rank} (place {step} of the block, "
+                f"layer {self.setting.layers[layer]}) are no multiple of top-k {self.setting.top_k}: the "
+                " shared expert needs whole tokens; give the right --top-k, or a shared cost of 0"
+            )
+        return assignments // self.setting.top_k
+
+    def _shared_work(
+        self,
+        steps: torch.Tensor,
+        by_source: torch.Tensor,
+        tokens: torch.Tensor,
+        batch: Batch | None,
+        ids: torch.Tensor | None,
+    ) -> SharedWork:
+        ranks = None
+        if ids is not None:
+            ranks = torch.where(ids >= 0, ids // self.copies.placement.slots_per_rank, -1)
+        return SharedWork(
+            cost=self.setting.shared_cost,
+            seed=self.setting.seed,
+            top_k=self.setting.top_k,
+            steps=steps,
+            layers=torch.tensor(self.setting.layers, device=steps.device),
+            routed=by_source.sum(2),
+            routed_by_source=by_source,
+            tokens=tokens,
+            batch=batch,
+            expert_ranks=ranks,
+        )
+
+    def _by_source(self, batch: Batch, ids: torch.Tensor, width: int) -> torch.Tensor:
+        """ids [T, L, k] in -1..width-1 -> [S, L, R, width] int64: how often each is named, by source rank."""
+        num_layers, num_ranks = ids.shape[1], self.copies.placement.num_ranks
+        layer = torch.arange(num_layers, device=ids.device)
+        row = (batch.token_step[:, None] * num_layers + layer) * num_ranks + batch.source_rank[:, None]
+        shape = (len(batch.steps), num_layers, num_ranks, width + 1)
+        at = row[:, :, None] * (width + 1) + (ids + 1)
+        return torch.bincount(at.flatten(), minlength=math.prod(shape)).reshape(shape)[..., 1:]
+
+    def _leaving(self, by_source: torch.Tensor, node: bool) -> torch.Tensor:
+        """[S, L, R, R] by source and serving rank -> [S, L]: how much leaves its rank or node."""
+        place = self.copies.node_of_rank
+        place = place if node else torch.arange(len(place), device=place.device)
+        return (by_source * (place[:, None] != place)).sum((2, 3))
+
 
 def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundStack:
     """Prepares a stack for a placement, once. Raises ValueError where the setting does not fit the placement."""
@@ -87,37 +229,21 @@ def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundSta
         raise ValueError(f"{len(setting.layers)} layer numbers given for a placement of {placement.num_layers} layers")
     notes: tuple[str, ...] = ()
     if setting.shared_cost == 0:
-        notes = (f"the model has no shared expert: {stack.shared.name} changes nothing",)
+        notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
     return BoundStack(stack, Copies(placement), setting, notes)
 
 
-def _check_shape(found: torch.Tensor, expected: tuple[int, ...]) -> None:
-    if tuple(found.shape) != expected:
-        raise ValueError(f"counts of shape {list(found.shape)} do not fit the placement: expected {list(expected)}")
-
-
-def _check_counts(counts: torch.Tensor) -> torch.Tensor:
-    """[S, L, ...] -> [S, L] int64: sums. Raises ValueError for negative counts and for sums that float64 loses."""
-    if counts.numel() and int(counts.min()) < 0:
-        raise ValueError(f"counts are negative (least {int(counts.min())}): a count is 0 or more")
-    if bool((counts.flatten(2).sum(-1, dtype=torch.float64) > EXACT).any()):
+def _sums(counts: torch.Tensor) -> torch.Tensor:
+    """[S, L, ...] -> [S, L] int64. Raises ValueError for negative counts and for sums that float64 does not hold."""
+    flat = counts.flatten(2)
+    if flat.numel() and int(flat.min()) < 0:
+        raise ValueError(f"a count is {int(flat.min())}: counts are 0 or more")
+    if bool((flat.sum(-1, dtype=torch.float64) > EXACT).any()):
         raise ValueError("a step's layer has more than 2^53 assignments: scale the counts down")
-    return counts.flatten(2).sum(-1)
+    return flat.sum(-1)
 
 
-def _parts(counts: torch.Tensor, cells_per_layer: int) -> tuple[torch.Tensor, ...]:
-    """Consecutive steps with at most CELLS intermediate elements, or one step; one empty part for no steps."""
-    per_step = counts.shape[1] * cells_per_layer
-    return torch.split(counts, max(CELLS // max(per_step, 1), 1))
-
-
-def _joined(loads: list[Load]) -> Load:
-    if len(loads) == 1:
-        return loads[0]
-
-    def cat(name: str) -> torch.Tensor | None:
-        parts = [getattr(load, name) for load in loads]
-        return None if parts[0] is None else torch.cat(parts)
-
-    names = [name for name in Load.__slots__ if name != "rounded"]
-    return Load(**{name: cat(name) for name in names}, rounded=loads[0].rounded)  # type: ignore[arg-type]
+def _ranges(num_steps: int, per_step: int) -> list[tuple[int, int]]:
+    """Consecutive steps of at most CELLS elements, or one step; one empty range for no steps."""
+    size = max(CELLS // max(per_step, 1), 1)
+    return [(first, min(first + size, num_steps)) for first in range(0, max(num_steps, 1), size)]

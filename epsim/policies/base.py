@@ -63,21 +63,25 @@ class Reader(Protocol):
 class SharedWork:
     """What a policy for the shared expert may look at, for S steps and L layers.
 
-    cost: the shared expert's work in routed assignments, > 0. seed: of the draws.
+    cost: the shared expert's work in routed assignments, > 0. seed: of the draws. top_k: k.
     steps [S], layers [L] int64: their numbers.
-    routed_by_source [S, L, R, R] int64: assignments by source rank and the rank that serves them.
+    routed [S, L, R] int64: assignments that each rank serves, from all source ranks.
+    routed_by_source [S, L, R, R] int64: the same by source rank; a rank that acts alone needs only its own right.
     tokens [S, L, R] int64: tokens of each source rank.
-    batch, physical_ids [T, L, k]: the tokens and where their routed experts are; None at rank-count level.
+    batch, expert_ranks [T, L, k] int64: the tokens and the ranks that serve their routed experts, -1 for an empty slot;
+    None at rank-count level, where a source rank's tokens are all alike.
     """
 
     cost: float
     seed: int
+    top_k: int
     steps: torch.Tensor
     layers: torch.Tensor
+    routed: torch.Tensor
     routed_by_source: torch.Tensor
     tokens: torch.Tensor
     batch: Batch | None
-    physical_ids: torch.Tensor | None
+    expert_ranks: torch.Tensor | None
 
 
 class SharedDispatch(Protocol):
@@ -88,7 +92,7 @@ class SharedDispatch(Protocol):
     @property
     def level(self) -> Level: ...
 
-    def served(self, work: SharedWork, copies: Copies) -> torch.Tensor:
+    def served(self, work: SharedWork) -> torch.Tensor:
         """-> [S, L, R, R] int64: shared-expert tokens by source rank and the rank that serves them."""
         ...
 
@@ -96,12 +100,14 @@ class SharedDispatch(Protocol):
 class Split(Protocol):
     """How an expert's tokens divide over its copies. `level`: the coarsest trace it works on.
 
-    `by_rank`: whether the number of a source rank's tokens for a copy follows from counts, without looking at tokens.
+    by_rank: whether the number of a source rank's tokens for a copy follows from counts, without looking at tokens.
+    by_fractions: whether tokens follow the fractions; if not, the split has no real-valued form.
     """
 
     name: ClassVar[str]
     level: ClassVar[Level]
     by_rank: ClassVar[bool]
+    by_fractions: ClassVar[bool]
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         """counts [..., L, E] int64 of all source ranks -> [..., L, P] float64: each slot's share of its expert."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -40,3 +42,15 @@ class Load:
     def total(self) -> torch.Tensor:
         """[S, L, R] float64: routed + shared."""
         return self.routed + self.shared
+
+
+def joined(loads: list[Load]) -> Load:
+    """One after the other along the steps; all of the same stack and level."""
+    if len(loads) == 1:
+        return loads[0]
+    parts: dict[str, Any] = {"rounded": loads[0].rounded}
+    for field in dataclasses.fields(Load):
+        values = [getattr(load, field.name) for load in loads]
+        if field.name not in parts:
+            parts[field.name] = None if values[0] is None else torch.cat(values)
+    return Load(**parts)

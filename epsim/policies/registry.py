@@ -6,13 +6,16 @@ from typing import Any
 
 from epsim.placement import PLACEMENTS
 from epsim.policies.base import Dense, TopK
+from epsim.policies.ipm import LplbIpm
+from epsim.policies.nearest import Static
 from epsim.policies.shared import Local
-from epsim.policies.splits import Even, Random
+from epsim.policies.splits import Even, Lplb, LplbSampled, Random
+from epsim.policies.waterfill import Waterfill
 
 KINDS: dict[str, dict[str, Any]] = {
     "placement": dict(PLACEMENTS),
     "router": {policy.name: policy for policy in (TopK(),)},
-    "split": {policy.name: policy for policy in (Even(), Random())},
-    "shared": {policy.name: policy for policy in (Local(),)},
+    "split": {policy.name: policy for policy in (Even(), Random(), Static(), Lplb(), LplbSampled(), LplbIpm())},
+    "shared": {policy.name: policy for policy in (Local(), Waterfill())},
     "reader": {policy.name: policy for policy in (Dense(),)},
 }

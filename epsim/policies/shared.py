@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 
 from epsim.policies.base import SharedWork
-from epsim.policies.copies import Copies
 from epsim.traces.trace import Level
 
 
@@ -22,5 +21,5 @@ class Local:
     def level(self) -> Level:
         return "counts"
 
-    def served(self, work: SharedWork, copies: Copies) -> torch.Tensor:
+    def served(self, work: SharedWork) -> torch.Tensor:
         return torch.diag_embed(work.tokens)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from epsim.kernels.split import SplitStructure, prepare, solve_batched
 from epsim.policies.base import Batch
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.rounding import sampled_ids, systematic_ids, systematic_quotas
@@ -18,6 +19,7 @@ class Systematic:
 
     __slots__ = ()
     by_rank: ClassVar[bool] = True
+    by_fractions: ClassVar[bool] = True
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         return systematic_quotas(rank_counts, fixed, copies)
@@ -31,6 +33,7 @@ class Sampled:
 
     __slots__ = ()
     by_rank: ClassVar[bool] = False
+    by_fractions: ClassVar[bool] = True
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         raise AssertionError("a draw per token has no quotas")
@@ -53,6 +56,39 @@ class Even(Systematic):
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         return _even(counts, copies)
+
+
+def _structure(copies: Copies) -> SplitStructure:
+    return prepare(copies.placement.physical_to_logical, copies.placement.num_ranks, copies.placement.num_experts)
+
+
+def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """counts [..., L, E] -> fractions [..., L, P] of the least peak; even where an expert has no tokens."""
+    load = copies.per_slot(counts)
+    split = solve_batched(copies.once(_structure), counts).split
+    return torch.where(load > 0, split / load.clamp(min=1), _even(counts, copies))
+
+
+@dataclass(frozen=True, slots=True)
+class Lplb(Systematic):
+    """The least largest rank load of each batch, solved exactly (`epsim.kernels.split`), rounded systematically."""
+
+    name: ClassVar[str] = "lplb"
+    level: ClassVar[Level] = "counts"
+
+    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+        return _least_peak(counts, copies)
+
+
+@dataclass(frozen=True, slots=True)
+class LplbSampled(Sampled):
+    """The fractions of `lplb`, from which every token draws its copy, as in SGLang's `lp`."""
+
+    name: ClassVar[str] = "lplb-sampled"
+    level: ClassVar[Level] = "tokens"
+
+    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+        return _least_peak(counts, copies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,75 @@
+"""The nearest copy first: a table fixed by the placement alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from epsim.policies.base import Batch
+from epsim.policies.copies import Copies
+from epsim.traces.trace import Level
+
+
+def nearest_slots(copies: Copies) -> torch.Tensor:
+    """[L, R, E] int64: the slot to which each source rank sends an expert's tokens.
+
+    A copy on the rank itself, else one on its node, else any. Of several on the rank the first; otherwise the source
+    ranks that have the same choice take the copies in turn, from one that differs by expert.
+    """
+    placement, node = copies.placement, copies.node_of_rank
+    same_node = node[:, None] == node
+    earlier = torch.ones_like(same_node).triu(1)
+    expert = torch.arange(placement.num_experts, device=node.device)[:, None]
+    tables = []
+    for slots in placement.logical_to_physical():
+        exists = slots >= 0
+        rank = copies.rank_of_slot[slots.clamp(min=0)]
+        on_rank = exists[:, None] & (rank[:, None] == torch.arange(len(node), device=node.device)[:, None])
+        on_node = exists[:, None] & (node[rank][:, None] == node[:, None])
+        has_own, has_near = on_rank.any(-1), on_node.any(-1)
+        asks_node = ~has_own & has_near
+        candidates = torch.where(
+            has_own[..., None], on_rank, torch.where(has_near[..., None], on_node, exists[:, None].expand_as(on_node))
+        )
+        # float64 counts exactly, and integer matrix products are not offered on GPUs.
+        turn_node = asks_node.double() @ (earlier & same_node).double()
+        turn_any = (~has_near).double() @ earlier.double()
+        turn = torch.where(has_own, 0, torch.where(has_near, turn_node, turn_any).long() + expert)
+        wanted = turn % candidates.sum(-1)
+        chosen = (candidates.cumsum(-1) == wanted[..., None] + 1).to(torch.int64).argmax(-1)
+        tables.append(slots.gather(1, chosen).T)
+    return torch.stack(tables)
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Every source rank sends an expert's tokens to one copy, a nearest one (SGLang's `static`)."""
+
+    name: ClassVar[str] = "static"
+    level: ClassVar[Level] = "rank_counts"
+    by_rank: ClassVar[bool] = True
+    by_fractions: ClassVar[bool] = False
+
+    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+        """The share of source ranks that send to a slot: what it gets where tokens are spread evenly over them."""
+        senders = _served(torch.ones_like(copies.once(nearest_slots)), copies).sum(-2).to(torch.float64)
+        fractions = senders / copies.placement.num_ranks
+        return fractions.expand(*counts.shape[:-2], *fractions.shape)
+
+    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+        return _served(rank_counts, copies)
+
+    def physical_ids(self, batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
+        table = copies.once(nearest_slots)
+        layer = torch.arange(table.shape[0], device=table.device)[:, None]
+        ids = table[layer, batch.source_rank[:, None, None], batch.expert_ids.clamp(min=0)]
+        return torch.where(batch.expert_ids >= 0, ids, -1)
+
+
+def _served(rank_counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    """[..., L, R, E] -> [..., L, R, P]"""
+    table = copies.once(nearest_slots).expand(rank_counts.shape)
+    served = rank_counts.new_zeros(*rank_counts.shape[:-1], copies.placement.num_physical)
+    return served.scatter_(-1, table, rank_counts)

@@ -1,0 +1,156 @@
+"""Waterfill: the shared expert of each token goes where routed load leaves room.
+
+SGLang's Waterfill for DeepEP, from its published description. A source rank sees loads L_r and N waiting tokens; the
+waterline is H = ceil((sum of L + N * cost) / R), the slack of a rank max(H - L_r, 0). Each token draws a rank among its
+candidates in proportion to slack, other ranks than its own weighing 10/11. Where no candidate has slack, the lightest
+takes the token if the own rank's load is above 1.1 times its load; a source rank with few tokens keeps them. The cost
+is rounded to 2^-20; all else is integer arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from epsim.policies.base import SharedWork
+from epsim.policies.hashing import draw, slot_key, token_key
+from epsim.traces.trace import Level
+
+FEW_TOKENS = 64
+MOST_TOKENS = 1 << 28
+COST_BITS = 20
+CELLS = 1 << 22
+"""Tokens times ranks looked at together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfill:
+    """candidates: `visited`, the own rank and those of the token's routed experts, or `all` ranks.
+
+    load: `routed`, assignments a rank serves, or `routed+local`, that and its own tokens' shared work on top.
+    counts: `global`, loads and waiting tokens of the whole group, or `local`, those of the source rank's tokens alone.
+    """
+
+    candidates: Literal["visited", "all"] = "visited"
+    load: Literal["routed", "routed+local"] = "routed"
+    counts: Literal["global", "local"] = "global"
+    name: ClassVar[str] = "waterfill"
+
+    @property
+    def level(self) -> Level:
+        return "tokens" if self.candidates == "visited" else "rank_counts"
+
+    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+        """[T, L] int64: the rank that computes a token's shared expert, -1 where the layer has no such token.
+
+        `work` needs the batch, and for `visited` the ranks of its routed experts; the batch may be one source rank's.
+        """
+        batch = work.batch
+        assert batch is not None
+        present = (batch.expert_ids >= 0).any(-1)
+        token, layer = present.nonzero(as_tuple=True)
+        place = (batch.token_step[token], layer, batch.source_rank[token])
+        visited = None
+        if self.candidates == "visited":
+            assert work.expert_ranks is not None
+            visited = work.expert_ranks[token, layer]
+        ranks = torch.full(present.shape, -1, device=token.device)
+        ranks[token, layer] = self._choose(work, place, batch.local[token], visited)
+        return ranks
+
+    def served(self, work: SharedWork) -> torch.Tensor:
+        if work.batch is not None:
+            chosen = self.token_ranks(work)
+            token, layer = (chosen >= 0).nonzero(as_tuple=True)
+            place = (work.batch.token_step[token], layer, work.batch.source_rank[token])
+            rank = chosen[token, layer]
+        else:
+            number = work.tokens.flatten()
+            if number.sum(dtype=torch.float64) > MOST_TOKENS:
+                raise ValueError(
+                    f"{int(number.sum())} tokens (over layers) in one part of a trace are too many to draw one by one: "
+                    "use shared `local`"
+                )
+            row = torch.arange(len(number), device=number.device).repeat_interleave(number)
+            local = torch.arange(len(row), device=row.device) - (number.cumsum(0) - number)[row]
+            step, layer, source = torch.unravel_index(row, work.tokens.shape)
+            place = (step, layer, source)
+            rank = self._choose(work, place, local, None)
+        shape = (*work.tokens.shape, work.tokens.shape[-1])
+        at = _flat(place, work.tokens.shape) * shape[-1] + rank
+        return torch.bincount(at, minlength=math.prod(shape)).reshape(shape)
+
+    def _choose(
+        self,
+        work: SharedWork,
+        place: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        local: torch.Tensor,
+        visited: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """place: step, layer and source rank of N tokens, local [N], visited [N, k] or None for all -> ranks [N]."""
+        loads, weights = self._scales(work)
+        rank = place[2].clone()
+        row = _flat(place, work.tokens.shape)
+        several = (work.tokens.flatten()[row] >= FEW_TOKENS).nonzero(as_tuple=True)[0]
+        for part in torch.split(several, max(CELLS // work.tokens.shape[-1], 1)):
+            step, layer, source = (axis[part] for axis in place)
+            key = token_key(work.seed, work.steps[step], source, local[part])
+            number = draw(key, slot_key(work.layers[layer], torch.full_like(layer, work.top_k)), 63)
+            near = None if visited is None else visited[part]
+            rank[part] = _pick(number, source, loads[row[part]], weights[row[part]], near)
+        return rank
+
+    def _scales(self, work: SharedWork) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loads and weights of all ranks as each source rank sees them, both [S * L * R, R] int64."""
+        num_ranks = work.tokens.shape[-1]
+        if self.counts == "global":
+            waiting = work.tokens.sum(-1, keepdim=True).expand_as(work.tokens)
+            loads = work.routed[..., None, :].expand_as(work.routed_by_source)
+            own = work.tokens[..., None, :]
+        else:
+            waiting = work.tokens
+            loads = work.routed_by_source
+            own = torch.diag_embed(work.tokens)
+        cost = round(work.cost * (1 << COST_BITS))
+        if self.load == "routed+local":
+            loads = loads + _rounded_up(own, cost)
+        line = -((-loads.sum(-1) - _rounded_up(waiting, cost)) // num_ranks)
+        slack = (line[..., None] - loads).clamp(min=0)
+        weights = slack * (10 + torch.eye(num_ranks, dtype=torch.int64, device=slack.device))
+        return loads.reshape(-1, num_ranks), weights.reshape(-1, num_ranks)
+
+
+def _pick(
+    number: torch.Tensor,
+    source: torch.Tensor,
+    loads: torch.Tensor,
+    weights: torch.Tensor,
+    visited: torch.Tensor | None,
+) -> torch.Tensor:
+    """Draws number [N], own ranks [N], loads and weights [N, R], visited [N, k] (-1 for none) -> ranks [N]."""
+    own_load = loads.gather(1, source[:, None])[:, 0]
+    if visited is not None:
+        candidate = torch.zeros(*loads.shape[:1], loads.shape[1] + 1, dtype=torch.bool, device=loads.device)
+        candidate.scatter_(1, visited + 1, True).scatter_(1, source[:, None] + 1, True)
+        candidate = candidate[:, 1:]
+        weights = weights * candidate
+        loads = loads.masked_fill(~candidate, torch.iinfo(torch.int64).max)
+    ends = weights.cumsum(1)
+    total = ends[:, -1]
+    drawn = torch.searchsorted(ends, (number % total.clamp(min=1))[:, None], right=True)[:, 0]
+    least, lightest = loads.min(1)
+    fallback = torch.where(10 * own_load > 11 * least, lightest, source)
+    return torch.where(total > 0, drawn, fallback)
+
+
+def _rounded_up(tokens: torch.Tensor, cost: int) -> torch.Tensor:
+    """Tokens times the cost in units of 2^-20, rounded up to whole assignments."""
+    return -((-tokens * cost) >> COST_BITS)
+
+
+def _flat(place: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    step, layer, source = place
+    return (step * shape[1] + layer) * shape[2] + source
