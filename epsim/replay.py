@@ -9,13 +9,13 @@ import torch
 
 import epsim
 from epsim.cost.formulas import METRICS
-from epsim.cost.metrics import layer_metrics
+from epsim.cost.metrics import Values, layer_metrics
 from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.kernels.split import SplitStructure, prepare, solve_peak
+from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements, to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.load import Load
 from epsim.policies.stack import PolicyStack
 from epsim.results import SCHEMA_VERSION, Results
 from epsim.traces.regroup import regroup, regrouped_meta
@@ -50,6 +50,14 @@ class ReplayOptions:
             raise ValueError(f"--policy {twice} is given twice: name each with NAME=STACK")
 
 
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """Of one stack on one block: metrics, and each rank's load over the mean load, summed over pairs [R]."""
+
+    metrics: dict[str, Values]
+    load_over_mean: torch.Tensor
+
+
 @dataclass(slots=True)
 class _StackRun:
     """One stack under replay, and what it has gathered so far."""
@@ -63,20 +71,23 @@ class _StackRun:
     layer_sums: torch.Tensor | None = None
     rank_sums: torch.Tensor | None = None
 
-    def add(self, load: Load, optimum: torch.Tensor, shared: bool) -> None:
-        values = layer_metrics(load, optimum, shared)
-        for key, value in values.items():
+    def score(self, block: Block, optimum: torch.Tensor, shared: bool) -> _Scores:
+        load = self.bound.load(block)
+        metrics = layer_metrics(load, optimum, shared)
+        total = load.total.double()
+        return _Scores(metrics, (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1)))
+
+    def add(self, scores: _Scores) -> None:
+        for key, value in scores.metrics.items():
             if isinstance(value, str):
                 self.reasons[key] = value
             else:
                 self.series.setdefault(key, Series()).add(value.numpy())
-        max_over_mean = values["max_over_mean"]
+        max_over_mean = scores.metrics["max_over_mean"]
         assert isinstance(max_over_mean, torch.Tensor)
-        there = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
-        total = load.total.double()
-        share = (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1))
-        self.layer_sums = there if self.layer_sums is None else self.layer_sums + there
-        self.rank_sums = share if self.rank_sums is None else self.rank_sums + share
+        layers = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
+        self.layer_sums = layers if self.layer_sums is None else self.layer_sums + layers
+        self.rank_sums = scores.load_over_mean if self.rank_sums is None else self.rank_sums + scores.load_over_mean
 
     def entry(self, bootstrap: BlockBootstrap, first: _StackRun) -> Results:
         metrics: Results = {}
@@ -140,9 +151,13 @@ def replay(
             structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
         runs.append(_StackRun(name, stack, bind(stack, placement, setting), structures[placement.version]))
 
-    for block in trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES):
-        _score(regroup(block, trace.meta, cluster.num_ranks), meta, runs, shared_cost > 0)
-        progress(len(block.steps))
+    def score(block: Block) -> tuple[int, list[_Scores]]:
+        return len(block.steps), _score(regroup(block, trace.meta, cluster.num_ranks), meta, runs, shared_cost > 0)
+
+    for num_steps, scores in in_parallel(score, trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES)):
+        for run, own in zip(runs, scores, strict=True):
+            run.add(own)
+        progress(num_steps)
 
     num_scored = trace.num_steps - num_planned
     bootstrap = BlockBootstrap(num_scored, options.seed)
@@ -198,17 +213,15 @@ def replay_length(trace: StoredTrace, history: StoredTrace | None) -> int:
     return trace.num_steps + (history.num_steps if history is not None else 0)
 
 
-def _score(block: Block, meta: TraceMeta, runs: Sequence[_StackRun], shared: bool) -> None:
+def _score(block: Block, meta: TraceMeta, runs: Sequence[_StackRun], shared: bool) -> list[_Scores]:
     counts = torch.from_numpy(to_counts(block, meta.num_experts).counts)
     num_steps, num_layers, num_experts = counts.shape
     layer = torch.arange(num_layers).repeat(num_steps)
     optima: dict[int, torch.Tensor] = {}
-    for run in runs:
-        key = id(run.structure)
-        if key not in optima:
-            solution = solve_peak(run.structure, counts.reshape(-1, num_experts), layer)
-            optima[key] = solution.bound.reshape(num_steps, num_layers)
-        run.add(run.bound.load(block), optima[key], shared)
+    for structure in {id(run.structure): run.structure for run in runs}.values():
+        solution = solve_peak(structure, counts.reshape(-1, num_experts), layer)
+        optima[id(structure)] = solution.bound.reshape(num_steps, num_layers)
+    return [run.score(block, optima[id(run.structure)], shared) for run in runs]
 
 
 def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:

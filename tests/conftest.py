@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import Block, CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
 
 TraceMaker = Callable[..., StoredTrace]
+
+# The tests run in as many processes as there are cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture

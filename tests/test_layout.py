@@ -15,7 +15,7 @@ LINKED = ("traces", "kernels", "runtime", "launch")
 # From the ground up; a module imports its own tier and those below.
 TIERS = (
     ("epsim.traces", "epsim.kernels"),
-    ("epsim.policies", "epsim.placement", "epsim.cost", "epsim.results", "epsim.verdict"),
+    ("epsim.policies", "epsim.placement", "epsim.cost", "epsim.results", "epsim.verdict", "epsim.parallel"),
     ("epsim.runtime", "epsim.replay", "epsim.planning", "epsim.report", "epsim.quality"),
     ("epsim.cli", "epsim.launch"),
 )

@@ -1,0 +1,115 @@
+"""The report's three forms hold the same figures as results.json, and text stays text."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from epsim.placement.base import Cluster
+from epsim.policies.stack import parse_stack
+from epsim.replay import ReplayOptions, replay
+from epsim.report import write_report
+from epsim.report.content import headers, rows
+from epsim.report.table import print_table
+from epsim.results import Results
+from epsim.traces.store import StoredTrace
+from epsim.verdict import verdict
+
+HOSTILE = "<script>alert(1)</script> [red]|`*_$x$"
+
+
+@pytest.fixture
+def results(make_trace: Callable[..., StoredTrace]) -> Results:
+    trace = make_trace("tokens", model=HOSTILE, shared_cost=1.0)
+    stacks = (("", parse_stack("eplb")), (HOSTILE, parse_stack("eplb+lplb+waterfill")))
+    return replay(trace, ReplayOptions(Cluster(4, 2, 4), stacks), trace_name=HOSTILE)
+
+
+class Cells(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: set[str] = set()
+        self.addresses: list[str] = []
+        self._inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+            self._inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._inside = False
+
+    def handle_data(self, data: str) -> None:
+        if self._inside:
+            self.rows[-1][-1] += data
+
+
+def test_page_holds_the_table_and_needs_no_network(results: Results, tmp_path: Path) -> None:
+    write_report(results, tmp_path)
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Cells()
+    page.feed(text)
+    assert page.rows == [headers(results), *rows(results)]
+    assert "script" not in page.tags
+    assert len(page.addresses) == 3
+    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+
+
+def test_markdown_holds_the_table_escaped(results: Results, tmp_path: Path) -> None:
+    write_report(results, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "<script>" not in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(lines) == 2 + len(results["stacks"])
+    unescaped = [line.replace("\\|", "") for line in lines]
+    assert {line.count("|") for line in unescaped} == {len(headers(results)) + 1}
+    for cell in rows(results)[0][1:]:
+        assert f" {cell} |" in text
+
+
+def test_table_prints_hostile_names_as_they_are(results: Results, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(results)
+    assert "[red]" in capsys.readouterr().out
+
+
+def test_rows_state_values_and_intervals(results: Results) -> None:
+    first, second = rows(results)
+    names = headers(results)
+    metrics = results["stacks"][1]["metrics"]
+    assert second[names.index("peak/mean")] == f"{metrics['max_over_mean']['mean']:.3f}"
+    assert second[names.index("over optimum")] == f"{metrics['optimality_gap']['mean']:.1%}"
+    assert first[-1] == "-"
+    interval = results["stacks"][1]["versus_first"]["max_over_mean"]
+    base = results["stacks"][0]["metrics"]["max_over_mean"]["mean"]
+    assert second[-1].startswith(f"{interval['difference'] / base:+.1%} (")
+
+
+def entry(name: str, ratio: float | None, low: float | None = None, high: float | None = None) -> Results:
+    value = {"mean": ratio}
+    difference = {"difference": 0.0, "low": low, "high": high}
+    metrics = {"max_over_mean": value, "optimality_gap": {"mean": 0.02}}
+    return {"stack": name, "metrics": metrics, "versus_first": {"max_over_mean": difference}}
+
+
+def test_verdict_in_words() -> None:
+    assert "there is nothing to compare" in verdict([entry("a", None)])
+    assert verdict([entry("a", 1.25)]).startswith("a: its peak is 1.250 x the mean and 2.0% above")
+    assert verdict([entry("a", 1.25), entry("b", 1.5)]).startswith("None of the others beats a")
+    won = verdict([entry("a", 1.25), entry("b", 1.0, -0.3, -0.2)])
+    assert won.startswith("b makes the slowest rank least slow: peak over mean 1.000 against 1.250 with a (-20.0%")
+    assert "95% interval -24.0% to -16.0%" in won
+    assert "do not settle" not in won
+    assert "do not settle" in verdict([entry("a", 1.25), entry("b", 1.24, -0.3, 0.1)])
+    assert "no interval" in verdict([entry("a", 1.25), entry("b", 1.0)])
