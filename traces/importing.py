@@ -1,0 +1,144 @@
+"""Any readable recording as a stored trace."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from epsim.traces.options import ImportOptions
+from epsim.traces.readers import read_recording
+from epsim.traces.readers.base import Recording
+from epsim.traces.readers.document import naming
+from epsim.traces.store import StoredTrace, TraceWriter, slice_steps
+from epsim.traces.trace import Array, Block, TokenBlock, TraceMeta
+
+SAMPLE = "sample"
+Sources = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def import_trace(sources: Sources, target: str | os.PathLike[str], options: ImportOptions | None = None) -> StoredTrace:
+    """Imports the files of one recording (or the files of a folder) to a Parquet trace at target.
+
+    Dense layers (no token in any step) and a buffer's unfilled end are dropped, with notes. Raises FileNotFoundError
+    or ValueError in one line that names file, place and option; then nothing is written.
+    """
+    paths = _as_list(sources)
+    recording = read_recording(paths, options or ImportOptions())
+    with naming(os.fspath(paths[0]), "recording"):
+        meta, kept, stop = _survey(recording)
+        if Path(target).exists() and any(Path(path).exists() and Path(path).samefile(target) for path in paths):
+            raise ValueError(f"{target} is also a source: write the trace somewhere else")
+        with TraceWriter(target, meta) as writer:
+            place = 0
+            for block in recording.blocks():
+                part = slice_steps(block, 0, max(min(len(block.steps), stop - place), 0))
+                place += len(block.steps)
+                writer.append(_take_layers(part, kept))
+    return StoredTrace(target)
+
+
+def open_trace(sources: Sources, options: ImportOptions | None = None) -> StoredTrace:
+    """A trace from our Parquet as it is, from `sample` (the bundled one), or from any readable recording, imported into
+    a temporary file that is deleted at exit. Raises as import_trace."""
+    paths = _as_list(sources)
+    if len(paths) == 1:
+        if str(paths[0]) == SAMPLE and not Path(SAMPLE).exists():
+            return StoredTrace(sample_path())
+        if _is_parquet(Path(paths[0])):
+            return StoredTrace(paths[0])
+    folder = Path(tempfile.mkdtemp(prefix="epsim-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return import_trace(paths, folder / "trace.parquet", options)
+
+
+def sample_path() -> Path:
+    """The bundled sample trace; FileNotFoundError where this installation lacks it."""
+    path = Path(__file__).with_name("sample.parquet")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: the sample trace is not part of this installation; give a trace of your own")
+    return path
+
+
+def _as_list(sources: Sources) -> list[str | os.PathLike[str]]:
+    return [sources] if isinstance(sources, str | os.PathLike) else list(sources)
+
+
+def _is_parquet(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _survey(recording: Recording) -> tuple[TraceMeta, list[int] | None, int]:
+    """A first pass: (meta with dense layers gone, the layers kept or None for all, the steps kept)."""
+    meta = recording.meta
+    stop = 1 << 62
+    if not (recording.may_have_dense or recording.unfilled_end):
+        return meta, None, stop
+    used = np.zeros(meta.num_layers, dtype=bool)
+    num_steps = last = 0
+    for block in recording.blocks():
+        by_step = _nonempty(block)
+        used |= by_step.any(axis=0)
+        filled = np.flatnonzero(by_step.any(axis=1))
+        last = num_steps + int(filled[-1]) + 1 if filled.size else last
+        num_steps += len(block.steps)
+    if not used.any():
+        raise ValueError("no tokens in any layer: the counts are all zero")
+    notes = list(meta.notes)
+    if recording.unfilled_end and last < num_steps:
+        stop = last
+        notes.append(f"{num_steps - last} unfilled zero steps dropped at the end, {last} kept")
+    kept = None if used.all() else [int(i) for i in np.flatnonzero(used)]
+    if kept is not None:
+        dense = [meta.layers[i] for i in np.flatnonzero(~used)]
+        notes.append(f"{len(dense)} dense layers without tokens dropped: {_ranges(dense)}")
+        layers = tuple(meta.layers[i] for i in kept)
+        meta = dataclasses.replace(meta, num_layers=len(kept), layers=layers)
+    return dataclasses.replace(meta, notes=tuple(notes)), kept, stop
+
+
+def _nonempty(block: Block) -> Array:
+    """[S, L] bool: whether a step's layer has any assignment."""
+    if not isinstance(block, TokenBlock):
+        return np.asarray(block.counts.any(axis=tuple(range(2, block.counts.ndim))))
+    result = np.zeros((len(block.steps), block.expert_ids.shape[1]), dtype=bool)
+    np.logical_or.at(result, block.token_step, np.greater_equal(block.expert_ids, 0).any(axis=2))
+    return result
+
+
+def _take_layers(block: Block, kept: list[int] | None) -> Block:
+    if kept is None:
+        return block
+    if not isinstance(block, TokenBlock):
+        return dataclasses.replace(block, counts=block.counts[:, kept])
+    return dataclasses.replace(
+        block,
+        expert_ids=block.expert_ids[:, kept],
+        scores=None if block.scores is None else block.scores[:, kept],
+        score_ids=None if block.score_ids is None else block.score_ids[:, kept],
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0, 1, 2, 7 -> `0-2, 7`."""
+
+    def runs() -> Iterator[str]:
+        low = high = numbers[0]
+        for number in [*numbers[1:], None]:
+            if number is not None and number == high + 1:
+                high = number
+                continue
+            yield str(low) if low == high else f"{low}-{high}"
+            if number is not None:
+                low = high = number
+
+    return ", ".join(runs())

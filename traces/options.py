@@ -1,0 +1,53 @@
+"""What a user may say about a file that the file itself does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epsim.traces.known_models import SCORE_RULES, ScoreRule
+from epsim.traces.trace import Phase
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed", "training", "unknown")
+DEFAULT_BATCH = 64
+DEFAULT_RANKS = 16
+DEFAULT_STEP_TOKENS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOptions:
+    """Options of an import; None: taken from the file or the model, else asked for or defaulted with a note.
+
+    top_k, num_experts: routed experts a token chooses, and a layer has. model: its name; a known one fills in top_k,
+    num_experts, shared_cost and score_rule. shared_cost: see TraceMeta. batch: places of the decode batch into which
+    recordings by sequence are composed. ranks: source ranks among which composed or dealt tokens live.
+    step_tokens: tokens a step, for token logs that know neither steps nor sequences. score_rule: from router logits
+    to choices (`router_logits`). seed: of what is drawn.
+    """
+
+    top_k: int | None = None
+    num_experts: int | None = None
+    model: str | None = None
+    phase: Phase | None = None
+    shared_cost: float | None = None
+    batch: int | None = None
+    ranks: int | None = None
+    step_tokens: int | None = None
+    score_rule: ScoreRule | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        options = {"--top-k": self.top_k, "--experts": self.num_experts, "--batch": self.batch}
+        options |= {"--ranks": self.ranks, "--step-tokens": self.step_tokens}
+        for name, value in options.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name} {value}: give 1 or more")
+        if self.top_k is not None and self.num_experts is not None and self.top_k > self.num_experts:
+            raise ValueError(f"--top-k {self.top_k} is larger than --experts {self.num_experts}")
+        if self.phase is not None and self.phase not in PHASES:
+            raise ValueError(f"--phase {self.phase}: give one of {', '.join(PHASES)}")
+        if self.score_rule is not None and self.score_rule not in SCORE_RULES:
+            raise ValueError(f"--score-rule {self.score_rule}: give one of {', '.join(SCORE_RULES)}")
+        if self.shared_cost is not None and not 0 <= self.shared_cost < float("inf"):
+            raise ValueError(f"--shared-cost {self.shared_cost}: give a finite number >= 0")
+        if self.batch is not None and self.step_tokens is not None:
+            raise ValueError("--batch composes sequences, --step-tokens cuts a stream: give one of them")

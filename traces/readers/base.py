@@ -1,0 +1,210 @@
+"""What all readers share: the recording they return, checked numbers, the meta settled from file, model and options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from epsim.traces.check import MAX_COUNT
+from epsim.traces.known_models import find_model
+from epsim.traces.options import ImportOptions
+from epsim.traces.readers.document import Document
+from epsim.traces.trace import Array, Block, CountsBlock, Ints, Level, Phase, TraceMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recording as its reader understands it.
+
+    blocks: starts a fresh pass over the blocks; called up to twice. unfilled_end: zero steps at the end are a buffer
+    that was never filled. may_have_dense: layers without any token are dense ones, to be dropped.
+    """
+
+    meta: TraceMeta
+    blocks: Callable[[], Iterator[Block]]
+    unfilled_end: bool = False
+    may_have_dense: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One kind of recording. matches: whether a document is one; read: all documents of one recording together."""
+
+    name: str
+    matches: Callable[[Document], bool]
+    read: Callable[[Sequence[Document], ImportOptions], Recording]
+
+
+def natural(path: Path) -> tuple[tuple[int, str], ...]:
+    """Sorts names with numbers in them by the numbers: iter2 before iter11."""
+    parts = re.split(r"(\d+)", str(path))
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
+
+
+def number_in_name(path: Path, word: str) -> int | None:
+    found = re.search(rf"{word}[_-]?(\d{{1,9}})", path.name, re.I)
+    return int(found.group(1)) if found else None
+
+
+def settle(
+    options: ImportOptions,
+    documents: Sequence[Document],
+    *,
+    level: Level,
+    num_layers: int,
+    num_experts: int | None = None,
+    top_k: int | None = None,
+    least_experts: int = 1,
+    model: str | None = None,
+    phase: Phase = "unknown",
+    notes: Sequence[str] = (),
+    layers: Sequence[int] = (),
+    num_source_ranks: int = 0,
+    num_scores: int = 0,
+) -> TraceMeta:
+    """The meta from what the file says (the arguments), the options and the model.
+
+    Raises ValueError that names the option where something is in none of them, or where they contradict each other.
+    least_experts: one more than the largest expert id seen.
+    """
+    where = str(documents[0].path)
+    known = find_model(options.model or model or "")
+    if (
+        known
+        and not options.model
+        and (num_experts or known.num_experts, top_k or known.top_k)
+        != (
+            known.num_experts,
+            known.top_k,
+        )
+    ):
+        known = None
+    if num_experts is not None and options.num_experts not in (None, num_experts):
+        raise ValueError(f"{where}: --experts {options.num_experts}, but the file has {num_experts} experts a layer")
+    experts = num_experts or options.num_experts or (known.num_experts if known else None)
+    if experts is None:
+        raise ValueError(
+            f"{where}: the file does not say how many experts a layer has (the largest id is {least_experts - 1}): "
+            "give --experts, or --model"
+        )
+    if experts < least_experts:
+        raise ValueError(f"{where}: expert id {least_experts - 1} is outside 0..{experts - 1} (--experts {experts})")
+    if known and options.model and known.num_experts != experts:
+        raise ValueError(
+            f"{where}: --model {options.model} has {known.num_experts} experts a layer, the file has {experts}"
+        )
+    if top_k is not None and options.top_k not in (None, top_k):
+        raise ValueError(f"{where}: --top-k {options.top_k}, but the file has {top_k} experts a token")
+    chosen = top_k or options.top_k or (known.top_k if known else None)
+    if chosen is None:
+        hint = " (256 experts: DeepSeek-V3? then --model deepseek-v3)" if experts == 256 and num_layers >= 58 else ""
+        raise ValueError(f"{where}: the file does not say how many experts a token chooses: give --top-k{hint}")
+    if chosen > experts:
+        raise ValueError(f"{where}: --top-k {chosen} is larger than the {experts} experts of a layer")
+    shared = options.shared_cost if options.shared_cost is not None else known.shared_cost if known else None
+    all_notes = list(notes)
+    if options.phase is None and phase == "unknown":
+        named = {p for d in documents for p in ("prefill", "decode") if p in d.path.name.lower()}
+        if len(named) == 1 and all(next(iter(named)) in d.path.name.lower() for d in documents):
+            phase = "prefill" if "prefill" in named else "decode"
+            all_notes.append(f"phase {phase}: from the file name")
+    names = [document.path.name for document in documents]
+    source = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return TraceMeta(
+        level=level,
+        num_layers=num_layers,
+        num_experts=experts,
+        top_k=chosen,
+        num_source_ranks=num_source_ranks,
+        shared_cost=shared,
+        model=options.model or model or "unknown",
+        phase=options.phase or phase,
+        layers=tuple(int(layer) for layer in layers),
+        num_scores=num_scores,
+        source=source,
+        notes=tuple(all_notes),
+    )
+
+
+def experts_at_least(least: int, options: ImportOptions) -> tuple[int, list[str]]:
+    """The number of experts where a file lists counts by expert id, up to least - 1: (number, notes)."""
+    known = find_model(options.model or "")
+    if options.num_experts is not None:
+        return options.num_experts, []
+    if known is not None and known.num_experts >= least:
+        return known.num_experts, []
+    return least, [f"{least} experts a layer: the largest id in the file + 1"]
+
+
+AXES = {
+    1: ("expert",),
+    2: ("layer", "expert"),
+    3: ("step", "layer", "expert"),
+    4: ("step", "rank", "layer", "expert"),
+}
+
+
+def to_numpy(value: Any) -> Array:
+    """A tensor, an array or nested lists as an array of numbers; ValueError where it is none."""
+    if hasattr(value, "detach"):
+        value = value.detach().to("cpu")
+        if getattr(value, "is_sparse", False) or value.dtype.is_complex:
+            raise ValueError("a tensor of a kind that holds no plain numbers")
+        value = (value.float() if value.dtype.itemsize == 2 and value.dtype.is_floating_point else value).numpy()
+    try:
+        array: Array = np.asarray(value)
+    except (ValueError, OverflowError):
+        raise ValueError(ragged(value)) from None
+    if array.dtype.kind not in "iuf":
+        raise ValueError(
+            f"numbers are expected, but something else is there ({array.dtype}), or a whole number beyond 64 bits"
+        )
+    return array
+
+
+def whole(value: Any, *, first: int = 0, axes: Sequence[str] | None = None) -> Ints:
+    """Counts as int64; ValueError with the place where one is NaN, negative, fractional or huge, or layers are ragged.
+
+    first: the number of the first step, for the message.
+    """
+    array: Any = to_numpy(value)
+    bad: Any = ~np.isfinite(array) if array.dtype.kind == "f" else np.zeros(0, dtype=bool)
+    problem = "not a finite number"
+    if not bad.any():
+        bad, problem = array < 0, "negative"
+    if not bad.any():
+        bad, problem = array > MAX_COUNT, "larger than 2^53"
+    if not bad.any() and array.dtype.kind == "f":
+        bad, problem = array != np.floor(array), "not a whole number"
+    if bad.any():
+        place = [int(i) for i in np.argwhere(bad)[0]]
+        names = axes or AXES.get(len(place), ())
+        text = ", ".join(f"{n} {i + (first if n == 'step' else 0)}" for n, i in zip(names, place, strict=False))
+        raise ValueError(f"the count at {text} is {problem} ({array[tuple(place)]})")
+    counts: Ints = array.astype(np.int64)
+    return counts
+
+
+def ragged(value: Any) -> str:
+    """Which of nested lists has another length than its first neighbour."""
+    level: list[tuple[tuple[int, ...], Any]] = [((), value)]
+    while level and all(isinstance(item, list | tuple) for _, item in level):
+        sizes = {len(item) for _, item in level}
+        if len(sizes) > 1:
+            expected = len(level[0][1])
+            place, item = next((p, i) for p, i in level if len(i) != expected)
+            return f"ragged: the list at {list(place)} has {len(item)} entries, the first of its kind has {expected}"
+        level = [((*place, i), inner) for place, item in level for i, inner in enumerate(item)]
+    return "ragged: lists of unequal depth, or something that is no number"
+
+
+def count_blocks(counts: Ints, first: int = 0, steps_a_block: int = 256) -> Iterator[Block]:
+    """counts [S, L, E] as blocks of steps numbered from `first`."""
+    for low in range(0, len(counts), steps_a_block):
+        part = counts[low : low + steps_a_block]
+        yield CountsBlock(np.arange(first + low, first + low + len(part)), part)

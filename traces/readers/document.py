@@ -1,0 +1,213 @@
+"""A source file, recognised by its content and parsed without ever running anything in it."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from epsim.traces.store import one_line
+from epsim.traces.trace import Array
+
+Kind: TypeAlias = Literal["parquet", "json", "jsonl", "csv", "text", "yaml", "npz", "npy", "pt", "safetensors"]
+HEAD_BYTES = 1 << 16
+MAX_LINE = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A source file. content: the whole of json, npz (name -> array), npy, pt and safetensors files; the first record
+    of jsonl, the header of csv, the first line of text; the rest of those comes from `lines`, `records` and `rows`.
+    """
+
+    path: Path
+    kind: Kind
+    content: Any
+    packed: bool = False
+
+    def lines(self) -> Iterator[str]:
+        with _open(self.path, self.packed) as file:
+            yield from io.TextIOWrapper(file, encoding="utf-8-sig", errors="strict")
+
+    def records(self) -> Iterator[tuple[int, Any]]:
+        """(line number, JSON value) of each line of a jsonl file, or of each item of a JSON list."""
+        if self.kind == "json":
+            items = self.content if isinstance(self.content, list) else [self.content]
+            yield from enumerate(items, 1)
+            return
+        for number, line in enumerate(self.lines(), 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{self.path}: line {number} is not JSON: {one_line(error)}") from None
+
+    def rows(self) -> Iterator[list[str]]:
+        """Rows of a csv file after the header."""
+        reader = csv.reader(self.lines())
+        next(reader)
+        yield from reader
+
+
+@contextmanager
+def naming(path: Path | str, what: str) -> Iterator[None]:
+    """Turns whatever goes wrong inside into one line of ValueError that names the file."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError | OSError) and str(path) in str(error):
+            raise
+        detail = one_line(error)
+        if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+            raise ValueError(f"{path}: {detail}") from None
+        raise ValueError(f"{path}: not a well-formed {what}: {type(error).__name__}: {detail}") from None
+
+
+def load_document(path: Path) -> Document:
+    """Raises FileNotFoundError, or ValueError that names the file where it is empty, damaged or of no known kind."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    with naming(path, "file"):
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        if not head:
+            raise ValueError("the file is empty")
+        return _load(path, head)
+
+
+def _load(path: Path, head: bytes) -> Document:
+    if head[:4] == b"PAR1":
+        return Document(path, "parquet", None)
+    if head[:6] == b"\x93NUMPY":
+        with _refusing(path, "npy file"):
+            return Document(path, "npy", np.load(path, allow_pickle=False))
+    if head[:4] == b"PK\x03\x04":
+        return _load_zip(path)
+    if head[:2] == b"\x1f\x8b":
+        with _refusing(path, "gzip file"), gzip.open(path) as file:
+            return _load_text(path, file.read(HEAD_BYTES), packed=True)
+    if head[:1] == b"\x80":
+        return Document(path, "pt", _load_torch(path))
+    if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 30:
+        return Document(path, "safetensors", _load_safetensors(path))
+    return _load_text(path, head, packed=False)
+
+
+def _load_zip(path: Path) -> Document:
+    with _refusing(path, "zip file"), zipfile.ZipFile(path) as file:
+        names = file.namelist()
+    if any(name.rsplit("/", 1)[-1] == "data.pkl" for name in names):
+        return Document(path, "pt", _load_torch(path))
+    if names and all(name.endswith(".npy") for name in names):
+        with _refusing(path, "npz file"), np.load(path, allow_pickle=False) as arrays:
+            return Document(path, "npz", {name: arrays[name] for name in arrays.files})
+    raise ValueError("a zip file that is neither NumPy's npz nor PyTorch's pt")
+
+
+def _load_torch(path: Path) -> Any:
+    import torch
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        text = str(error)
+        unsafe = re.search(r"GLOBAL (\S+)|Unsupported (?:global|class|operand|operator)|weights_only", text, re.I)
+        if unsafe and "corrupt" not in text.lower():
+            name = unsafe.group(1)
+            found = f" (it calls for {name})" if name else ""
+            raise ValueError(
+                f"a pickle with more in it than tensors and plain containers{found}; it was not executed: "
+                "convert it to tensors, npz or JSON where you trust it"
+            ) from None
+        raise ValueError(f"truncated or damaged PyTorch or pickle file ({type(error).__name__})") from None
+
+
+def _load_safetensors(path: Path) -> dict[str, Array]:
+    from safetensors.numpy import load_file
+
+    with _refusing(path, "safetensors file"):
+        return dict(load_file(path))
+
+
+def _load_text(path: Path, head: bytes, packed: bool) -> Document:
+    try:
+        text = head.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 4 or b"\0" in head:
+            raise ValueError("binary content of no known kind") from None
+        text = head[: error.start].decode("utf-8-sig")
+    if "\0" in text:
+        raise ValueError("binary content of no known kind")
+    stripped = text.lstrip()
+    if not stripped:
+        raise ValueError("the file holds no text")
+    if re.search(r"^\s*(initial_global_assignments|num_slots)\s*:", text, re.M) and stripped[0] not in "{[":
+        return Document(path, "yaml", None, packed)
+    first = stripped.split("\n", 1)[0].rstrip()
+    if stripped[0] in "{[":
+        return _load_json(path, stripped, packed)
+    if "," in first and not re.match(r"-?\d+\s*:", first):
+        return Document(path, "csv", [name.strip().lower() for name in next(csv.reader([first]))], packed)
+    return Document(path, "text", first, packed)
+
+
+def _load_json(path: Path, head: str, packed: bool) -> Document:
+    lines = head.split("\n")
+    if head[0] == "{" and len(lines) > 1:
+        try:
+            record = json.loads(lines[0])
+        except (ValueError, RecursionError):
+            record = None
+        following = next((line.lstrip() for line in lines[1:] if line.strip()), "")
+        if isinstance(record, dict) and following[:1] == "{":
+            return Document(path, "jsonl", record, packed)
+    with _open(path, packed) as file:
+        raw = file.read()
+    try:
+        return Document(path, "json", json.loads(raw.decode("utf-8-sig")), packed)
+    except (ValueError, RecursionError) as error:
+        record = None
+        detail = one_line(error)
+    # A log whose very first line is longer than the head that was looked at.
+    try:
+        record = json.loads(raw.decode("utf-8-sig").lstrip().split("\n", 1)[0])
+    except (ValueError, RecursionError):
+        raise ValueError(f"truncated or malformed JSON: {detail}") from None
+    return Document(path, "jsonl", record, packed)
+
+
+@contextmanager
+def _refusing(path: Path, what: str) -> Iterator[None]:
+    """NumPy's, zipfile's and others' own complaints, in our words."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        if "allow_pickle" in str(error):
+            raise ValueError(f"{what} holds Python objects, which are never loaded: save plain numbers") from None
+        raise ValueError(f"truncated or damaged {what}: {type(error).__name__}: {one_line(error)}") from None
+
+
+@contextmanager
+def _open(path: Path, packed: bool) -> Iterator[Any]:
+    try:
+        with gzip.open(path) if packed else path.open("rb") as file:
+            yield file
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path}: truncated or damaged gzip file: {one_line(error)}") from None

@@ -1,0 +1,48 @@
+"""From loose tokens to a recording: the last stage of every reader that finds expert ids."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from epsim.traces import compose
+from epsim.traces.compose import Tokens
+from epsim.traces.options import ImportOptions
+from epsim.traces.readers.base import Recording, settle
+from epsim.traces.readers.document import Document
+from epsim.traces.trace import Phase
+
+
+def token_recording(
+    tokens: Tokens,
+    documents: Sequence[Document],
+    options: ImportOptions,
+    *,
+    num_experts: int | None = None,
+    model: str | None = None,
+    phase: Phase = "unknown",
+    notes: Sequence[str] = (),
+    layers: Sequence[int] = (),
+) -> Recording:
+    """Raises ValueError where there is no token, or experts are neither in the file nor in the options."""
+    if not len(tokens):
+        raise ValueError(f"{documents[0].path}: no tokens in it")
+    ids = tokens.expert_ids
+    arrangement = compose.arrange(tokens, options)
+    meta = settle(
+        options,
+        documents,
+        level="tokens",
+        num_layers=ids.shape[1],
+        num_experts=num_experts,
+        top_k=ids.shape[2],
+        least_experts=int(ids.max()) + 1,
+        model=model,
+        phase=arrangement.phase or phase,
+        notes=(*notes, *arrangement.notes),
+        layers=layers,
+        num_source_ranks=arrangement.num_source_ranks,
+        num_scores=0 if tokens.scores is None else tokens.scores.shape[2],
+    )
+    meta = dataclasses.replace(meta, origin=arrangement.origin)
+    return Recording(meta, lambda: compose.blocks(tokens, arrangement))

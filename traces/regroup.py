@@ -1,0 +1,53 @@
+"""Source ranks of a recording brought to the ranks that are replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from epsim.traces.compose import deal
+from epsim.traces.trace import Block, RankCountsBlock, TokenBlock, TraceMeta
+
+
+def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
+    """A block of the trace as if its tokens lived on num_ranks source ranks; `regroup_note` says what that takes.
+
+    As many ranks: as it is. A multiple: adjacent ranks folded. Else tokens are dealt anew, each step in contiguous equal
+    shares, and counts by source rank become plain counts (a CountsBlock), as their tokens are not known.
+    """
+    if isinstance(block, TokenBlock):
+        if meta.num_source_ranks == num_ranks:
+            return block
+        if _folds(meta, num_ranks):
+            folded = block.source_rank // (meta.num_source_ranks // num_ranks)
+            return dataclasses.replace(block, source_rank=folded)
+        return dataclasses.replace(block, source_rank=deal(block.token_step, num_ranks))
+    if isinstance(block, RankCountsBlock):
+        if meta.num_source_ranks == num_ranks:
+            return block
+        if _folds(meta, num_ranks):
+            num_steps, num_layers, _, num_experts = block.counts.shape
+            parts = block.counts.reshape(num_steps, num_layers, num_ranks, -1, num_experts)
+            return RankCountsBlock(block.steps, np.sum(parts, axis=3))
+        return block.to_counts()
+    return block
+
+
+def regroup_note(meta: TraceMeta, num_ranks: int) -> str:
+    """What `regroup` does to blocks of this trace, in words."""
+    recorded = meta.num_source_ranks
+    if meta.level == "counts":
+        return "source ranks unknown: counts level"
+    if recorded == num_ranks:
+        return f"source ranks as {meta.origin}: {num_ranks}"
+    if _folds(meta, num_ranks):
+        return f"{recorded} source ranks folded to {num_ranks}: {recorded // num_ranks} adjacent ones each"
+    if meta.level == "rank_counts":
+        return f"{recorded} source ranks cannot be folded to {num_ranks}: source ranks dropped, counts level"
+    why = "source ranks unknown" if recorded == 0 else f"{recorded} source ranks cannot be folded to {num_ranks}"
+    return f"{why}: each step's tokens dealt to {num_ranks} ranks in contiguous equal shares"
+
+
+def _folds(meta: TraceMeta, num_ranks: int) -> bool:
+    return meta.num_source_ranks > num_ranks and meta.num_source_ranks % num_ranks == 0

@@ -1,0 +1,125 @@
+"""What a trace holds: its description and the skew of its layers, gathered in one streaming pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from epsim.traces.store import StoredTrace
+from epsim.traces.trace import Ints, TokenBlock, TraceMeta
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSkew:
+    """Skew over the experts of one layer.
+
+    layer: the model's own number. overall: max / mean of the counts summed over all steps; per_step: mean over the
+    steps with tokens of each step's own max / mean. hottest: the expert with most assignments; idle: experts that never
+    got one.
+    """
+
+    layer: int
+    assignments: int
+    overall: float
+    per_step: float
+    hottest: int
+    idle: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """tokens_per_step: (least, median, most) of assignments / top-k over steps, by each step's fullest layer.
+    domains: (label, tokens), most tokens first, where the trace labels its tokens."""
+
+    meta: TraceMeta
+    num_steps: int
+    first_step: int | None
+    last_step: int | None
+    tokens_per_step: tuple[float, float, float]
+    total_tokens: float
+    file_bytes: int
+    skew: tuple[LayerSkew, ...]
+    domains: tuple[tuple[str, int], ...]
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(what, value) pairs for people, notes last."""
+        meta = self.meta
+        low, median, high = self.tokens_per_step
+        steps = f"{self.num_steps:,}"
+        if self.first_step is not None:
+            steps += f" (numbers {self.first_step}..{self.last_step})"
+        shared = "unknown" if meta.shared_cost is None else f"{meta.shared_cost:g} routed assignments"
+        rows = [
+            ("model", meta.model),
+            ("source", f"{meta.source or 'unknown'} ({meta.origin})"),
+            ("phase", meta.phase),
+            ("level", meta.level),
+            ("steps", steps),
+            ("layers", f"{meta.num_layers} ({_spans(meta.layers)})"),
+            ("experts", f"{meta.num_experts}, top-{meta.top_k}"),
+            ("shared expert", shared),
+            ("source ranks", str(meta.num_source_ranks or "unknown")),
+            ("tokens", f"{self.total_tokens:,.0f}; a step {low:,.0f} / {median:,.0f} / {high:,.0f} (min / p50 / max)"),
+            ("file", f"{self.file_bytes / 1e6:,.2f} MB"),
+        ]
+        if meta.num_scores:
+            rows.insert(8, ("router scores", f"{meta.num_scores} a token and layer"))
+        if self.domains:
+            rows.append(("domains", ", ".join(f"{name} {count:,}" for name, count in self.domains[:8])))
+        return rows + [("note", note) for note in meta.notes]
+
+
+def summarize(trace: StoredTrace) -> TraceSummary:
+    """One pass over the trace in bounded memory."""
+    meta = trace.meta
+    total = np.zeros((meta.num_layers, meta.num_experts), dtype=np.int64)
+    ratio_sum = np.zeros(meta.num_layers)
+    ratio_steps = np.zeros(meta.num_layers, dtype=np.int64)
+    tokens: list[Ints] = []
+    domains: dict[str, int] = {}
+    first = last = None
+    for block in trace.blocks():
+        if isinstance(block, TokenBlock):
+            counts = block.to_counts(meta.num_experts).counts
+            if block.domain is not None:
+                for name, count in zip(*np.unique(block.domain.astype(str), return_counts=True)):
+                    domains[str(name)] = domains.get(str(name), 0) + int(count)
+        else:
+            counts = block.counts.sum(axis=2) if block.counts.ndim == 4 else block.counts
+        total += counts.sum(axis=0)
+        sums = counts.sum(axis=2)
+        busy = sums > 0
+        peak = counts.max(axis=2) * meta.num_experts
+        ratio_sum += np.divide(peak, sums, out=np.zeros(sums.shape), where=busy).sum(axis=0)
+        ratio_steps += busy.sum(axis=0)
+        tokens.append(sums.max(axis=1))
+        first = int(block.steps[0]) if first is None else first
+        last = int(block.steps[-1])
+    a_step = np.concatenate(tokens) / meta.top_k if tokens else np.zeros(1)
+    return TraceSummary(
+        meta,
+        trace.num_steps,
+        first,
+        last,
+        (float(a_step.min()), float(np.median(a_step)), float(a_step.max())),
+        float(a_step.sum()),
+        trace.path.stat().st_size,
+        tuple(
+            LayerSkew(
+                layer,
+                int(row.sum()),
+                float(row.max() * meta.num_experts / max(row.sum(), 1)),
+                float(ratio_sum[i] / max(ratio_steps[i], 1)),
+                int(row.argmax()),
+                int((row == 0).sum()),
+            )
+            for i, (layer, row) in enumerate(zip(meta.layers, total))
+        ),
+        tuple(sorted(domains.items(), key=lambda item: -item[1])),
+    )
+
+
+def _spans(numbers: tuple[int, ...]) -> str:
+    whole = numbers == tuple(range(numbers[0], numbers[0] + len(numbers)))
+    return f"{numbers[0]}-{numbers[-1]}" if whole and len(numbers) > 1 else ", ".join(map(str, numbers))
