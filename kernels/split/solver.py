@@ -1,0 +1,224 @@
+"""The certified min-max split: one call for all problems of a batch, whatever the form that solves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from epsim.kernels.split.structure import SplitStructure
+
+Backend: TypeAlias = Literal["auto", "cpu"]
+
+MAX_SWEEPS = 100_000
+CHUNK = 1024
+"""Problems a thread takes at a time: converted loads stay in its cache."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Solution:
+    """Per problem [B] (or any leading shape): what was found and what was proven.
+
+    split [B, P] float64: load of each physical expert, zero-size where not asked for (int64 from `solve_gathered`).
+    peak [B] float64: the largest rank load of this split. bound [B] float64: no split has a smaller peak.
+    bound_numerator, bound_size [B]: bound = load that cannot leave a set of ranks / number of ranks in the set; the
+    numerator is exact for integer loads (int64 then, float64 otherwise).
+    sweeps [B] int64: water-filling sweeps and augmenting rounds used. tol: the relative gap asked for.
+    """
+
+    split: torch.Tensor
+    peak: torch.Tensor
+    bound: torch.Tensor
+    bound_numerator: torch.Tensor
+    bound_size: torch.Tensor
+    sweeps: torch.Tensor
+    tol: float
+
+    @property
+    def unproven(self) -> torch.Tensor:
+        """[B] bool: problems whose gap is not closed: the split is feasible, but may not be within tol of the optimum."""
+        return self.peak > self.bound * (1 + self.tol)
+
+
+def solve(
+    structure: SplitStructure,
+    loads: torch.Tensor,
+    layer: torch.Tensor,
+    tol: float = 1e-4,
+    start: torch.Tensor | None = None,
+    backend: Backend = "auto",
+    max_sweeps: int = MAX_SWEEPS,
+) -> Solution:
+    """Splits every expert's load over its physical experts so that the largest rank load is least, and proves it.
+
+    loads [B, E] float64 or int64, >= 0: load of each logical expert. layer [B] int64: the layer whose placement each
+    problem has. start [B, P]: a split to begin with, such as the last batch's; it is scaled to the new loads.
+    A problem that uses up max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`.
+    Raises ValueError for shapes that do not fit the structure, for negative or non-finite loads, and for integer loads
+    that sum to 2^53 or more.
+    """
+    return _solve(structure, loads, layer, tol, start, backend, max_sweeps, want_split=True)
+
+
+def solve_peak(
+    structure: SplitStructure,
+    loads: torch.Tensor,
+    layer: torch.Tensor,
+    tol: float = 1e-4,
+    backend: Backend = "auto",
+    max_sweeps: int = MAX_SWEEPS,
+) -> Solution:
+    """As `solve`, without the split: `Solution.split` is [B, 0]."""
+    return _solve(structure, loads, layer, tol, None, backend, max_sweeps, want_split=False)
+
+
+def solve_batched(
+    structure: SplitStructure, counts: torch.Tensor, tol: float = 1e-4, start: torch.Tensor | None = None
+) -> Solution:
+    """`solve` over leading axes: counts [..., L, E] (start [..., L, P]) -> a Solution of [..., L] problems."""
+    lead, layer = _leading(structure, counts)
+    flat_start = None if start is None else start.reshape(-1, structure.num_physical)
+    return _reshaped(solve(structure, counts.reshape(-1, structure.num_experts), layer, tol, flat_start), lead)
+
+
+def solve_gathered(structure: SplitStructure, counts: torch.Tensor) -> Solution:
+    """The integral split: counts [..., L, E] int64 -> split [..., L, P] int64 whose peak is exactly ceil(M*).
+
+    Computed cold and in integers, so that every rank and the simulator find the same one, bit for bit. Raises ValueError
+    as `solve` does.
+    """
+    if counts.is_floating_point():
+        raise ValueError(f"the integral split needs integer loads, not {counts.dtype}")
+    lead, layer = _leading(structure, counts)
+    flat = counts.reshape(-1, structure.num_experts)
+    return _reshaped(_solve(structure, flat, layer, 0.0, None, "auto", MAX_SWEEPS, want_split=True, whole=True), lead)
+
+
+def _leading(structure: SplitStructure, counts: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
+    """The shape [..., L] of the problems, and the layer of each once flattened."""
+    if counts.ndim < 2 or tuple(counts.shape[-2:]) != (structure.num_layers, structure.num_experts):
+        raise ValueError(
+            f"counts are {list(counts.shape)}, not [..., {structure.num_layers} layers, {structure.num_experts} experts]"
+        )
+    lead = tuple(counts.shape[:-1])
+    return lead, torch.arange(structure.num_layers).expand(lead).reshape(-1)
+
+
+def _reshaped(flat: Solution, lead: tuple[int, ...]) -> Solution:
+    return Solution(
+        split=flat.split.reshape(*lead, flat.split.shape[-1]),
+        peak=flat.peak.reshape(lead),
+        bound=flat.bound.reshape(lead),
+        bound_numerator=flat.bound_numerator.reshape(lead),
+        bound_size=flat.bound_size.reshape(lead),
+        sweeps=flat.sweeps.reshape(lead),
+        tol=flat.tol,
+    )
+
+
+def _solve(
+    structure: SplitStructure,
+    loads: torch.Tensor,
+    layer: torch.Tensor,
+    tol: float,
+    start: torch.Tensor | None,
+    backend: Backend,
+    max_sweeps: int,
+    want_split: bool,
+    whole: bool = False,
+) -> Solution:
+    num_problems = loads.shape[0]
+    if loads.ndim != 2 or loads.shape[1] != structure.num_experts:
+        raise ValueError(f"loads are {list(loads.shape)}, not [problems, {structure.num_experts} experts]")
+    if tuple(layer.shape) != (num_problems,) or layer.dtype != torch.int64:
+        raise ValueError(f"layer is {list(layer.shape)} {layer.dtype}, not [{num_problems}] int64")
+    if num_problems and not 0 <= int(layer.min()) <= int(layer.max()) < structure.num_layers:
+        raise ValueError(f"layer names one outside 0..{structure.num_layers - 1}")
+    if start is not None and tuple(start.shape) != (num_problems, structure.num_physical):
+        raise ValueError(f"start is {list(start.shape)}, not [{num_problems}, {structure.num_physical} slots]")
+    if not whole and not 1e-9 <= tol < 1:
+        raise ValueError(f"tol {tol} is outside 1e-9..1")
+    if backend not in ("auto", "cpu"):
+        raise ValueError(f"split backend {backend!r} is none of auto, cpu")
+    from epsim.kernels.split import cpu
+
+    integral = not loads.is_floating_point()
+    no_split = torch.empty(num_problems, 0, dtype=torch.float64)
+    split = torch.empty(num_problems, structure.num_physical, dtype=torch.float64) if want_split else no_split
+    peak, numerator = torch.empty(2, num_problems, dtype=torch.float64)
+    size, sweeps, status = torch.empty(3, num_problems, dtype=torch.int64)
+    most_copies = int(
+        (structure.copy_start[structure.layer_start[1:]] - structure.copy_start[structure.layer_start[:-1]]).max()
+    )
+    tables = (
+        structure.physical_to_logical.numpy(),
+        structure.fixed_start,
+        structure.fixed_expert,
+        structure.layer_start,
+        structure.expert,
+        structure.copy_start,
+        structure.copy_rank,
+        structure.copy_expert,
+        structure.rank_start,
+        structure.rank_copy,
+        structure.slot_copy,
+        structure.slot_place,
+        structure.slot_mates,
+        most_copies,
+    )
+
+    def run(first: int) -> None:
+        part = slice(first, first + CHUNK)
+        begin = torch.empty(0, structure.num_physical) if start is None else start[part].detach()
+        cpu.solve_range(
+            _floats(loads[part]).numpy(),
+            layer[part].cpu().contiguous().numpy(),
+            *tables,
+            _floats(begin).numpy(),
+            tol,
+            max_sweeps,
+            whole,
+            (split[part] if want_split else split[:0]).numpy(),
+            peak[part].numpy(),
+            numerator[part].numpy(),
+            size[part].numpy(),
+            sweeps[part].numpy(),
+            status[part].numpy(),
+        )
+
+    _spread(run, range(0, num_problems, CHUNK))
+    bad = status.nonzero()
+    if len(bad):
+        worst = int(bad[0, 0])
+        if int(status[worst]) == cpu.BAD_LOAD:
+            raise ValueError(f"problem {worst}: a load is negative, not a number, or too large to sum")
+        raise ValueError(f"problem {worst}: integer loads sum to 2^53 or more, beyond exact float64: scale them down")
+    device = loads.device
+    # A bound that was rounded up past the peak is still one when lowered to it.
+    return Solution(
+        split=(split.to(torch.int64) if whole else split).to(device),
+        peak=peak.to(device),
+        bound=torch.minimum(numerator / size, peak).to(device),
+        bound_numerator=(numerator.to(torch.int64) if integral else numerator).to(device),
+        bound_size=size.to(device),
+        sweeps=sweeps.to(device),
+        tol=tol,
+    )
+
+
+def _floats(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().to("cpu", torch.float64).contiguous()
+
+
+def _spread(run: Callable[[int], None], firsts: range) -> None:
+    """Runs the chunks over PyTorch's number of threads; the compiled code holds no lock."""
+    num_threads = min(torch.get_num_threads(), len(firsts))
+    if num_threads <= 1:
+        for first in firsts:
+            run(first)
+        return
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(run, firsts))
