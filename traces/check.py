@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
+from epsim.traces.trace import PHASES, Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
 MAX_EXPERTS = 2**15 - 1
 MAX_COUNT = 2**53
@@ -97,14 +97,18 @@ def _check_tokens(block: TokenBlock, meta: TraceMeta) -> None:
     _check_scores(block, meta)
     if block.domain is not None and block.domain.shape != (num_tokens,):
         raise ValueError(f"domain has shape {list(block.domain.shape)}, not [{num_tokens}]")
+    if block.phase is not None:
+        if block.phase.shape != block.steps.shape:
+            raise ValueError(f"phase has shape {list(block.phase.shape)}, not [{len(block.steps)}]")
+        if wrong := set(block.phase) - set(PHASES):
+            raise ValueError(f"phase {sorted(map(str, wrong))[0]!r} is none of {', '.join(PHASES)}")
 
 
 def _check_scores(block: TokenBlock, meta: TraceMeta) -> None:
-    if (block.scores is None) != (meta.num_scores == 0):
-        has = "none" if block.scores is None else "some"
-        raise ValueError(f"the trace keeps {meta.num_scores} scores a token and layer, the block has {has}")
     if block.scores is None:
         return
+    if meta.num_scores == 0:
+        raise ValueError("the trace keeps no scores, but the block has some")
     shape = (len(block.token_step), meta.num_layers, meta.num_scores)
     if block.scores.shape != shape:
         raise ValueError(f"scores have shape {list(block.scores.shape)}, not {list(shape)}")

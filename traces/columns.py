@@ -10,7 +10,7 @@ import pyarrow as pa
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
 
-def schema_of(meta: TraceMeta, score_ids: bool, domain: bool) -> pa.Schema:
+def schema_of(meta: TraceMeta, score_ids: bool, domain: bool, phase: bool = False) -> pa.Schema:
     """counts, rank_counts: a row a (step, layer). tokens: a row a token."""
 
     def column(name: str, kind: Any) -> pa.Field:
@@ -35,6 +35,8 @@ def schema_of(meta: TraceMeta, score_ids: bool, domain: bool) -> pa.Schema:
         columns.append(column("score_ids", fixed(pa.int16(), meta.num_layers * meta.num_scores)))
     if domain:
         columns.append(column("domain", pa.dictionary(pa.int32(), pa.string())))
+    if phase:
+        columns.append(column("phase", pa.dictionary(pa.int32(), pa.string())))
     return pa.schema(columns)
 
 
@@ -48,17 +50,21 @@ def to_table(block: Block, meta: TraceMeta, schema: pa.Schema) -> pa.Table:
         block.source_rank.astype(np.int32),
         _fixed(block.expert_ids, np.int16, schema.field("expert_ids").type),
     ]
-    if block.scores is not None:
-        columns.append(_fixed(block.scores, np.float16, schema.field("scores").type))
-    if block.score_ids is not None:
-        columns.append(_fixed(block.score_ids, np.int16, schema.field("score_ids").type))
+    for name, dtype in (("scores", np.float16), ("score_ids", np.int16)):
+        if name in schema.names:
+            kind, values = schema.field(name).type, getattr(block, name)
+            # Steps whose scores were not kept hold zeros, which take no room; the index tells them apart.
+            zeros = np.zeros((len(block.token_step), kind.list_size), dtype=dtype)
+            columns.append(_fixed(zeros if values is None else values, dtype, kind))
     if block.domain is not None:
         columns.append(pa.array(block.domain, type=pa.string()).dictionary_encode())
+    if block.phase is not None:
+        columns.append(pa.array(block.phase[block.token_step], type=pa.string()).dictionary_encode())
     return pa.table(columns, schema=schema)
 
 
-def to_block(table: pa.Table, meta: TraceMeta, steps: Ints) -> Block:
-    """The inverse of `to_table`; steps [S]: the steps that the table's rows belong to."""
+def to_block(table: pa.Table, meta: TraceMeta, steps: Ints, scored: bool = True) -> Block:
+    """The inverse of `to_table`; steps [S]: the steps that the table's rows belong to; scored: with their scores."""
     if meta.level != "tokens":
         counts: Ints = _values(table, "counts").astype(np.int64, copy=False)
         if meta.level == "counts":
@@ -69,14 +75,20 @@ def to_block(table: pa.Table, meta: TraceMeta, steps: Ints) -> Block:
     token_step = np.searchsorted(steps, table["step"].to_numpy())
     shape = (table.num_rows, meta.num_layers)
     names = set(table.column_names)
+    scored = scored and meta.num_scores > 0
+    phase = None
+    if "phase" in names:
+        phase = np.full(len(steps), "unknown", dtype=object)
+        phase[token_step] = table["phase"].to_pylist()
     return TokenBlock(
         steps,
         token_step.astype(np.int64),
         table["source_rank"].to_numpy().astype(np.int64),
         _values(table, "expert_ids").reshape(*shape, meta.top_k),
-        _values(table, "scores").reshape(*shape, meta.num_scores) if meta.num_scores else None,
-        _values(table, "score_ids").reshape(*shape, meta.num_scores) if "score_ids" in names else None,
+        _values(table, "scores").reshape(*shape, meta.num_scores) if scored else None,
+        _values(table, "score_ids").reshape(*shape, meta.num_scores) if scored and "score_ids" in names else None,
         np.array(table["domain"].to_pylist(), dtype=object) if "domain" in names else None,
+        phase,
     )
 
 

@@ -2,7 +2,7 @@
 
 Row groups hold whole steps and are bounded by bytes (a single large step is one row group). The footer's key-value
 metadata holds `epsim.format` (version), `epsim.meta` (TraceMeta as JSON), `epsim.num_steps` and `epsim.index`: for each
-group `[steps, rows, [numbers of steps without a token]]`.
+group `[steps, rows, [numbers of steps without a token], whether its scores were kept]`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TraceWriter:
         self._last_step: int | None = None
         self._pending: list[Block] = []
         self._pending_bytes = 0
-        self._index: list[tuple[int, int, list[int]]] = []
+        self._index: list[tuple[int, int, list[int], bool]] = []
         self._schema: pa.Schema | None = None
         self._writer: pq.ParquetWriter | None = None
         if self.path.is_dir():
@@ -68,13 +68,19 @@ class TraceWriter:
         if not len(block.steps):
             return
         if self._schema is None:
-            score_ids = isinstance(block, TokenBlock) and block.score_ids is not None
+            score_ids = isinstance(block, TokenBlock) and _has_score_ids(block, self.meta)
             domain = isinstance(block, TokenBlock) and block.domain is not None
-            self._schema = schema_of(self.meta, score_ids, domain)
+            phase = isinstance(block, TokenBlock) and block.phase is not None
+            self._schema = schema_of(self.meta, score_ids, domain, phase)
         elif isinstance(block, TokenBlock):
-            for name in ("score_ids", "domain"):
-                if (getattr(block, name) is not None) != (name in self._schema.names):
+            given = {"domain": block.domain is not None, "phase": block.phase is not None}
+            if block.scores is not None:
+                given["score_ids"] = block.score_ids is not None
+            for name, is_given in given.items():
+                if is_given != (name in self._schema.names):
                     raise ValueError(f"{name} must be given in all blocks of a trace or in none")
+        if self._pending and _has_scores(block) != _has_scores(self._pending[0]):
+            self._flush()
         for part in split_steps(block, self._group_bytes):
             size = block_bytes(part)
             if self._pending and self._pending_bytes + size > self._group_bytes:
@@ -139,7 +145,7 @@ class TraceWriter:
                 self._temporary,
                 self._schema,
                 compression="zstd",
-                use_dictionary=["domain"] if "domain" in self._schema.names else False,
+                use_dictionary=[n for n in ("domain", "phase") if n in self._schema.names] or False,
                 column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in packed},
                 write_page_checksum=True,
             )
@@ -155,7 +161,7 @@ class TraceWriter:
         empty = [int(s) for block in self._pending for s in _empty_steps(block)]
         if table.num_rows:
             self._open().write_table(table, row_group_size=table.num_rows)
-        self._index.append((steps, table.num_rows, empty))
+        self._index.append((steps, table.num_rows, empty, _has_scores(self._pending[0])))
         self._pending, self._pending_bytes = [], 0
 
 
@@ -182,14 +188,15 @@ class StoredTrace:
         try:
             self.meta = TraceMeta.from_json(footer["epsim.meta"])
             self.num_steps = int(footer["epsim.num_steps"])
-            self._index = [(int(s), int(r), [int(x) for x in e]) for s, r, e in json.loads(footer["epsim.index"])]
+            index = json.loads(footer["epsim.index"])
+            self._index = [(int(s), int(r), [int(x) for x in e], bool(scored)) for s, r, e, scored in index]
             names = set(schema.names)
-            expected = schema_of(self.meta, "score_ids" in names, "domain" in names)
+            expected = schema_of(self.meta, "score_ids" in names, "domain" in names, "phase" in names)
             whole = schema.names == expected.names and all(
                 _same_kind(schema.field(n).type, expected.field(n).type) for n in expected.names
             )
-            whole &= [r for _, r, _ in self._index if r] == [r for r in rows if r]
-            whole &= sum(s for s, _, _ in self._index) == self.num_steps
+            whole &= [group[1] for group in self._index if group[1]] == [r for r in rows if r]
+            whole &= sum(group[0] for group in self._index) == self.num_steps
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, pa.ArrowException) as error:
             raise ValueError(f"{self.path}: its description of the trace is damaged: {one_line(error)}") from None
         if not whole:
@@ -203,19 +210,19 @@ class StoredTrace:
         stop = self.num_steps if stop is None else min(stop, self.num_steps)
         first, group = 0, -1
         with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
-            for num_steps, num_rows, empty in self._index:
+            for num_steps, num_rows, empty, scored in self._index:
                 group += num_rows > 0
                 low, high = max(start - first, 0), min(stop - first, num_steps)
                 if low < high:
-                    block = self._read(file, group if num_rows else None, num_steps, empty)
+                    block = self._read(file, group if num_rows else None, num_steps, empty, scored)
                     yield from split_steps(slice_steps(block, low, high), max_bytes)
                 first += num_steps
 
-    def _read(self, file: pq.ParquetFile, group: int | None, num_steps: int, empty: list[int]) -> Block:
+    def _read(self, file: pq.ParquetFile, group: int | None, num_steps: int, empty: list[int], scored: bool) -> Block:
         try:
             table = file.schema_arrow.empty_table() if group is None else file.read_row_group(group)
             steps: Ints = np.union1d(table["step"].to_numpy(), np.array(empty, dtype=np.int64)).astype(np.int64)
-            block = to_block(table, self.meta, steps)
+            block = to_block(table, self.meta, steps, scored)
             if isinstance(block, TokenBlock):
                 check_ids(block.expert_ids, self.meta.num_experts)
                 if block.source_rank.size and block.source_rank.max() >= max(self.meta.num_source_ranks, 1):
@@ -255,6 +262,7 @@ def slice_steps(block: Block, low: int, high: int) -> Block:
         cut(block.scores),
         cut(block.score_ids),
         None if block.domain is None else block.domain[a:b],
+        None if block.phase is None else block.phase[low:high],
     )
 
 
@@ -282,6 +290,17 @@ def one_line(error: BaseException) -> str:
     """The first line of an error's message, shortened."""
     text = str(error).strip().split("\n", 1)[0]
     return (text[:200] + "...") if len(text) > 200 else text or type(error).__name__
+
+
+def _has_scores(block: Block) -> bool:
+    return isinstance(block, TokenBlock) and block.scores is not None
+
+
+def _has_score_ids(block: TokenBlock, meta: TraceMeta) -> bool:
+    """Whether the trace will name the expert of each score, as far as its first block tells."""
+    if block.scores is not None:
+        return block.score_ids is not None
+    return meta.num_scores not in (0, meta.num_experts, meta.top_k)
 
 
 def _empty_steps(block: Block) -> Ints:

@@ -17,6 +17,7 @@ Array: TypeAlias = npt.NDArray[np.generic]
 Ints: TypeAlias = npt.NDArray[np.int64]
 
 LEVELS: tuple[Level, ...] = ("counts", "rank_counts", "tokens")
+PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed", "training", "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class TokenBlock:
     source_rank [T] int64; expert_ids [T, L, k] integer, -1 for a slot left empty.
     scores [T, L, m] float or None, score_ids [T, L, m] integer or None: see TraceMeta.num_scores.
     domain [T] of str or None: the label of the request a token belongs to.
+    phase [S] of str or None: each step's phase, where a trace mixes them.
+    Scores may be kept for some steps and not for others: then blocks of the latter have None.
     """
 
     steps: Ints
@@ -113,6 +116,7 @@ class TokenBlock:
     scores: Array | None = None
     score_ids: Array | None = None
     domain: npt.NDArray[np.object_] | None = None
+    phase: npt.NDArray[np.object_] | None = None
 
     def to_rank_counts(self, num_ranks: int, num_experts: int) -> RankCountsBlock:
         """Counts [S, L, num_ranks, num_experts]."""

@@ -206,7 +206,7 @@ def test_bad_counts(tmp_path: Path, block: Block, message: str) -> None:
         ({"expert_ids": IDS * 1.0}, "whole numbers"),
         ({"source_rank": np.array([3])}, "source rank 3 is outside 0..2"),
         ({"token_step": np.array([1])}, "token_step"),
-        ({"scores": np.ones((1, 2, 2))}, "keeps 0 scores"),
+        ({"scores": np.ones((1, 2, 2))}, "keeps no scores"),
     ],
 )
 def test_bad_tokens(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -280,3 +280,49 @@ def test_reading_speed(tmp_path: Path) -> None:
         best = min(best, time.perf_counter() - begin)
     print(f"{rows / best:,.0f} rows/s")
     assert rows / best > 75_000
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_scores_and_phase_by_step(tmp_path: Path, with_ids: bool) -> None:
+    """Prefill steps without scores between decode steps with them: each block has its scores or none, and its phase."""
+    rng = np.random.default_rng(0)
+    meta = make_meta(level="tokens", num_source_ranks=2, num_scores=3 if with_ids else 4)
+    plan = [("prefill", [5, 0]), ("decode", [2, 3]), ("decode", [1]), ("prefill", [6]), ("decode", [2])]
+    made: list[TokenBlock] = []
+    first = 0
+    for phase, sizes in plan:
+        block = make_tokens(rng, meta, sizes, first)
+        first += len(sizes)
+        block = dataclasses.replace(
+            block,
+            scores=block.scores if phase == "decode" else None,
+            score_ids=rng.integers(0, 4, (sum(sizes), 2, 3)) if with_ids and phase == "decode" else None,
+            phase=np.array([phase] * len(sizes), dtype=object),
+        )
+        made.append(block)
+    with TraceWriter(tmp_path / "t.parquet", meta) as writer:
+        for block in made:
+            writer.append(block)
+    read = [b for b in StoredTrace(tmp_path / "t.parquet").blocks() if isinstance(b, TokenBlock)]
+    assert [b.scores is not None for b in read] == [False, True, False, True]
+    assert [list(b.steps) for b in read] == [[0, 1], [2, 3, 4], [5], [6]]
+    assert np.concatenate([b.phase for b in read if b.phase is not None]).tolist() == [
+        *("prefill", "unknown"),  # a step without tokens has no row to hold its phase
+        *("decode", "decode", "decode", "prefill", "decode"),
+    ]
+    for name in ("scores", "score_ids"):
+        put = [getattr(b, name) for b in made if getattr(b, name) is not None]
+        got = [getattr(b, name) for b in read if getattr(b, name) is not None]
+        assert len(put) == (0 if name == "score_ids" and not with_ids else 3)
+        if put:
+            np.testing.assert_array_equal(np.concatenate(put).astype(np.float16), np.concatenate(got))
+
+
+def test_bad_phase(tmp_path: Path) -> None:
+    block = TokenBlock(np.array([0]), np.array([0]), np.array([0]), IDS, phase=np.array(["late"], dtype=object))
+    meta = make_meta(level="tokens", num_source_ranks=3)
+    with (
+        pytest.raises(ValueError, match="phase 'late' is none of prefill"),
+        TraceWriter(tmp_path / "t.parquet", meta) as writer,
+    ):
+        writer.append(block)
