@@ -13,8 +13,8 @@ from epsim.traces.trace import Block, RankCountsBlock, TokenBlock, TraceMeta
 def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
     """A block of the trace as if its tokens lived on num_ranks source ranks; `regroup_note` says what that takes.
 
-    As many ranks: as it is. A multiple: adjacent ranks folded. Else tokens are dealt anew, each step in contiguous equal
-    shares, and counts by source rank become plain counts (a CountsBlock), as their tokens are not known.
+    As many ranks: as it is. A multiple: adjacent ranks folded. Else tokens are dealt anew, each step in contiguous
+    equal shares, and counts by source rank become plain counts (a CountsBlock), as their tokens are not known.
     """
     if isinstance(block, TokenBlock):
         if meta.num_source_ranks == num_ranks:
@@ -47,6 +47,16 @@ def regroup_note(meta: TraceMeta, num_ranks: int) -> str:
         return f"{recorded} source ranks cannot be folded to {num_ranks}: source ranks dropped, counts level"
     why = "source ranks unknown" if recorded == 0 else f"{recorded} source ranks cannot be folded to {num_ranks}"
     return f"{why}: each step's tokens dealt to {num_ranks} ranks in contiguous equal shares"
+
+
+def regrouped_meta(meta: TraceMeta, num_ranks: int) -> TraceMeta:
+    """The description of what `regroup` makes of a trace, with its words among the notes."""
+    if meta.level == "counts":
+        return meta
+    notes = (*meta.notes, regroup_note(meta, num_ranks))
+    if meta.level == "rank_counts" and meta.num_source_ranks != num_ranks and not _folds(meta, num_ranks):
+        return dataclasses.replace(meta, level="counts", num_source_ranks=0, notes=notes)
+    return dataclasses.replace(meta, num_source_ranks=num_ranks, notes=notes)
 
 
 def _folds(meta: TraceMeta, num_ranks: int) -> bool:

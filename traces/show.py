@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,14 +78,13 @@ def summarize(trace: StoredTrace) -> TraceSummary:
     ratio_sum = np.zeros(meta.num_layers)
     ratio_steps = np.zeros(meta.num_layers, dtype=np.int64)
     tokens: list[Ints] = []
-    domains: dict[str, int] = {}
+    domains: Counter[str] = Counter()
     first = last = None
     for block in trace.blocks():
         if isinstance(block, TokenBlock):
             counts = block.to_counts(meta.num_experts).counts
             if block.domain is not None:
-                for name, count in zip(*np.unique(block.domain.astype(str), return_counts=True)):
-                    domains[str(name)] = domains.get(str(name), 0) + int(count)
+                domains.update(str(name) for name in block.domain)
         else:
             counts = block.counts.sum(axis=2) if block.counts.ndim == 4 else block.counts
         total += counts.sum(axis=0)
@@ -116,7 +116,7 @@ def summarize(trace: StoredTrace) -> TraceSummary:
             )
             for i, (layer, row) in enumerate(zip(meta.layers, total))
         ),
-        tuple(sorted(domains.items(), key=lambda item: -item[1])),
+        tuple(domains.most_common()),
     )
 
 

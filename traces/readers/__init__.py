@@ -7,7 +7,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers import gpt_oss, harmoeny, sglang, smartmoe, token_log, vllm
+from epsim.traces.readers import (
+    flame_moe,
+    gpt_oss,
+    harmoeny,
+    megatron,
+    router_logits,
+    sglang,
+    smartmoe,
+    token_log,
+    trtllm,
+    vllm,
+)
 from epsim.traces.readers.base import Reader, Recording, natural
 from epsim.traces.readers.document import Document, load_document, naming
 
@@ -16,8 +27,12 @@ READERS: tuple[Reader, ...] = (
     *gpt_oss.READERS,
     *smartmoe.READERS,
     *vllm.READERS,
+    *trtllm.READERS,
+    *megatron.READERS,
     *token_log.READERS,
     *harmoeny.READERS,
+    *flame_moe.READERS,
+    *router_logits.READERS,
 )
 
 

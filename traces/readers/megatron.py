@@ -1,0 +1,112 @@
+"""Megatron-Core routing logs: JSON lines, one file a rank, a line a (step, layer).
+
+Line: `step, stage, block, layer, rank, num_tokens, topk, top_indices` with top_indices [num_tokens, topk].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from epsim.traces.compose import Tokens
+from epsim.traces.options import ImportOptions
+from epsim.traces.readers.base import Reader, Recording, whole
+from epsim.traces.readers.document import Document, naming
+from epsim.traces.readers.sglang import index_of
+from epsim.traces.readers.tokens import token_recording
+from epsim.traces.trace import Array, Ints
+
+Key = tuple[int, int, int]
+
+
+def _is_line(record: Any) -> bool:
+    return isinstance(record, dict) and {"step", "layer", "rank", "top_indices"} <= set(record)
+
+
+def _is_log(document: Document) -> bool:
+    content = document.content
+    if document.kind == "json" and isinstance(content, list) and content:
+        content = content[0]
+    return document.kind in ("json", "jsonl") and _is_line(content)
+
+
+def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recording:
+    """A (step, layer) that a rank wrote several times holds micro-batches: steps of their own."""
+    found: dict[Key, dict[tuple[str, str, int], Ints]] = {}
+    times: dict[tuple[Any, ...], int] = {}
+    stages: dict[str, set[int]] = {}
+    top_k = 1
+    for document in documents:
+        with naming(document.path, "Megatron routing log"):
+            for number, record in document.records():
+                if not _is_line(record):
+                    raise ValueError(f"line {number} lacks step, layer, rank or top_indices")
+                step, rank, layer = (index_of(record, key) for key in ("step", "rank", "layer"))
+                where = (str(record.get("stage", "")), str(record.get("block", "")), layer)
+                ids = _indices(record, number)
+                again = times.get((step, rank, where), 0)
+                times[step, rank, where] = again + 1
+                found.setdefault((step, again, rank), {})[where] = ids
+                stages.setdefault(where[0], set()).add(rank)
+                top_k = max(top_k, ids.shape[1] if len(ids) else 1)
+    layers = sorted({where for entry in found.values() for where in entry}, key=_layer_order)
+    place = {where: i for i, where in enumerate(layers)}
+    # Ranks of different pipeline stages stand for the same data: each stage counts its own from 0.
+    rank_in_stage = {stage: {rank: i for i, rank in enumerate(sorted(ranks))} for stage, ranks in stages.items()}
+    merged: dict[Key, dict[int, Ints]] = {}
+    for (step, again, rank), entry in found.items():
+        for where, ids in entry.items():
+            source = rank_in_stage[where[0]][rank]
+            merged.setdefault((step, again, source), {})[place[where]] = ids
+    parts: list[Array] = []
+    step_of: list[int] = []
+    rank_of: list[int] = []
+    size = max(again for _, again, _ in merged) + 1
+    missing = 0
+    for (step, again, source), by_layer in sorted(merged.items()):
+        num_tokens = max(len(ids) for ids in by_layer.values())
+        block = np.full((num_tokens, len(layers), top_k), -1, dtype=np.int16)
+        for layer, ids in by_layer.items():
+            block[: len(ids), layer, : ids.shape[1]] = ids
+        missing += num_tokens * len(layers) - sum(len(ids) for ids in by_layer.values())
+        parts.append(block)
+        step_of += [step * size + again] * num_tokens
+        rank_of += [source] * num_tokens
+    notes = [f"{size} micro-batches a step: each a step of its own"] if size > 1 else []
+    if missing:
+        notes.append(f"{missing} of {len(step_of) * len(layers)} (token, layer) choices are missing: left empty")
+    numbers = [where[2] for where in layers]
+    if len(set(numbers)) != len(numbers):
+        notes.append("layer numbers start anew in each stage or block: layers numbered 0.. in order of stage and block")
+        numbers = list(range(len(layers)))
+    tokens = Tokens(np.concatenate(parts), step=np.array(step_of), source_rank=np.array(rank_of))
+    return token_recording(tokens, documents, options, phase="training", notes=notes, layers=numbers)
+
+
+def _layer_order(where: tuple[str, str, int]) -> tuple[Any, ...]:
+    stage, block, layer = where
+    named = [(0, int(s), "") if s.isdecimal() and len(s) < 10 else (1, 0, s) for s in (stage, block)]
+    return (*named, layer)
+
+
+def _indices(record: Any, number: int) -> Ints:
+    """[num_tokens, topk]."""
+    try:
+        ids = whole(record["top_indices"], axes=("token", "choice"))
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
+    if ids.ndim == 1 and not ids.size:
+        ids = ids.reshape(0, 1)
+    if ids.ndim != 2 or ids.max(initial=0) >= 2**15:
+        raise ValueError(
+            f"line {number}: top_indices {list(ids.shape)} up to {ids.max(initial=0)} are not [tokens, topk]"
+        )
+    announced = record.get("num_tokens")
+    if announced is not None and announced != len(ids):
+        raise ValueError(f"line {number}: num_tokens is {announced!r}, but top_indices has {len(ids)} tokens")
+    return ids
+
+
+READERS = (Reader("Megatron-Core routing log", _is_log, _read_log),)

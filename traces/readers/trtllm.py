@@ -1,0 +1,109 @@
+"""TensorRT-LLM: expert statistics (`meta_info.json` + `rank*.safetensors`) and its placement YAML.
+
+Format: TensorRT-LLM, examples/ep_load_balancer: keys `{iteration}_{layer}` -> token counts [E], one file a rank;
+meta_info.json: num_experts, num_experts_per_token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from epsim.traces.options import ImportOptions
+from epsim.traces.readers.base import Reader, Recording, number_in_name, whole
+from epsim.traces.readers.document import Document, naming
+from epsim.traces.readers.ranks import PassCounts, rank_recording
+from epsim.traces.trace import Ints
+
+KEY = re.compile(r"(\d{1,9})_(\d{1,6})")
+
+
+def _is_statistic(document: Document) -> bool:
+    content = document.content
+    if document.kind == "safetensors":
+        return bool(content) and all(KEY.fullmatch(name) for name in content)
+    return document.kind == "json" and isinstance(content, dict) and "num_experts_per_token" in content
+
+
+def _read_statistic(documents: Sequence[Document], options: ImportOptions) -> Recording:
+    info: dict[str, Any] = {}
+    for document in documents:
+        if document.kind == "json":
+            info.update(document.content)
+    files = [document for document in documents if document.kind == "safetensors"]
+    if not files:
+        raise ValueError(
+            f"{documents[0].path}: only meta_info.json: give the rank*.safetensors beside it, or the folder"
+        )
+    layers = sorted({int(key.split("_")[1]) for file in files for key in file.content})
+    num_experts = max(np.size(next(iter(file.content.values()))) for file in files)
+    with naming(documents[0].path, "meta_info.json"):
+        declared = {key: info[key] for key in ("num_experts", "num_experts_per_token") if info.get(key) is not None}
+        for key, value in declared.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{key} is {value!r}, not a whole number >= 1")
+    if declared.get("num_experts", num_experts) != num_experts:
+        raise ValueError(
+            f"{files[0].path}: {num_experts} counts a layer, but meta_info.json says {declared['num_experts']} experts"
+        )
+    named = [number_in_name(file.path, "rank") for file in files]
+    numbered = None not in named and len(set(named)) == len(named)
+    passes = []
+    for place, file in enumerate(files):
+        rank = named[place] if numbered else place
+        assert rank is not None
+        iterations = sorted({int(key.split("_")[0]) for key in file.content})
+        passes += [
+            PassCounts(step, rank, file, partial(_counts, file, step, tuple(layers), num_experts))
+            for step in iterations
+        ]
+    return rank_recording(
+        passes,
+        documents,
+        options,
+        num_layers=len(layers),
+        num_experts=num_experts,
+        top_k=declared.get("num_experts_per_token"),
+        layers=layers,
+        notes=[] if numbered else ["file names do not number the ranks: taken in the order given"],
+    )
+
+
+def _counts(file: Document, step: int, layers: Sequence[int], num_experts: int) -> Ints:
+    """[L, E] of one iteration."""
+    counts = np.zeros((len(layers), num_experts), dtype=np.int64)
+    for place, layer in enumerate(layers):
+        row = file.content.get(f"{step}_{layer}")
+        if row is None:
+            raise ValueError(f"ragged: iteration {step} lacks layer {layer}")
+        try:
+            values = whole(row, axes=("expert",))
+        except ValueError as error:
+            raise ValueError(f"iteration {step}, layer {layer}: {error}") from None
+        if values.shape != (num_experts,):
+            raise ValueError(
+                f"ragged: iteration {step}, layer {layer} has counts {list(values.shape)}, not [{num_experts}]"
+            )
+        counts[place] = values
+    return counts
+
+
+def _is_placement(document: Document) -> bool:
+    return document.kind == "yaml"
+
+
+def _refuse_placement(documents: Sequence[Document], options: ImportOptions) -> Recording:
+    raise ValueError(
+        f"{documents[0].path}: a placement (initial_global_assignments), not a load: it says where experts live, not "
+        "how many tokens they got; give the statistics (meta_info.json and rank*.safetensors) that it was planned from"
+    )
+
+
+READERS = (
+    Reader("TensorRT-LLM expert statistics", _is_statistic, _read_statistic),
+    Reader("TensorRT-LLM placement", _is_placement, _refuse_placement),
+)

@@ -1,0 +1,227 @@
+"""Token-level steps drawn from recorded marginals: topics mixed anew in every step, exact inclusion probabilities.
+
+Process. Every source recording is a topic: its counts, summed over steps, give per layer the probability p_e that a
+token's top-k holds expert e (share of the assignments x k, at most 1). The mixture of topics drifts: weights are the
+softmax of a stationary autoregressive walk z_s = (1 - drift) z_{s-1} + sqrt(1 - (1 - drift)^2) spread n_s, n_s standard
+normal and z_0 drawn from the same law (a logistic-normal walk on the simplex). Each token of a step draws a topic from
+the weights and then, in every layer on its own, k distinct experts by systematic sampling: experts in an order
+shuffled anew for each token and layer, their probabilities laid end to end, and one uniform start with steps of 1.
+P(expert e chosen) is then exactly p_e (Madow 1949, "On the theory of systematic sampling, II").
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from epsim.traces.compose import deal
+from epsim.traces.options import DEFAULT_RANKS
+from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.trace import Ints, Phase, TokenBlock, TraceMeta
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SynthesisOptions:
+    """num_steps steps of tokens_per_step tokens on num_ranks source ranks. drift in 0..1: 0 keeps one mixture, 1 draws
+    each step's anew; spread: standard deviation of the walk, 0 mixes topics evenly. phase: as stated, else that of the
+    sources. The same seed gives the same trace."""
+
+    num_steps: int = 100
+    tokens_per_step: int = 1024
+    num_ranks: int = DEFAULT_RANKS
+    drift: float = 0.1
+    spread: float = 1.0
+    seed: int = 0
+    phase: Phase | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--steps", self.num_steps),
+            ("--tokens", self.tokens_per_step),
+            ("--ranks", self.num_ranks),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} {value}: give 1 or more")
+        if not 0 <= self.drift <= 1:
+            raise ValueError(f"--drift {self.drift}: give 0 (none) to 1 (each step anew)")
+        if not 0 <= self.spread < math.inf:
+            raise ValueError(f"--spread {self.spread}: give a finite number >= 0")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed}: give 0 or more")
+
+
+def synthesize(
+    sources: Sequence[StoredTrace], target: str | os.PathLike[str], options: SynthesisOptions | None = None
+) -> StoredTrace:
+    """Writes a drawn, token-level trace (origin `drawn`, domain = topic) and returns it.
+
+    Raises ValueError where sources differ in layers, experts or top-k, or one has a layer without tokens.
+    """
+    options = options or SynthesisOptions()
+    if not sources:
+        raise ValueError("no source given: name at least one trace with recorded counts")
+    first = sources[0].meta
+    for source in sources[1:]:
+        for name in ("layers", "num_experts", "top_k"):
+            if getattr(source.meta, name) != getattr(first, name):
+                raise ValueError(
+                    f"{source.path}: {name} {_short(getattr(source.meta, name))} differs from "
+                    f"{_short(getattr(first, name))} of {sources[0].path}: topics must be of one model"
+                )
+    topics, capped = [], 0
+    for source in sources:
+        probabilities, num_capped = inclusion(marginals(source), first.top_k, source.path)
+        topics.append(probabilities)
+        capped += num_capped
+    names = _names(sources)
+    notes = [
+        f"drawn from the marginals of {', '.join(names)}: {options.num_steps} steps of {options.tokens_per_step} "
+        f"tokens, seed {options.seed}; given its topic, a token's experts are independent between layers",
+        f"topics mixed by a logistic-normal walk, drift {options.drift:g}, spread {options.spread:g}",
+        f"tokens dealt to {options.num_ranks} source ranks in contiguous shares",
+    ]
+    if capped:
+        notes.append(f"{capped} (topic, layer, expert) marginals above 1/top-k capped, the rest raised in proportion")
+    meta = TraceMeta(
+        level="tokens",
+        num_layers=first.num_layers,
+        num_experts=first.num_experts,
+        top_k=first.top_k,
+        num_source_ranks=options.num_ranks,
+        shared_cost=first.shared_cost,
+        model=first.model,
+        phase=options.phase or (first.phase if all(s.meta.phase == first.phase for s in sources) else "mixed"),
+        origin="drawn",
+        layers=first.layers,
+        source=", ".join(dict.fromkeys(s.meta.source for s in sources)),
+        notes=tuple(notes),
+    )
+    with TraceWriter(target, meta) as writer:
+        for block in draw_steps(np.stack(topics), names, first.top_k, options):
+            writer.append(block)
+    return StoredTrace(target)
+
+
+def marginals(source: StoredTrace) -> Ints:
+    """[L, E]: assignments summed over all steps (and source ranks)."""
+    total = np.zeros((source.meta.num_layers, source.meta.num_experts), dtype=np.int64)
+    for block in source.blocks():
+        counts = block.to_counts(source.meta.num_experts).counts if isinstance(block, TokenBlock) else block.counts
+        total += counts.sum(axis=tuple(i for i in range(counts.ndim) if i not in (1, counts.ndim - 1)))
+    return total
+
+
+def inclusion(counts: Ints, top_k: int, where: Path | str = "marginals") -> tuple[Floats, int]:
+    """counts [L, E] -> (p [L, E] in 0..1, each layer summing to top_k; how many experts were capped at 1).
+
+    An expert whose share exceeds 1 / top_k is in every token; what remains is shared by the others in proportion.
+    Where fewer than top_k experts of a layer have counts, the others share the rest evenly.
+    """
+    empty = np.flatnonzero(counts.sum(axis=1) == 0)
+    if empty.size:
+        raise ValueError(f"{where}: layer {empty[0]} has no tokens to draw from")
+    result = np.zeros(counts.shape)
+    num_capped = 0
+    for layer, row in enumerate(counts.astype(np.float64)):
+        full = np.zeros(len(row), dtype=bool)
+        while True:
+            free = ~full
+            left = top_k - int(full.sum())
+            mass = row[free].sum()
+            p = row * (left / mass) if mass > 0 else np.full(len(row), left / max(int(free.sum()), 1))
+            over = free & (p > 1.0)
+            if not over.any() or left == 0:
+                break
+            full |= over
+            num_capped += int(over.sum())
+        result[layer] = np.where(full, 1.0, p if left else 0.0)
+    return result, num_capped
+
+
+def mixture_walk(num_steps: int, num_topics: int, drift: float, spread: float, rng: np.random.Generator) -> Floats:
+    """[steps, topics]: weights of each step, see the process above."""
+    noise = rng.standard_normal((num_steps, num_topics)) * spread
+    keep = 1.0 - drift
+    walk = np.empty_like(noise)
+    walk[0] = noise[0]
+    for step in range(1, num_steps):
+        walk[step] = keep * walk[step - 1] + math.sqrt(1.0 - keep * keep) * noise[step]
+    weights = np.exp(walk - walk.max(axis=1, keepdims=True))
+    mixed: Floats = weights / weights.sum(axis=1, keepdims=True)
+    return mixed
+
+
+def draw_steps(topics: Floats, names: Sequence[str], top_k: int, options: SynthesisOptions) -> Iterator[TokenBlock]:
+    """topics [M, L, E]: inclusion probabilities. One block a step."""
+    rng = np.random.default_rng(options.seed)
+    weights = mixture_walk(options.num_steps, len(topics), options.drift, options.spread, rng)
+    labels = np.array(names, dtype=object)
+    place = np.zeros(options.tokens_per_step, dtype=np.int64)
+    source_rank = deal(place, options.num_ranks)
+    for step in range(options.num_steps):
+        topic = rng.choice(len(topics), size=options.tokens_per_step, p=weights[step])
+        ids = np.empty((options.tokens_per_step, topics.shape[1], top_k), dtype=np.int16)
+        draw_tokens(topics, topic, np.uint64(rng.integers(2**63)), ids)
+        yield TokenBlock(np.array([step]), place, source_rank, ids, domain=labels[topic])
+
+
+@numba.njit(cache=True)
+def draw_tokens(topics: Any, topic: Any, seed: Any, ids: Any) -> None:
+    """Fills ids [T, L, k] by systematic sampling. topics [M, L, E] float64, each layer summing to k; topic [T]."""
+    num_tokens, num_layers, top_k = ids.shape
+    num_experts = topics.shape[2]
+    order = np.arange(num_experts)
+    state = seed
+    for token in range(num_tokens):
+        for layer in range(num_layers):
+            p = topics[topic[token], layer]
+            # A shuffle of whatever order the last token left is as uniform as one of a sorted list.
+            for i in range(num_experts - 1, 0, -1):
+                state, bits = _next(state)
+                j = np.int64((bits >> np.uint64(32)) * np.uint64(i + 1) >> np.uint64(32))
+                order[i], order[j] = order[j], order[i]
+            state, bits = _next(state)
+            point = np.float64(bits >> np.uint64(11)) * 2.0**-53
+            total, chosen, spare = 0.0, 0, -1
+            for i in range(num_experts):
+                expert = order[i]
+                total += p[expert]
+                if total > point and p[expert] > 0.0 and chosen < top_k:
+                    ids[token, layer, chosen] = expert
+                    chosen += 1
+                    point += 1.0
+                elif p[expert] > 0.0:
+                    spare = expert
+            # The probabilities sum to k up to rounding: the last choice may fall off the end.
+            if chosen < top_k:
+                ids[token, layer, chosen] = spare
+
+
+@numba.njit(cache=True, inline="always")
+def _next(state: Any) -> Any:
+    """splitmix64 (Steele, Lea, Flood 2014): (next state, 64 random bits)."""
+    state = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state, z ^ (z >> np.uint64(31))
+
+
+def _names(sources: Sequence[StoredTrace]) -> list[str]:
+    """A name a topic: its source's, told apart by number where two are alike."""
+    names = [Path(s.meta.source or s.path.name).stem[:60] for s in sources]
+    return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 60 else text[:57] + "..."
