@@ -1,0 +1,83 @@
+"""The routers of a Hugging Face transformers 5 model, and what they choose by.
+
+Found by form: a child `gate` or `router` beside a child `experts`. A router returns (logits or probabilities [T, E],
+weights [T, k], expert ids [T, k]); what comes back is what the model uses, so one forward hook sees or replaces it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+def softmax_scores(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().softmax(-1)
+
+
+def sigmoid_scores(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    """DeepSeek-V3 chooses by sigmoid plus correction bias (and within groups), and weighs by the sigmoid alone."""
+    bias: torch.Tensor = router.e_score_correction_bias
+    return logits.float().sigmoid() + bias.to(logits.device)
+
+
+def given_scores(router: Any, probabilities: torch.Tensor) -> torch.Tensor:
+    return probabilities.float()
+
+
+SCORE_RULES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "Qwen3MoeTopKRouter": softmax_scores,
+    "Qwen2MoeTopKRouter": softmax_scores,
+    "OlmoeTopKRouter": softmax_scores,
+    "MixtralTopKRouter": softmax_scores,
+    "GptOssTopKRouter": softmax_scores,
+    "DeepseekV3TopkRouter": sigmoid_scores,
+    "Gemma4TextRouter": given_scores,
+}
+"""How a router's first output becomes the scores it chooses by, by class. GPT-OSS chooses by logits and weighs by the
+softmax over the chosen: the softmax over all has the same order and the same proportions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """A router, the model's own number of its layer, and its neighbour, the module that computes the experts."""
+
+    layer: int
+    module: Any
+    experts: Any
+
+    def scores(self, first_output: torch.Tensor) -> torch.Tensor:
+        """[..., E] -> [..., E] float32: what this router chooses by."""
+        name = type(self.module).__name__
+        if name not in SCORE_RULES:
+            known = ", ".join(SCORE_RULES)
+            raise ValueError(f"no score rule is known for {name} (only for {known}): num_scores=0 records ids alone")
+        return SCORE_RULES[name](self.module, first_output)
+
+
+def find_routers(model: Any) -> list[Router]:
+    """The model's routers in order of layers. Raises ValueError where it has none."""
+    found: list[Router] = []
+    for name, block in model.named_modules():
+        children = dict(block.named_children())
+        router = children.get("gate", children.get("router"))
+        if router is None or "experts" not in children:
+            continue
+        number = re.search(r"\.(\d+)(\.|$)", name)
+        found.append(Router(int(number.group(1)) if number else len(found), router, children["experts"]))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no router (a `gate` or `router` beside `experts`)")
+    return found
+
+
+def shared_cost(model: Any) -> float:
+    """Intermediate size of the shared expert over that of a routed one; 0 where there is none."""
+    for block in model.modules():
+        children = dict(block.named_children())
+        shared = children.get("shared_expert", children.get("shared_experts"))
+        if shared is not None and "experts" in children:
+            return float(shared.down_proj.weight.shape[1] / children["experts"].down_proj.shape[-1])
+    return 0.0
