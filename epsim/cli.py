@@ -21,6 +21,7 @@ from epsim.cli_traces import (
     ModelOption,
     PhaseOption,
     ScoreRuleOption,
+    SharedCostOption,
     StepTokensOption,
     TopKOption,
     import_options,
@@ -38,12 +39,6 @@ RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks (GPUs) of the e
 NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes (hosts) that hold the ranks.")]
 RedundantOption = Annotated[int, typer.Option("--redundant", help="Physical experts a layer beyond the logical ones.")]
 GroupsOption = Annotated[int, typer.Option("--groups", help="Expert groups of the model's router.")]
-SharedCostOption = Annotated[
-    float | None,
-    typer.Option(
-        "--shared-cost", help="Work of the shared expert in routed assignments; 0 for none. Default: the trace's."
-    ),
-]
 
 
 def _version(asked: bool) -> None:

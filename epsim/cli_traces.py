@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from epsim.traces.readers import ImportOptions
+    from epsim.traces.options import ImportOptions
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Import, show and draw traces.")
 
@@ -26,6 +27,13 @@ StepTokensOption = Annotated[int | None, typer.Option("--step-tokens", help="Tok
 ScoreRuleOption = Annotated[
     str | None, typer.Option("--score-rule", help="Router logits: how the model turns them into a choice.")
 ]
+SharedCostOption = Annotated[
+    float | None,
+    typer.Option(
+        "--shared-cost", help="Work of the shared expert in routed assignments; 0 for none. Default: the trace's."
+    ),
+]
+SourceRanksOption = Annotated[int | None, typer.Option("--ranks", help="Source ranks that composed tokens live on.")]
 
 
 def import_options(
@@ -40,7 +48,7 @@ def import_options(
     score_rule: str | None,
     seed: int,
 ) -> ImportOptions:
-    from epsim.traces.readers import ImportOptions
+    from epsim.traces.options import ImportOptions
 
     given: dict[str, Any] = {
         "top_k": top_k,
@@ -55,3 +63,86 @@ def import_options(
         "seed": seed,
     }
     return ImportOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+@app.command("import")
+def import_command(
+    sources: Annotated[list[Path], typer.Argument(metavar="SRC...", help="Files of one recording, or their folder.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="T.parquet", help="The trace to write.")],
+    top_k: TopKOption = None,
+    experts: ExpertsOption = None,
+    model: ModelOption = None,
+    phase: PhaseOption = None,
+    shared_cost: SharedCostOption = None,
+    batch: BatchOption = None,
+    ranks: SourceRanksOption = None,
+    step_tokens: StepTokensOption = None,
+    score_rule: ScoreRuleOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of what is drawn.")] = 0,
+) -> None:
+    """Read another system's recording and store it as a trace."""
+    from epsim.traces.importing import import_trace
+
+    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule, seed)
+    trace = import_trace(sources, out, options)
+    meta = trace.meta
+    print(f"{out}: {trace.num_steps} steps, {meta.num_layers} layers x {meta.num_experts} experts, {meta.level} level")
+    for note in meta.notes:
+        print(f"  {note}")
+
+
+@app.command("show")
+def show_command(
+    trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace, any readable recording, or `sample`.")],
+    top_k: TopKOption = None,
+    experts: ExpertsOption = None,
+    model: ModelOption = None,
+    phase: PhaseOption = None,
+    shared_cost: SharedCostOption = None,
+    batch: BatchOption = None,
+    ranks: SourceRanksOption = None,
+    step_tokens: StepTokensOption = None,
+    score_rule: ScoreRuleOption = None,
+) -> None:
+    """Print what a trace holds, and how skewed each layer is."""
+    from epsim.traces.importing import open_trace
+    from epsim.traces.show import summarize
+
+    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule, 0)
+    summary = summarize(open_trace([Path(trace)], options))
+    for name, value in summary.lines():
+        print(f"{name}: {value}")
+    print(
+        "skew per layer, max / mean over experts: all steps together; mean of the steps; hottest expert; never chosen"
+    )
+    for row in summary.skew:
+        print(f"  layer {row.layer:3}: {row.overall:7.3f} {row.per_step:8.3f}  expert {row.hottest:3} {row.idle:5}")
+
+
+@app.command("synthesize")
+def synthesize_command(
+    sources: Annotated[list[Path], typer.Argument(metavar="SRC...", help="Recordings, one a topic.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="T.parquet", help="The trace to write.")],
+    steps: Annotated[int, typer.Option("--steps", help="Steps to draw.")] = 100,
+    tokens: Annotated[int, typer.Option("--step-tokens", help="Tokens a step.")] = 1024,
+    ranks: Annotated[int, typer.Option("--ranks", help="Source ranks that the tokens live on.")] = 16,
+    drift: Annotated[
+        float, typer.Option("--drift", help="How far the mixture of topics moves from step to step.")
+    ] = 0.1,
+    top_k: TopKOption = None,
+    experts: ExpertsOption = None,
+    model: ModelOption = None,
+    phase: PhaseOption = None,
+    shared_cost: SharedCostOption = None,
+    batch: BatchOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
+) -> None:
+    """Draw token-level steps with the marginals of recordings; the trace is marked as drawn."""
+    from epsim.traces.importing import open_trace
+    from epsim.traces.synthesize import SynthesisOptions, synthesize
+
+    drawing = SynthesisOptions(steps, tokens, ranks, drift, seed=seed)
+    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, None, None, seed)
+    topics = [open_trace([source], options) for source in sources]
+    trace = synthesize(topics, out, drawing)
+    print(f"{out}: {trace.num_steps} steps of {tokens} tokens drawn from {len(topics)} recording(s), seed {seed}")

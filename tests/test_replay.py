@@ -87,12 +87,14 @@ def test_even_planned_on_its_own_file_reproduces_eplbs_balance(make_trace: Trace
 
 def test_total_load_with_a_shared_expert(make_trace: TraceMaker) -> None:
     trace = make_trace("tokens", steps=4, tokens=512, ranks=4, shared_cost=1.0)
-    results = replay(trace, options("eplb+lplb", "eplb+lplb+waterfill(candidates=all)"))
+    results = replay(trace, options("contiguous", "contiguous+waterfill(candidates=all)", redundant=0))
     for stack in (0, 1):
         # 512 tokens of 2 routed and 1 shared assignments on 4 ranks.
         assert mean(results, stack, "mean_load") == 512 * 3 / 4
         assert mean(results, stack, "routed_mean_load") == 512 * 2 / 4
-    assert mean(results, 1, "peak") <= mean(results, 0, "peak")
+    # The slowest rank's routed load is far above the mean: it keeps none of the shared work that can go elsewhere.
+    assert mean(results, 1, "peak") < mean(results, 0, "peak") - 100
+    assert mean(results, 1, "peak") == mean(results, 1, "routed_peak")
     assert mean(results, 0, "routed_peak") == mean(results, 1, "routed_peak")
     metrics = results["stacks"][1]["metrics"]
     assert metrics["gap_shared"]["mean"] is not None
@@ -123,7 +125,14 @@ def test_block_size_changes_nothing(make_trace: TraceMaker, monkeypatch: pytest.
     whole = replay(make_trace("tokens", steps=12, tokens=256), stacks)
     monkeypatch.setattr("epsim.replay.BLOCK_BYTES", 1)
     monkeypatch.setattr("epsim.planning.BLOCK_BYTES", 1)
-    assert replay(make_trace("tokens", steps=12, tokens=256, name="again.parquet"), stacks)["stacks"] == whole["stacks"]
+    parts = replay(make_trace("tokens", steps=12, tokens=256, name="again.parquet"), stacks)
+    for one, other in zip(whole["stacks"], parts["stacks"], strict=True):
+        for key, value in one["metrics"].items():
+            assert {k: v if isinstance(v, str) else pytest.approx(v, rel=1e-9) for k, v in value.items()} == other[
+                "metrics"
+            ][key]
+        for key, value in one["versus_first"].items():
+            assert other["versus_first"][key] == pytest.approx(value, rel=1e-9, abs=1e-12), key
 
 
 def test_seed_moves_the_draws_and_nothing_else(make_trace: TraceMaker) -> None:

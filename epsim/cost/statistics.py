@@ -59,17 +59,18 @@ class Series:
 class BlockBootstrap:
     """Moving-block bootstrap over steps, paired: the same resampled steps serve every metric and every stack.
 
-    Steps follow one another (the same requests decode on), so blocks of ceil(S ** (1/3)) successive steps are drawn
-    (Künsch 1989, "The jackknife and the bootstrap for general stationary observations").
+    Steps follow one another (the same requests decode on), so blocks of floor(S ** (1/3)) successive steps are drawn
+    (Künsch 1989, "The jackknife and the bootstrap for general stationary observations"), the last step followed by the
+    first, so that every step is as likely as any other (Politis and Romano 1992, "A circular block-resampling procedure
+    for stationary data").
     """
 
     def __init__(self, num_steps: int, seed: int) -> None:
         self.num_steps = num_steps
-        self.length = int(np.ceil(num_steps ** (1 / 3)))
-        num_starts = num_steps - self.length + 1
+        self.length = max(int(np.floor(num_steps ** (1 / 3) + 1e-9)), 1)
         num_blocks = -(-num_steps // self.length)
         rng = np.random.default_rng(seed)
-        self._starts = rng.integers(num_starts, size=(NUM_RESAMPLES, num_blocks), dtype=np.int32)
+        self._starts = rng.integers(num_steps, size=(NUM_RESAMPLES, num_blocks), dtype=np.int32)
 
     def difference(self, ours: Series, theirs: Series) -> dict[str, float | None]:
         """Difference of the means (ours - theirs) and its 95% percentile interval, null for a single step."""
@@ -86,7 +87,7 @@ class BlockBootstrap:
 
     def _block_sums(self, per_step: Floats) -> Floats:
         """[NUM_RESAMPLES]: sums over the steps of each resample's blocks."""
-        cumulative = np.concatenate(([0.0], per_step.cumsum()))
-        blocks = cumulative[self.length :] - cumulative[: -self.length]
+        around = np.concatenate(([0.0], per_step, per_step[: self.length - 1])).cumsum()
+        blocks = around[self.length :] - around[: -self.length]
         sums: Floats = blocks[self._starts].sum(axis=1)
         return sums

@@ -105,8 +105,30 @@ def facts(results: Results) -> list[tuple[str, str]]:
     ]
 
 
-def formulas(results: Results) -> list[tuple[str, str]]:
-    """Formula of every column shown, beside which no figure stands without one."""
-    keys = dict.fromkeys(column.key for column in shown_columns(results))
-    named = {column.key: column.header for column in reversed(COLUMNS)}
-    return [(named[key], METRICS[key].formula) for key in keys]
+def key_headers(results: Results) -> list[str]:
+    return ["metric (mean)", "formula", *(label(entry) for entry in results["stacks"])]
+
+
+def key_rows(results: Results) -> list[list[str]]:
+    """Every metric with its formula beside the figures of every stack: the mean, or - where there is none."""
+    table = []
+    for key in results["stacks"][0]["metrics"]:
+        metric = METRICS[key.removeprefix("routed_")]
+        on = " (routed load)" if key.startswith("routed_") else ""
+        values = [entry["metrics"][key]["mean"] for entry in results["stacks"]]
+        table.append([key, metric.formula + on, *("-" if v is None else _figure(v, metric.unit) for v in values)])
+    return table
+
+
+def reasons(results: Results) -> list[tuple[str, str]]:
+    """Why a metric has no value: (metrics, reason), metrics of one reason together."""
+    missing: dict[str, dict[str, None]] = {}
+    for entry in results["stacks"]:
+        for key, value in entry["metrics"].items():
+            if "reason" in value:
+                missing.setdefault(value["reason"], {})[key] = None
+    return [(", ".join(keys), reason) for reason, keys in missing.items()]
+
+
+def _figure(value: float, unit: str) -> str:
+    return f"{value:.4f}" if unit in ("ratio", "share") else f"{value:,.2f}"

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from epsim.report.content import facts, formulas, headers, rows
+from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
 from epsim.results import Results
 
 
 def markdown(results: Results) -> str:
     """The whole report as Markdown; text from traces is escaped."""
-    head = headers(results)
     lines = ["# epsim replay", "", _escape(results["verdict"]), ""]
-    lines += [_row(head), _row(["---"] + ["---:"] * (len(head) - 1))]
-    lines += [_row([_escape(cell) for cell in cells]) for cells in rows(results)]
-    lines += [
-        "",
-        *(f"- {name}: {_escape(formula)}" for name, formula in formulas(results)),
-        "",
-        "## What this stands on",
-        "",
-    ]
+    lines += _table(headers(results), rows(results), num_left=1)
+    lines += ["", "## Every metric", "", *_table(key_headers(results), key_rows(results), num_left=2), ""]
+    lines += [f"- no value for {_escape(keys)}: {_escape(reason)}" for keys, reason in reasons(results)]
+    lines += ["", "## What this stands on", ""]
     lines += [f"- {_escape(name)}: {_escape(value)}" for name, value in facts(results)]
     return "\n".join(lines) + "\n"
+
+
+def _table(head: list[str], body: list[list[str]], num_left: int) -> list[str]:
+    rule = ["---"] * num_left + ["---:"] * (len(head) - num_left)
+    return [_row([_escape(cell) for cell in head]), _row(rule), *(_row([_escape(c) for c in cells]) for cells in body)]
 
 
 def _row(cells: list[str]) -> str:

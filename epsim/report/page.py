@@ -6,7 +6,7 @@ import base64
 import io
 from importlib import resources
 
-from epsim.report.content import facts, formulas, headers, rows
+from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
 from epsim.results import Results
 from epsim.verdict import label
 
@@ -30,7 +30,9 @@ def page(results: Results) -> str:
         verdict=results["verdict"],
         headers=headers(results),
         rows=rows(results),
-        formulas=formulas(results),
+        key_headers=key_headers(results),
+        key_rows=key_rows(results),
+        reasons=reasons(results),
         facts=facts(results),
         pictures=[
             ("Peak over mean, and what it is made of", _png(_causes, results)),

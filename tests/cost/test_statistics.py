@@ -39,9 +39,9 @@ def test_interval_equals_a_literal_resampling_of_blocks() -> None:
     bootstrap = BlockBootstrap(30, seed=5)
     got = bootstrap.difference(series_of(ours), series_of(theirs))
     gaps = ours - theirs
-    length = 4  # ceil(30 ** (1/3))
-    starts = np.random.default_rng(5).integers(27, size=(NUM_RESAMPLES, 8), dtype=np.int32)
-    means = [np.nanmean(np.concatenate([gaps[s : s + length] for s in row])) for row in starts]
+    length = 3  # floor(30 ** (1/3))
+    starts = np.random.default_rng(5).integers(30, size=(NUM_RESAMPLES, 10), dtype=np.int32)
+    means = [np.nanmean(gaps[(row[:, None] + np.arange(length)).ravel() % 30]) for row in starts]
     assert got["difference"] == pytest.approx(np.nanmean(gaps), rel=1e-12)
     assert got["low"] == pytest.approx(np.percentile(means, 2.5), rel=1e-9)
     assert got["high"] == pytest.approx(np.percentile(means, 97.5), rel=1e-9)
@@ -69,6 +69,15 @@ def test_one_step_has_no_interval() -> None:
     one = series_of(np.array([[2.0, 4.0]]), cut=1)
     two = series_of(np.array([[1.0, 1.0]]), cut=1)
     assert BlockBootstrap(1, 0).difference(one, two) == {"difference": 2.0, "low": None, "high": None}
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 5, 8])
+def test_few_steps_still_spread_around_the_difference(num_steps: int) -> None:
+    values = np.arange(num_steps, dtype=np.float64)[:, None]
+    got = BlockBootstrap(num_steps, 0).difference(series_of(values, 1), series_of(np.zeros_like(values), 1))
+    assert got["low"] is not None
+    assert got["high"] is not None
+    assert got["low"] < got["difference"] < got["high"]
 
 
 def test_identical_stacks_differ_by_nothing() -> None:

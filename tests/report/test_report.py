@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from epsim.cost.formulas import METRICS
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.report import write_report
-from epsim.report.content import headers, rows
+from epsim.report.content import headers, key_headers, key_rows, rows
 from epsim.report.table import print_table
 from epsim.results import Results
 from epsim.traces.store import StoredTrace
@@ -60,7 +61,7 @@ def test_page_holds_the_table_and_needs_no_network(results: Results, tmp_path: P
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Cells()
     page.feed(text)
-    assert page.rows == [headers(results), *rows(results)]
+    assert page.rows == [headers(results), *rows(results), key_headers(results), *key_rows(results)]
     assert "script" not in page.tags
     assert len(page.addresses) == 3
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
@@ -71,10 +72,11 @@ def test_markdown_holds_the_table_escaped(results: Results, tmp_path: Path) -> N
     write_report(results, tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "<script>" not in text
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len(lines) == 2 + len(results["stacks"])
-    unescaped = [line.replace("\\|", "") for line in lines]
-    assert {line.count("|") for line in unescaped} == {len(headers(results)) + 1}
+    lines = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("| ")]
+    stacks, metrics = lines[: 2 + len(results["stacks"])], lines[2 + len(results["stacks"]) :]
+    assert {line.count("|") for line in stacks} == {len(headers(results)) + 1}
+    assert {line.count("|") for line in metrics} == {len(key_headers(results)) + 1}
+    assert len(metrics) == 2 + len(results["stacks"][0]["metrics"])
     for cell in rows(results)[0][1:]:
         assert f" {cell} |" in text
 
@@ -94,6 +96,16 @@ def test_rows_state_values_and_intervals(results: Results) -> None:
     interval = results["stacks"][1]["versus_first"]["max_over_mean"]
     base = results["stacks"][0]["metrics"]["max_over_mean"]["mean"]
     assert second[-1].startswith(f"{interval['difference'] / base:+.1%} (")
+
+
+def test_every_metric_stands_with_its_formula(results: Results) -> None:
+    table = {row[0]: row for row in key_rows(results)}
+    assert set(table) == set(results["stacks"][0]["metrics"])
+    assert set(METRICS) <= set(table)
+    for key, row in table.items():
+        assert row[1].startswith(METRICS[key.removeprefix("routed_")].formula)
+        mean = results["stacks"][1]["metrics"][key]["mean"]
+        assert row[3] == "-" if mean is None else float(row[3].replace(",", "")) == pytest.approx(mean, abs=6e-3)
 
 
 def entry(name: str, ratio: float | None, low: float | None = None, high: float | None = None) -> Results:
