@@ -21,6 +21,7 @@ from epsim.traces.readers import (
 )
 from epsim.traces.readers.base import Reader, Recording, natural
 from epsim.traces.readers.document import Document, load_document, naming
+from epsim.traces.store import StoredTrace
 
 READERS: tuple[Reader, ...] = (
     *sglang.READERS,
@@ -55,6 +56,9 @@ def read_recording(paths: Sequence[str | os.PathLike[str]], options: ImportOptio
             found.extend(_read_folder(path))
             continue
         document = load_document(path)
+        if document.kind == "parquet":
+            StoredTrace(path)
+            raise ValueError(f"{path}: a trace of epsim already: use it as it is, by itself")
         reader = find_reader(document)
         if reader is None:
             raise ValueError(f"{path}: {_unknown(document)}")
@@ -88,6 +92,7 @@ def _read_folder(folder: Path) -> Iterable[tuple[Document, Reader]]:
 
 def _unknown(document: Document) -> str:
     content = document.content
-    keys = [str(key) for key in content][:6] if isinstance(content, dict | list) and content else []
-    shown = f" with {', '.join(key[:30] for key in keys)}" if keys and not isinstance(content, list) else ""
+    named = isinstance(content, dict) or document.kind == "csv"
+    keys = [" ".join(str(key)[:30].split()) for key in content][:6] if named else []
+    shown = f" with {', '.join(keys)}" if keys else ""
     return f"a {document.kind} file{shown}, but no recording that any reader knows"

@@ -83,6 +83,8 @@ def _read_records(documents: Sequence[Document], options: ImportOptions) -> Reco
                 )
             if not document.content["records"]:
                 raise ValueError("no records in it")
+            if not all(isinstance(record, dict) for record in document.content["records"]):
+                raise ValueError("records are not all dictionaries")
     num_experts = max(int(table.max()) for table in tables) + 1
     notes = ["physical ids made logical by last_physical_to_logical_map (earlier maps are not in the file)"]
     if all("topk_ids_of_layer" in record for d in documents for record in d.content["records"]):
@@ -168,9 +170,9 @@ def to_logical(physical: Any, table: Ints) -> Array:
         )
     ids = ids.astype(np.int64)
     if ids.size and (ids.max() >= table.shape[1] or ids.min() < -1):
-        layer, token = np.argwhere((ids >= table.shape[1]) | (ids < -1))[0][:2]
+        layer, token, slot = np.argwhere((ids >= table.shape[1]) | (ids < -1))[0]
         raise ValueError(
-            f"physical id {ids.max()} of token {token} in layer {layer} is outside 0..{table.shape[1] - 1}"
+            f"physical id {ids[layer, token, slot]} of token {token} in layer {layer} is outside 0..{table.shape[1] - 1}"
         )
     logical = np.where(ids < 0, -1, np.take_along_axis(table[:, None, :], ids.clip(0), axis=2))
     logical = logical.transpose(1, 0, 2)
