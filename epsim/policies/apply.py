@@ -18,7 +18,7 @@ from epsim.policies.stack import PolicyStack
 from epsim.traces.trace import Block, CountsBlock, Level, RankCountsBlock, TokenBlock
 
 EXACT = 2**53
-CELLS = 1 << 22
+CELLS = 1 << 18
 """Elements of the largest intermediate tensor, unless one step alone has more: blocks are taken in parts of steps."""
 
 
@@ -178,8 +178,8 @@ class BoundStack:
             step, layer, rank = (int(i) for i in (assignments % self.setting.top_k).nonzero()[0])
             raise ValueError(
                 f"{int(assignments[step, layer, rank])} assignments of source rank {rank} (place {step} of the block, "
-                f"layer {self.setting.layers[layer]}) are no multiple of top-k {self.setting.top_k}: the "
-                " shared expert needs whole tokens; give the right --top-k, or a shared cost of 0"
+                f"layer {self.setting.layers[layer]}) are no multiple of top-k {self.setting.top_k}: "
+                "the shared expert needs whole tokens; give the right --top-k, or a shared cost of 0"
             )
         return assignments // self.setting.top_k
 

@@ -22,7 +22,8 @@ from epsim.traces.trace import Level
 STEPS = 5
 DAMPING = 0.99
 """How far a step goes towards the first variable that would become 0."""
-BIG_M = 10.0
+BIG_M = 1000.0
+"""With the damping: the values at which the method comes as near the optimum as ports of it were measured to."""
 MOST_INFEASIBLE = 0.05
 """Where the artificial variable is not below this at the end, the even split is taken."""
 PROBLEMS = 2048
@@ -122,7 +123,7 @@ def _fractions(counts: torch.Tensor, layer: torch.Tensor, copies: Copies) -> tor
     asked = counts.gather(1, lp.replicated[layer]) * (1 - lp.unused[layer, copies.placement.num_ranks :])
     target = (torch.cat([-fixed, asked], dim=1) / mean).float()
     x = interior_point(lp.matrix[layer], lp.unused[layer], target, lp.cost)
-    accepted = x.isfinite().all(1) & (x[:, -1] < MOST_INFEASIBLE)
+    accepted = (counts.sum(1) > 0) & x.isfinite().all(1) & (x[:, -1] < MOST_INFEASIBLE)
     part = x.gather(1, column.clamp(min=0)).double().nan_to_num().clamp(min=0).masked_fill(alone, 1)
     whole = torch.zeros_like(counts).scatter_add_(1, expert, part).gather(1, expert)
     usable = accepted[:, None] & (whole > 0)

@@ -22,7 +22,7 @@ from epsim.traces.trace import Level
 FEW_TOKENS = 64
 MOST_TOKENS = 1 << 28
 COST_BITS = 20
-CELLS = 1 << 22
+CELLS = 1 << 18
 """Tokens times ranks looked at together."""
 
 

@@ -1,0 +1,104 @@
+"""The stack grammar: both ways, and what it says to mistakes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epsim.policies.ipm import LplbIpm
+from epsim.policies.registry import KINDS
+from epsim.policies.splits import Even, Lplb
+from epsim.policies.stack import parse_stack
+from epsim.policies.waterfill import Waterfill
+from epsim.traces.trace import Level
+
+SPLITS = ("even", "random", "static", "lplb", "lplb-sampled", "lplb-ipm")
+WATERFILLS = [
+    f"waterfill({','.join(part for part in parts if part)})".replace("()", "")
+    for parts in itertools.product(("", "candidates=all"), ("", "load=routed+local"), ("", "counts=local"))
+]
+
+
+@given(
+    st.sampled_from(sorted(KINDS["placement"])),
+    st.sampled_from(SPLITS),
+    st.sampled_from(["local", *WATERFILLS]),
+    st.permutations(range(5)),
+    st.lists(st.booleans(), min_size=5, max_size=5),
+)
+def test_text_round_trips_and_is_canonical(
+    placement: str, split: str, shared: str, order: list[int], spelled: list[bool]
+) -> None:
+    items = [placement, "topk", split, shared, "dense"]
+    defaults = ["contiguous", "topk", "even", "local", "dense"]
+    shown = [i for i in order if items[i] != defaults[i] or spelled[i]] or [0]
+    stack = parse_stack(" + ".join(items[i] for i in shown))
+    canonical = "+".join(item for i, item in enumerate(items) if i == 0 or item != defaults[i])
+    assert str(stack) == canonical
+    assert parse_stack(canonical) == stack
+
+
+def test_arguments_reach_their_policy_and_defaults_are_left_out() -> None:
+    stack = parse_stack("waterfill( load=routed+local , candidates=all, counts=global)+lplb")
+    assert stack.split == Lplb()
+    assert stack.shared == Waterfill(candidates="all", load="routed+local")
+    assert str(stack) == "contiguous+lplb+waterfill(candidates=all,load=routed+local)"
+    assert parse_stack("contiguous").split == Even()
+    assert parse_stack("lplb-ipm").split == LplbIpm()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("eplb+oea", "unknown policy 'oea' in 'eplb+oea', known are placement: contiguous, "),
+        ("eplb+waterfill-joint", "unknown policy 'waterfill-joint'"),
+        ("lplb(counts=gathered)", "unknown argument 'counts' in 'lplb(counts=gathered)': it takes none"),
+        ("lplb(objective=time)", "unknown argument 'objective'"),
+        ("even+lplb", "two policies for split, 'even' and 'lplb'"),
+        ("waterfill(candidates=some)", "candidates=some in 'waterfill(candidates=some)': choose visited or all"),
+        ("waterfill(colour=red)", "its arguments are candidates, load, counts"),
+        ("waterfill(candidates)", "'candidates' in 'waterfill(candidates)' is not key=value"),
+        ("waterfill(counts=local,counts=local)", "'counts' is given twice"),
+        ("waterfill(counts=local", "parentheses do not match"),
+        ("waterfill)counts=local(", "parentheses do not match"),
+        ("waterfill(counts=local)lplb", "put + between items"),
+        ("eplb(seconds=3)", "it takes none"),
+        ("eplb++lplb", "an item is empty"),
+        ("", "an item is empty"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(text: str, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_stack(text)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "redundancy", "shared_expert", "level"),
+    [
+        ("eplb", True, True, "counts"),
+        ("lplb", True, True, "counts"),
+        ("static", True, True, "rank_counts"),
+        ("static", False, True, "counts"),
+        ("random", True, True, "tokens"),
+        ("random", False, True, "counts"),
+        ("random+waterfill(candidates=all)", False, True, "rank_counts"),
+        ("lplb+waterfill", True, True, "tokens"),
+        ("lplb+waterfill", True, False, "counts"),
+        ("static+waterfill(candidates=all)", True, True, "rank_counts"),
+    ],
+)
+def test_the_coarsest_level(text: str, redundancy: bool, shared_expert: bool, level: Level) -> None:
+    assert parse_stack(text).required_level(redundancy, shared_expert) == level
+
+
+def test_a_trace_that_is_too_coarse_is_told_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"^waterfill in 'contiguous\+static\+waterfill' .*epsim traces synthesize"):
+        parse_stack("static+waterfill").check_level("rank_counts")
+    with pytest.raises(ValueError, match=r"^static .* counts by source rank, the trace holds counts only"):
+        parse_stack("static").check_level("counts")
+    parse_stack("static+waterfill").check_level("tokens")
