@@ -110,20 +110,20 @@ def _load_zip(path: Path) -> Document:
     with _refusing(path, "zip file"), zipfile.ZipFile(path) as file:
         names = file.namelist()
     if any(name.rsplit("/", 1)[-1] == "data.pkl" for name in names):
-        return Document(path, "pt", _load_torch(path))
+        return Document(path, "pt", _load_torch(path, mmap=True))
     if names and all(name.endswith(".npy") for name in names):
         with _refusing(path, "npz file"), np.load(path, allow_pickle=False) as arrays:
             return Document(path, "npz", {name: arrays[name] for name in arrays.files})
     raise ValueError("a zip file that is neither NumPy's npz nor PyTorch's pt")
 
 
-def _load_torch(path: Path) -> Any:
+def _load_torch(path: Path, mmap: bool = False) -> Any:
     import torch
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         text = str(error)
         unsafe = re.search(r"GLOBAL (\S+)|Unsupported (?:global|class|operand|operator)|weights_only", text, re.I)

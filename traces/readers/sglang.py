@@ -171,9 +171,8 @@ def to_logical(physical: Any, table: Ints) -> Array:
     ids = ids.astype(np.int64)
     if ids.size and (ids.max() >= table.shape[1] or ids.min() < -1):
         layer, token, slot = np.argwhere((ids >= table.shape[1]) | (ids < -1))[0]
-        raise ValueError(
-            f"physical id {ids[layer, token, slot]} of token {token} in layer {layer} is outside 0..{table.shape[1] - 1}"
-        )
+        wrong = f"physical id {ids[layer, token, slot]} of token {token} in layer {layer}"
+        raise ValueError(f"{wrong} is outside 0..{table.shape[1] - 1}")
     logical = np.where(ids < 0, -1, np.take_along_axis(table[:, None, :], ids.clip(0), axis=2))
     logical = logical.transpose(1, 0, 2)
     kept: Array = logical[(logical >= 0).any(axis=(1, 2))].astype(np.int16)
