@@ -113,7 +113,7 @@ class BoundStack:
         assignments = _sums(counts)
         per_slot = self.split.fractions(counts, copies) * copies.per_slot(counts)
         routed = copies.per_rank(per_slot)
-        tokens = assignments / self.setting.top_k
+        tokens = assignments.to(torch.float64) / self.setting.top_k
         shared_tokens = (tokens * (self.has_shared / num_ranks))[..., None].expand_as(routed)
         return Load(
             routed=routed,
@@ -173,7 +173,7 @@ class BoundStack:
             return self._by_source(batch, (batch.expert_ids >= 0).any(-1, keepdim=True).to(torch.int64) - 1, 1)[..., 0]
         assignments = rank_counts.sum(-1)
         if not self.has_shared:
-            return assignments / self.setting.top_k
+            return assignments.to(torch.float64) / self.setting.top_k
         if bool((assignments % self.setting.top_k != 0).any()):
             step, layer, rank = (int(i) for i in (assignments % self.setting.top_k).nonzero()[0])
             raise ValueError(

@@ -118,7 +118,7 @@ def _fractions(counts: torch.Tensor, layer: torch.Tensor, copies: Copies) -> tor
     lp = copies.once(program)
     expert, column = copies.placement.physical_to_logical[layer], lp.column[layer]
     alone = column < 0
-    mean = (counts.sum(1, keepdim=True) / copies.placement.num_ranks).clamp(min=1)
+    mean = (counts.sum(1, keepdim=True) / copies.placement.num_ranks).clamp(min=1 / copies.placement.num_ranks)
     fixed = copies.per_rank(counts.gather(1, expert) * alone)
     asked = counts.gather(1, lp.replicated[layer]) * (1 - lp.unused[layer, copies.placement.num_ranks :])
     target = (torch.cat([-fixed, asked], dim=1) / mean).float()
