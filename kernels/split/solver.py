@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from epsim.kernels.split.structure import SplitStructure
 Backend: TypeAlias = Literal["auto", "cpu"]
 
 MAX_SWEEPS = 100_000
+EXACT = 2.0**53
+"""Whole numbers below it are exact in float64."""
 CHUNK = 1024
 """Problems a thread takes at a time: converted loads stay in its cache."""
 
@@ -39,7 +42,7 @@ class Solution:
 
     @property
     def unproven(self) -> torch.Tensor:
-        """[B] bool: problems whose gap is not closed: the split is feasible, but may not be within tol of the optimum."""
+        """[B] bool: problems whose gap is not closed: feasible, but perhaps not within tol of the optimum."""
         return self.peak > self.bound * (1 + self.tol)
 
 
@@ -87,8 +90,8 @@ def solve_batched(
 def solve_gathered(structure: SplitStructure, counts: torch.Tensor) -> Solution:
     """The integral split: counts [..., L, E] int64 -> split [..., L, P] int64 whose peak is exactly ceil(M*).
 
-    Computed cold and in integers, so that every rank and the simulator find the same one, bit for bit. Raises ValueError
-    as `solve` does.
+    Computed cold and in integers, so that every rank and the simulator find the same one, bit for bit. Raises
+    ValueError as `solve` does.
     """
     if counts.is_floating_point():
         raise ValueError(f"the integral split needs integer loads, not {counts.dtype}")
@@ -99,12 +102,11 @@ def solve_gathered(structure: SplitStructure, counts: torch.Tensor) -> Solution:
 
 def _leading(structure: SplitStructure, counts: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
     """The shape [..., L] of the problems, and the layer of each once flattened."""
-    if counts.ndim < 2 or tuple(counts.shape[-2:]) != (structure.num_layers, structure.num_experts):
-        raise ValueError(
-            f"counts are {list(counts.shape)}, not [..., {structure.num_layers} layers, {structure.num_experts} experts]"
-        )
+    num_layers, num_experts = structure.num_layers, structure.num_experts
+    if counts.ndim < 2 or tuple(counts.shape[-2:]) != (num_layers, num_experts):
+        raise ValueError(f"counts are {list(counts.shape)}, not [..., {num_layers} layers, {num_experts} experts]")
     lead = tuple(counts.shape[:-1])
-    return lead, torch.arange(structure.num_layers).expand(lead).reshape(-1)
+    return lead, torch.arange(num_layers).expand(lead).reshape(-1)
 
 
 def _reshaped(flat: Solution, lead: tuple[int, ...]) -> Solution:
@@ -150,25 +152,6 @@ def _solve(
     split = torch.empty(num_problems, structure.num_physical, dtype=torch.float64) if want_split else no_split
     peak, numerator = torch.empty(2, num_problems, dtype=torch.float64)
     size, sweeps, status = torch.empty(3, num_problems, dtype=torch.int64)
-    most_copies = int(
-        (structure.copy_start[structure.layer_start[1:]] - structure.copy_start[structure.layer_start[:-1]]).max()
-    )
-    tables = (
-        structure.physical_to_logical.numpy(),
-        structure.fixed_start,
-        structure.fixed_expert,
-        structure.layer_start,
-        structure.expert,
-        structure.copy_start,
-        structure.copy_rank,
-        structure.copy_expert,
-        structure.rank_start,
-        structure.rank_copy,
-        structure.slot_copy,
-        structure.slot_place,
-        structure.slot_mates,
-        most_copies,
-    )
 
     def run(first: int) -> None:
         part = slice(first, first + CHUNK)
@@ -176,10 +159,11 @@ def _solve(
         cpu.solve_range(
             _floats(loads[part]).numpy(),
             layer[part].cpu().contiguous().numpy(),
-            *tables,
+            structure.tables,
             _floats(begin).numpy(),
             tol,
             max_sweeps,
+            EXACT if integral else math.inf,
             whole,
             (split[part] if want_split else split[:0]).numpy(),
             peak[part].numpy(),
@@ -193,9 +177,9 @@ def _solve(
     bad = status.nonzero()
     if len(bad):
         worst = int(bad[0, 0])
-        if int(status[worst]) == cpu.BAD_LOAD:
-            raise ValueError(f"problem {worst}: a load is negative, not a number, or too large to sum")
-        raise ValueError(f"problem {worst}: integer loads sum to 2^53 or more, beyond exact float64: scale them down")
+        if int(status[worst]) == cpu.TOO_LARGE and integral:
+            raise ValueError(f"problem {worst}: loads sum to 2^53 or more, beyond exact integers: scale them down")
+        raise ValueError(f"problem {worst}: a load is negative, infinite or not a number")
     device = loads.device
     # A bound that was rounded up past the peak is still one when lowered to it.
     return Solution(

@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-Ints: TypeAlias = npt.NDArray[np.int64]
+Ints: TypeAlias = npt.NDArray[np.int32]
+Longs: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class Tables(NamedTuple):
+    """The graph of experts and ranks of all layers as flat arrays, int32 but for copy_share.
+
+    A *replicated* expert has copies on at least two ranks; the rest are fixed to the one rank that holds them. Slots of
+    one expert on one rank are one *copy*. A layer's replicated experts stand in order of their number of copies, then
+    of their id; its copies by expert, then by rank. All places are counted from the layer's first.
+
+    fixed_start [L, R + 1], fixed_expert: rank r of layer l holds the fixed experts
+        fixed_expert[fixed_start[l, r] : fixed_start[l, r + 1]].
+    expert_start [L + 1], expert: layer l has the replicated experts expert[expert_start[l] : expert_start[l + 1]].
+    copy_start: the copies of a layer's k-th replicated expert are copy_start[i] .. copy_start[i + 1] - 1 with
+        i = expert_start[l] + l + k (one entry more than experts in every layer).
+    num_paired [L]: how many of the layer's first copies belong to experts with two.
+    layer_copies [L + 1]: where the layer's part of copy_rank, copy_expert and rank_copy begins.
+    copy_rank, copy_expert: a copy's rank and the place of its expert. copy_share: its part of the expert's slots.
+    rank_start [L, R + 1], rank_copy: the copies on a rank.
+    source [L, P]: where a slot's load is found in (the loads of E experts, then those of the layer's copies).
+    twin_start [L + 1], twin [_, 3]: slots whose expert has more slots on the same rank: slot, its place among them, how
+        many they are.
+    """
+
+    fixed_start: Ints
+    fixed_expert: Ints
+    expert_start: Ints
+    expert: Ints
+    copy_start: Ints
+    num_paired: Ints
+    layer_copies: Ints
+    copy_rank: Ints
+    copy_expert: Ints
+    copy_share: Floats
+    rank_start: Ints
+    rank_copy: Ints
+    source: Ints
+    twin_start: Ints
+    twin: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitStructure:
-    """The bipartite graph of experts and ranks of every layer of a placement, in flat tables.
-
-    A *replicated* expert has copies on at least two ranks; the rest are fixed to the one rank that holds them. Physical
-    experts of one expert on one rank are one *copy*. All layers' replicated experts stand in one list of K, by layer,
-    then by number of copies, then by id; their copies in one list of C, by expert, then by rank.
-
-    physical_to_logical [L, P]: the placement this was made from, on the CPU.
-    fixed_start [L, R + 1]: rank r of layer l holds `fixed_expert[fixed_start[l, r] : fixed_start[l, r + 1]]`.
-    layer_start [L + 1]: layer l has the replicated experts layer_start[l] .. layer_start[l + 1] - 1.
-    expert [K]: logical id. copy_start [K + 1]: an expert's copies. copy_rank [C]: a copy's rank. copy_expert [C]: its
-    expert's place in `expert`, counted from the layer's first.
-    rank_start [L, R + 1], rank_copy [C]: the copies on a rank, counted from the layer's first.
-    slot_copy [L, P]: the copy that a slot belongs to, counted from the layer's first, or -1 for a fixed expert.
-    slot_place [L, P], slot_mates [L, P]: which of how many slots with the same expert on the same rank.
-    """
+    """A placement made ready for `solve`: physical_to_logical [L, P] int64 (on the CPU), and its tables."""
 
     physical_to_logical: torch.Tensor
     num_ranks: int
     num_experts: int
-    fixed_start: Ints
-    fixed_expert: Ints
-    layer_start: Ints
-    expert: Ints
-    copy_start: Ints
-    copy_rank: Ints
-    copy_expert: Ints
-    rank_start: Ints
-    rank_copy: Ints
-    slot_copy: Ints
-    slot_place: Ints
-    slot_mates: Ints
+    tables: Tables
 
     @property
     def num_layers(self) -> int:
@@ -87,50 +101,58 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     fixed_layer, fixed_expert = np.divmod(owner[fixed], num_experts)
     fixed_place = fixed_layer * num_ranks + on_rank[fixed]
 
-    # Experts with few copies first: the sweep then ends with those that can still even things out.
-    owners = np.flatnonzero(num_copies > 1)
-    owners = owners[np.lexsort((owners, num_copies[owners], owners // num_experts))]
+    # Experts with few copies first: a sweep then ends with those that can still even things out.
+    experts = np.flatnonzero(num_copies > 1)
+    expert_layer = experts // num_experts
+    experts = experts[np.lexsort((experts, num_copies[experts], expert_layer))]
+    expert_start = _starts(expert_layer, num_layers)
     place = np.full(num_layers * num_experts, -1)
-    place[owners] = np.arange(len(owners))
+    place[experts] = np.arange(len(experts))
+
     moved = np.flatnonzero(~fixed)
     moved = moved[np.lexsort((on_rank[moved], place[owner[moved]]))]
-    copy_layer = owner[moved] // num_experts
-    layer_start = _starts(owners // num_experts, num_layers)
+    copy_layer, copy_rank = owner[moved] // num_experts, on_rank[moved]
     layer_copies = _starts(copy_layer, num_layers)
-    by_rank = np.lexsort((on_rank[moved], copy_layer))
+    by_rank = np.lexsort((copy_rank, copy_layer))
     new_copy = np.full(len(copies), -1)
     new_copy[moved] = np.arange(len(moved)) - layer_copies[copy_layer]
+    # A zero before every layer's first expert; ends counted from the layer's first copy.
+    ends = num_copies[experts].cumsum() - layer_copies[expert_layer]
+    copy_start = np.insert(ends, expert_start[:-1], 0)
 
     slot_order = np.argsort(copy_of_slot, kind="stable")
     slot_place = np.empty(len(key), dtype=np.int64)
     slot_place[slot_order] = np.arange(len(key)) - _starts(copy_of_slot, len(copies))[copy_of_slot[slot_order]]
-    shape = (num_layers, num_physical)
-    return SplitStructure(
-        physical_to_logical=torch.from_numpy(slots.copy()),
-        num_ranks=num_ranks,
-        num_experts=num_experts,
+    slot_mates = mates[copy_of_slot]
+    twins = np.flatnonzero(slot_mates > 1)
+    slot_copy = new_copy[copy_of_slot]
+    tables = Tables(
         fixed_start=_starts_by_rank(fixed_place, num_layers, num_ranks),
         fixed_expert=fixed_expert[np.argsort(fixed_place, kind="stable")],
-        layer_start=layer_start,
-        expert=owners % num_experts,
-        copy_start=_starts(place[owner[moved]], len(owners)),
-        copy_rank=on_rank[moved],
-        copy_expert=place[owner[moved]] - layer_start[copy_layer],
-        rank_start=_starts_by_rank(copy_layer * num_ranks + on_rank[moved], num_layers, num_ranks),
+        expert_start=expert_start,
+        expert=experts % num_experts,
+        copy_start=copy_start,
+        num_paired=2 * np.bincount(expert_layer[num_copies[experts] == 2], minlength=num_layers),
+        layer_copies=layer_copies,
+        copy_rank=copy_rank,
+        copy_expert=place[owner[moved]] - expert_start[copy_layer],
+        copy_share=mates[moved] / np.bincount(slots.ravel() + layer * num_experts)[owner[moved]],
+        rank_start=_starts_by_rank(copy_layer * num_ranks + copy_rank, num_layers, num_ranks) - layer_copies[:-1, None],
         rank_copy=by_rank - layer_copies[copy_layer[by_rank]],
-        slot_copy=new_copy[copy_of_slot].reshape(shape),
-        slot_place=slot_place.reshape(shape),
-        slot_mates=mates[copy_of_slot].reshape(shape),
+        source=np.where(slot_copy < 0, slots.ravel(), num_experts + slot_copy).reshape(slots.shape),
+        twin_start=_starts(layer[twins], num_layers),
+        twin=np.stack((twins % num_physical, slot_place[twins], slot_mates[twins]), axis=1),
     )
+    narrow = (table if table.dtype == np.float64 else table.astype(np.int32) for table in tables)
+    return SplitStructure(torch.from_numpy(slots.copy()), num_ranks, num_experts, Tables(*narrow))
 
 
-def _starts(group: Ints, num_groups: int) -> Ints:
+def _starts(group: Longs, num_groups: int) -> Longs:
     """[num_groups + 1]: where each group's members begin once sorted by group."""
     return np.concatenate(([0], np.bincount(group, minlength=num_groups).cumsum())).astype(np.int64)
 
 
-def _starts_by_rank(place: Ints, num_layers: int, num_ranks: int) -> Ints:
+def _starts_by_rank(place: Longs, num_layers: int, num_ranks: int) -> Longs:
     """[L, R + 1]: where each (layer, rank)'s members begin, with the end of the layer's last rank."""
     starts = _starts(place, num_layers * num_ranks)
-    index = np.arange(num_layers)[:, None] * num_ranks + np.arange(num_ranks + 1)
-    return np.ascontiguousarray(starts[index])
+    return starts[np.arange(num_layers)[:, None] * num_ranks + np.arange(num_ranks + 1)]

@@ -1,0 +1,294 @@
+"""The steps of the split on one layer's graph: pour, level, push along paths, and the certificate (see cpu.py)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from epsim.kernels.split.structure import Floats, Ints
+
+NUM_LEVELLED = 3
+"""Rounds of pushes after which ranks are levelled; from then on pushes alone, which come to an end."""
+
+
+class Graph(NamedTuple):
+    """One layer's part of the tables, and the demand of its replicated experts in one problem."""
+
+    demand: Floats
+    copy_start: Ints
+    copy_rank: Ints
+    copy_expert: Ints
+    rank_start: Ints
+    rank_copy: Ints
+    num_paired: int  # copies of experts that have two: copy c's other one is c ^ 1
+
+
+class Search(NamedTuple):
+    """Scratch of the breadth-first search, by rank (`seen_expert` by expert): the round in which it was last reached,
+    the tree's root, the copy that load leaves and the copy that it goes to on the way here, and the queue of ranks."""
+
+    seen_rank: Ints
+    seen_expert: Ints
+    root: Ints
+    from_copy: Ints
+    to_copy: Ints
+    queue: Ints
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
+    """One sweep over the replicated experts; x [copies] and load [R] are updated. `whole`: in integers."""
+    ranks = graph.copy_rank
+    for k in range(graph.demand.size):
+        first, last = graph.copy_start[k], graph.copy_start[k + 1]
+        need = graph.demand[k]
+        if last - first == 2:
+            u, v = ranks[first], ranks[first + 1]
+            a, b = load[u] - x[first], load[v] - x[first + 1]
+            part = (b - a + need) * 0.5
+            if whole:
+                part = math.floor(part) * 1.0
+            part = min(max(part, 0.0), need)
+            x[first] = part
+            x[first + 1] = need - part
+            load[u] = a + part
+            load[v] = b + (need - part)
+            continue
+        total = need
+        lowest = first
+        for c in range(first, last):
+            load[ranks[c]] -= x[c]
+            x[c] = 0.0
+            total += load[ranks[c]]
+            if load[ranks[c]] < load[ranks[lowest]]:
+                lowest = c
+        # The level at which the water stands: ranks above it are dropped until there is none (Michelot's projection).
+        wet = last - first
+        level = total / wet
+        while True:
+            total, under = need, 0
+            for c in range(first, last):
+                if load[ranks[c]] < level:
+                    total += load[ranks[c]]
+                    under += 1
+            if under >= wet or under == 0:
+                break
+            wet = under
+            level = total / wet
+        if whole:
+            level = math.floor(level) * 1.0
+        # The lowest rank takes what is left over: the parts sum to the need whatever the rounding.
+        rest = need
+        for c in range(first, last):
+            if c != lowest and load[ranks[c]] < level:
+                part = min(level - load[ranks[c]], rest)
+                x[c] = part
+                load[ranks[c]] += part
+                rest -= part
+        x[lowest] = rest
+        load[ranks[lowest]] += rest
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def rescale(graph: Graph, x: Floats) -> None:
+    """Makes each expert's copies lie in [0, demand] and sum to it: in proportion, evenly where all are zero."""
+    for k in range(graph.demand.size):
+        first, last = graph.copy_start[k], graph.copy_start[k + 1]
+        need = graph.demand[k]
+        total = 0.0
+        largest = first
+        for c in range(first, last):
+            x[c] = max(x[c], 0.0)
+            total += x[c]
+            if x[c] > x[largest]:
+                largest = c
+        if not 0.0 < total < np.inf:
+            x[first:last] = 1.0
+            total = 1.0 * (last - first)
+            largest = first
+        scale = 1.0 if total == need else need / total
+        rest = need
+        for c in range(first, last):
+            if c != largest:
+                x[c] = min(x[c] * scale, rest)
+                rest -= x[c]
+        x[largest] = rest
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) -> None:
+    """Moves each set of ranks that partly used copies connect towards its mean, along a spanning tree.
+
+    At the least-squares split such ranks have equal loads, and any flow with the right sums will do: the tree's is
+    found leaf by leaf. A flow that a copy cannot carry is cut off.
+    """
+    tail = 0
+    for r in range(load.size):
+        if seen.seen_rank[r] == mark:
+            continue
+        seen.seen_rank[r] = mark
+        seen.queue[tail] = r
+        head, begin = tail, tail
+        tail += 1
+        total = 0.0
+        while head < tail:
+            u = seen.queue[head]
+            head += 1
+            total += load[u]
+            for i in range(graph.rank_start[u], graph.rank_start[u + 1]):
+                c = graph.rank_copy[i]
+                if x[c] <= 0.0:
+                    continue
+                first, last = c ^ 1, (c ^ 1) + 1
+                if c >= graph.num_paired:
+                    k = graph.copy_expert[c]
+                    if seen.seen_expert[k] == mark:
+                        continue
+                    seen.seen_expert[k] = mark
+                    first, last = graph.copy_start[k], graph.copy_start[k + 1]
+                for d in range(first, last):
+                    v = graph.copy_rank[d]
+                    if seen.seen_rank[v] != mark and x[d] > 0.0:
+                        seen.seen_rank[v] = mark
+                        seen.from_copy[v] = c
+                        seen.to_copy[v] = d
+                        seen.queue[tail] = v
+                        tail += 1
+        mean = total / (tail - begin)
+        for i in range(tail - 1, begin, -1):
+            v = seen.queue[i]
+            c, d = seen.from_copy[v], seen.to_copy[v]
+            amount = max(min(load[v] - mean, x[d]), -x[c])
+            x[d] -= amount
+            x[c] += amount
+            load[v] -= amount
+            load[graph.copy_rank[c]] += amount
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: float, seen: Search, mark: int) -> int:
+    """Breadth first from the ranks above cap + slack, with pushes along the tree to ranks below cap - slack.
+
+    Copies with no more than `tiny` count as empty. Returns 0 where no rank is above, -1 where something was pushed,
+    else the size of the closed set of ranks in seen.queue, whose ranks have seen_rank == mark.
+    """
+    head, tail = 0, 0
+    for r in range(load.size):
+        if load[r] > cap + slack:
+            seen.seen_rank[r] = mark
+            seen.root[r] = r
+            seen.queue[tail] = r
+            tail += 1
+    pushed = False
+    while head < tail:
+        u = seen.queue[head]
+        head += 1
+        source = seen.root[u]
+        if load[source] <= cap:
+            continue
+        for i in range(graph.rank_start[u], graph.rank_start[u + 1]):
+            c = graph.rank_copy[i]
+            if x[c] <= tiny:
+                continue
+            first, last = c ^ 1, (c ^ 1) + 1
+            if c >= graph.num_paired:
+                k = graph.copy_expert[c]
+                if seen.seen_expert[k] == mark:
+                    continue
+                seen.seen_expert[k] = mark
+                first, last = graph.copy_start[k], graph.copy_start[k + 1]
+            for d in range(first, last):
+                v = graph.copy_rank[d]
+                if seen.seen_rank[v] == mark:
+                    continue
+                seen.seen_rank[v] = mark
+                seen.root[v] = source
+                seen.from_copy[v] = c
+                seen.to_copy[v] = d
+                seen.queue[tail] = v
+                tail += 1
+                amount = min(cap - load[v], load[source] - cap)
+                if amount <= 0.0 or cap - load[v] <= slack:
+                    continue
+                w = v
+                while w != source:
+                    amount = min(amount, x[seen.from_copy[w]])
+                    w = graph.copy_rank[seen.from_copy[w]]
+                if amount <= 0.0:
+                    continue
+                pushed = True
+                w = v
+                while w != source:
+                    x[seen.from_copy[w]] -= amount
+                    x[seen.to_copy[w]] += amount
+                    w = graph.copy_rank[seen.from_copy[w]]
+                load[source] -= amount
+                load[v] += amount
+    return -1 if pushed else tail
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def captive_load(graph: Graph, fixed: Floats, seen: Search, mark: int, size: int) -> float:
+    """The load that cannot leave the closed set of ranks seen.queue[:size], from the demands alone."""
+    captive = 0.0
+    for i in range(size):
+        captive += fixed[seen.queue[i]]
+    for k in range(graph.demand.size):
+        inside = True
+        for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
+            inside = inside and seen.seen_rank[graph.copy_rank[c]] == mark
+        if inside:
+            captive += graph.demand[k]
+    return captive
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def close_gap(
+    graph: Graph,
+    fixed: Floats,
+    x: Floats,
+    load: Floats,
+    numerator: float,
+    size: int,
+    tol: float,
+    tiny_part: float,
+    limit: int,
+    whole: bool,
+    seen: Search,
+) -> tuple[float, int, int]:
+    """Pushes until no rank is above numerator / size by more than tol; the bound grows where it must.
+
+    tiny_part: copies with less than this part of the slack count as empty. Returns the last numerator and size, and
+    the rounds taken, at most limit.
+    """
+    seen.seen_rank[:] = 0
+    seen.seen_expert[: graph.demand.size] = 0
+    mark = 0
+    rounds = 0
+    while rounds < limit:
+        if whole:
+            # A rounded quotient may be one off; the products are exact.
+            cap = math.floor(numerator / size) * 1.0
+            while cap * size < numerator:
+                cap += 1.0
+            slack = 0.0
+        else:
+            # Half of the tolerance is capacity to spare; an eighth keeps rounding errors from being pushed about.
+            cap = numerator / size * (1 + 0.5 * tol)
+            slack = cap * tol / 8
+        mark += 2
+        reached = push(graph, x, load, cap, slack, slack * tiny_part, seen, mark)
+        if reached == 0:
+            break
+        rounds += 1
+        if reached > 0:
+            captive = captive_load(graph, fixed, seen, mark, reached)
+            if not whole and captive * size <= numerator * reached:
+                break  # nothing but rounding errors is left: the caller sees whether the gap is closed
+            numerator, size = captive, reached
+        elif not whole and rounds <= NUM_LEVELLED:
+            level_out(graph, x, load, seen, mark + 1)
+    return numerator, size, rounds
