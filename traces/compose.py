@@ -22,6 +22,7 @@ class Tokens:
 
     expert_ids [T, L, k] integer, -1 for an empty slot; scores [T, L, m] or None. step, source_rank, sequence [T] int64
     or None: what the recording knows of each token; a sequence's tokens stand in its order. domain [T] of str or None.
+    num_source_ranks: 0 for one more than the largest. step_phase: the phase of each step number, where they differ.
     """
 
     expert_ids: Array
@@ -30,6 +31,8 @@ class Tokens:
     source_rank: Ints | None = None
     sequence: Ints | None = None
     domain: npt.NDArray[np.object_] | None = None
+    num_source_ranks: int = 0
+    step_phase: dict[int, Phase] | None = None
 
     def __len__(self) -> int:
         return len(self.expert_ids)
@@ -52,7 +55,7 @@ def arrange(tokens: Tokens, options: ImportOptions) -> Arrangement:
     """Steps that the recording knows are kept; sequences (several, or --batch given) are composed into decode steps;
     anything else is cut into steps of --step-tokens."""
     if tokens.step is not None:
-        return _by_step(tokens.step, tokens.source_rank, options.ranks)
+        return _by_step(tokens.step, tokens.source_rank, tokens.num_source_ranks, options.ranks)
     sequences = 0 if tokens.sequence is None else len(np.unique(tokens.sequence))
     if tokens.sequence is not None and options.step_tokens is None and (sequences > 1 or options.batch):
         return compose(tokens.sequence, options)
@@ -76,8 +79,13 @@ def blocks(tokens: Tokens, arrangement: Arrangement, block_tokens: int = BLOCK_T
             None if tokens.scores is None else tokens.scores[chosen],
             None,
             None if tokens.domain is None else tokens.domain[chosen],
+            None if tokens.step_phase is None else _phases(tokens.step_phase, steps[low:high]),
         )
         low = high
+
+
+def _phases(step_phase: dict[int, Phase], steps: Ints) -> npt.NDArray[np.object_]:
+    return np.array([step_phase.get(int(step), "unknown") for step in steps], dtype=object)
 
 
 def schedule(lengths: Ints, batch: int) -> tuple[Ints, Ints]:
@@ -137,10 +145,10 @@ def deal(token_step: Ints, num_ranks: int) -> Ints:
     return dealt
 
 
-def _by_step(step: Ints, source_rank: Ints | None, ranks: int | None) -> Arrangement:
+def _by_step(step: Ints, source_rank: Ints | None, recorded_ranks: int, ranks: int | None) -> Arrangement:
     if source_rank is not None:
         order = np.lexsort((source_rank, step))
-        num_ranks = int(source_rank.max(initial=0)) + 1
+        num_ranks = recorded_ranks or int(source_rank.max(initial=0)) + 1
         return Arrangement(order, step[order], source_rank[order], num_ranks, "recorded", None, ())
     order = np.argsort(step, kind="stable")
     return _dealt(order, step[order], ranks, ())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from epsim.traces.known_models import find_model
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers import read_recording
 from epsim.traces.readers.base import Recording
@@ -46,16 +47,43 @@ def import_trace(sources: Sources, target: str | os.PathLike[str], options: Impo
 
 def open_trace(sources: Sources, options: ImportOptions | None = None) -> StoredTrace:
     """A trace from our Parquet as it is, from `sample` (the bundled one), or from any readable recording, imported into
-    a temporary file that is deleted at exit. Raises as import_trace."""
+    a temporary file that is deleted at exit. Of the options, our Parquet takes model, phase and shared_cost; others
+    must agree with it. Raises as import_trace."""
     paths = _as_list(sources)
     if len(paths) == 1:
         if str(paths[0]) == SAMPLE and not Path(SAMPLE).exists():
-            return StoredTrace(sample_path())
+            return _as_stated(StoredTrace(sample_path()), options)
         if _is_parquet(Path(paths[0])):
-            return StoredTrace(paths[0])
+            return _as_stated(StoredTrace(paths[0]), options)
     folder = Path(tempfile.mkdtemp(prefix="epsim-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return import_trace(paths, folder / "trace.parquet", options)
+
+
+def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace:
+    """Our own file with what the options say of it; ValueError where they contradict what it holds."""
+    if options is None:
+        return trace
+    meta = trace.meta
+    held = (("--top-k", options.top_k, meta.top_k), ("--experts", options.num_experts, meta.num_experts))
+    for name, stated, value in held:
+        if stated not in (None, value):
+            raise ValueError(f"{trace.path}: {name} {stated}, but the trace has {value}")
+    for name, stated in (("--batch", options.batch), ("--step-tokens", options.step_tokens)):
+        if stated is not None:
+            raise ValueError(f"{trace.path}: {name} is for imports; this trace has its steps already")
+    known = find_model(options.model or "")
+    if known and (known.num_experts, known.top_k) != (meta.num_experts, meta.top_k):
+        has = f"{known.num_experts} experts, top-{known.top_k}; the trace {meta.num_experts}, top-{meta.top_k}"
+        raise ValueError(f"{trace.path}: --model {options.model} has {has}")
+    filled = meta.shared_cost if known is None else known.shared_cost
+    trace.meta = dataclasses.replace(
+        meta,
+        model=options.model or meta.model,
+        phase=options.phase or meta.phase,
+        shared_cost=filled if options.shared_cost is None else options.shared_cost,
+    )
+    return trace
 
 
 def sample_path() -> Path:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epsim.traces.known_models import SCORE_RULES, ScoreRule
-from epsim.traces.trace import Phase
+from epsim.traces.trace import PHASES, Phase
 
-PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed", "training", "unknown")
 DEFAULT_BATCH = 64
 DEFAULT_RANKS = 16
 DEFAULT_STEP_TOKENS = 1024

@@ -271,6 +271,23 @@ def test_token_log_with_steps_ranks_and_domains(tmp_path: Path) -> None:
     assert tokens["domain"].tolist() == ["d0", "d1", "d0", "d1"]
 
 
+def test_phases_differ_by_step(write_format: Write) -> None:
+    """Pass 0: both ranks prefill; pass 1: one decodes, the other is idle and without tokens."""
+    paths, _ = write_format("sglang_per_token")
+    for rank, path in enumerate(paths):
+        content = torch.load(path, weights_only=True)
+        content["records"][0]["forward_mode"] = 1
+        content["records"][1]["forward_mode"] = 2 if rank == 0 else 4
+        if rank == 1:
+            content["records"][1]["topk_ids_of_layer"] = torch.full((2, 0, 8), -1, dtype=torch.int32)
+        torch.save(content, path)
+    trace = open_trace(paths)
+    phases = [p for b in trace.blocks() if isinstance(b, TokenBlock) and b.phase is not None for p in b.phase]
+    assert phases == ["prefill", "decode"]
+    assert (trace.meta.phase, trace.meta.num_source_ranks) == ("mixed", 2)
+    assert tokens_of(trace)["source_rank"].tolist() == [0, 0, 1, 1, 0, 0]
+
+
 def test_megatron_micro_batches_are_steps(write_format: Write, known: dict[str, Any]) -> None:
     paths, options = write_format("megatron")
     for path in paths:
@@ -296,5 +313,14 @@ def test_our_own_file_opens_as_it_is(write_format: Write, tmp_path: Path) -> Non
     stored = import_trace(paths, tmp_path / "t.bin", ImportOptions(**options))
     assert open_trace(tmp_path / "t.bin").path == stored.path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["t.bin"]
+    stated = open_trace(tmp_path / "t.bin", ImportOptions(top_k=2, shared_cost=2.0, phase="decode", ranks=4)).meta
+    assert (stated.shared_cost, stated.phase, stated.model) == (2.0, "decode", "unknown")
+    for wrong, message in [
+        (ImportOptions(top_k=3), "--top-k 3, but the trace has 2"),
+        (ImportOptions(batch=3), "--batch is for imports"),
+        (ImportOptions(model="mixtral"), "--model mixtral has 8 experts, top-2; the trace 6, top-2"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            open_trace(tmp_path / "t.bin", wrong)
     with pytest.raises(ValueError, match="a trace of epsim already"):
         import_trace(tmp_path / "t.bin", tmp_path / "u.bin")

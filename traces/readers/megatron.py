@@ -81,7 +81,12 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
     if len(set(numbers)) != len(numbers):
         notes.append("layer numbers start anew in each stage or block: layers numbered 0.. in order of stage and block")
         numbers = list(range(len(layers)))
-    tokens = Tokens(np.concatenate(parts), step=np.array(step_of), source_rank=np.array(rank_of))
+    tokens = Tokens(
+        np.concatenate(parts),
+        step=np.array(step_of, dtype=np.int64),
+        source_rank=np.array(rank_of, dtype=np.int64),
+        num_source_ranks=max(len(ranks) for ranks in stages.values()),
+    )
     return token_recording(tokens, documents, options, phase="training", notes=notes, layers=numbers)
 
 

@@ -104,7 +104,7 @@ def _read_records(documents: Sequence[Document], options: ImportOptions) -> Reco
         options,
         num_layers=tables[0].shape[0],
         num_experts=num_experts,
-        phase=_phase(documents),
+        phase=_common(_step_phases(documents)),
         # A rank that counts its own tokens counts slots everywhere; one that counts what it serves, only its own slots.
         served=bool((np.sum(list(touched.values()), axis=0) <= 1).all()),
         notes=notes,
@@ -125,12 +125,22 @@ def _logical_counts(record: Any, table: Ints, num_experts: int) -> Ints:
     return counts
 
 
-def _phase(documents: Sequence[Document]) -> Phase:
-    modes = {record.get("forward_mode") for d in documents for record in d.content["records"]}
-    phases = {PHASE_OF_MODE[m] for m in modes if isinstance(m, int) and m in PHASE_OF_MODE}
-    if not phases:
-        return "unknown"
-    return phases.pop() if len(phases) == 1 else "mixed"
+def _step_phases(documents: Sequence[Document]) -> dict[int, Phase]:
+    """The phase of each pass; mixed where its ranks differ. Idle ranks do not count."""
+    phases: dict[int, Phase] = {}
+    for document in documents:
+        for record in document.content["records"]:
+            mode = record.get("forward_mode")
+            phase = PHASE_OF_MODE.get(mode) if isinstance(mode, int) else None
+            if phase is not None:
+                step = index_of(record, "forward_pass_id")
+                phases[step] = phase if phases.get(step, phase) == phase else "mixed"
+    return phases
+
+
+def _common(phases: dict[int, Phase]) -> Phase:
+    found = set(phases.values())
+    return found.pop() if len(found) == 1 else "mixed" if found else "unknown"
 
 
 def _read_per_token(
@@ -153,12 +163,15 @@ def _read_per_token(
         notes.append(f"all {len(ranks)} ranks recorded the same tokens: counted once, source ranks unknown")
     kept = ranks[:1] if same else ranks
     entries = [(step, place, ids[..., :top_k]) for place, rank in enumerate(kept) for step, ids in parts[rank]]
+    phases = _step_phases(documents)
     tokens = Tokens(
         np.concatenate([ids for _, _, ids in entries]),
         step=np.concatenate([np.full(len(ids), step) for step, _, ids in entries]),
         source_rank=None if same else np.concatenate([np.full(len(ids), place) for _, place, ids in entries]),
+        num_source_ranks=len(kept),
+        step_phase=phases if len(set(phases.values())) > 1 else None,
     )
-    return token_recording(tokens, documents, options, num_experts=num_experts, phase=_phase(documents), notes=notes)
+    return token_recording(tokens, documents, options, num_experts=num_experts, phase=_common(phases), notes=notes)
 
 
 def to_logical(physical: Any, table: Ints) -> Array:
