@@ -79,7 +79,7 @@ class Recorder:
     domains: the label of each sequence of the batch ("" where not given).
     source_ranks: the rank of each sequence; None deals them out in order, sequence b of B to rank b * R // B.
     phase: of the next passes; None calls passes of one token a sequence decode, others prefill (training in training).
-    keep_scores: False leaves out the scores of the next passes.
+    scored_phases: passes of these phases keep their scores; None for all.
     step: the number of the next pass.
     """
 
@@ -87,7 +87,7 @@ class Recorder:
         self.domains: Sequence[str] | None = None
         self.source_ranks: Sequence[int] | None = None
         self.phase: Phase | None = None
-        self.keep_scores = True
+        self.scored_phases: tuple[Phase, ...] | None = None
         self.step = 0
         self.num_experts = self.top_k = 0
         self.open_writer: Callable[[], TraceWriter] | None = None
@@ -144,8 +144,9 @@ class Recorder:
         ids = torch.stack([self._seen[place][1] for place in range(len(self._routers))])
         self._seen.clear()
         self.num_experts, self.top_k = int(first[0].shape[-1]), int(ids.shape[-1])
+        phase = self.phase or ("training" if model.training else "decode" if length == 1 else "prefill")
         scores = score_ids = None
-        if self._num_scores and self.keep_scores:
+        if self._num_scores and (self.scored_phases is None or phase in self.scored_phases):
             scores = self._scores(first)
             if self._num_scores != "all" and self._num_scores < self.num_experts:
                 scores, score_ids = scores.topk(self._num_scores, dim=-1)
@@ -163,7 +164,7 @@ class Recorder:
                 self._per_sequence(
                     "source_ranks", self.source_ranks, tuple(b * self._num_ranks // batch for b in range(batch))
                 ),
-                self.phase or ("training" if model.training else "decode" if length == 1 else "prefill"),
+                phase,
             )
         )
         self.step += 1

@@ -293,9 +293,8 @@ def test_interruption_keeps_finished_steps(tmp_path: Path) -> None:
 def test_steps_without_scores(tmp_path: Path) -> None:
     model = make_model("Olmoe")
     with record(model, tmp_path / "t.parquet", num_scores="all") as recorder:
-        recorder.keep_scores = False
+        recorder.scored_phases = ("decode",)
         model(input_ids=torch.randint(1, 64, (1, 12)))
-        recorder.keep_scores = True
         model(input_ids=torch.randint(1, 64, (4, 1)))
     _, blocks = read(tmp_path / "t.parquet")
     assert [b.scores is not None for b in blocks] == [False, True]

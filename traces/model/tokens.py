@@ -23,7 +23,7 @@ class FetchOptions:
     """cache: where packages and tokens are kept (None: $EPSIM_CACHE or ~/.cache/epsim); megabytes: text a domain."""
 
     cache: Path | None = None
-    megabytes: float = 12
+    megabytes: float = 20
     vocabulary: int = 8192
 
     def __post_init__(self) -> None:

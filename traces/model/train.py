@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import Qwen2MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 
 from epsim.traces.model import corpus, tokens
@@ -28,7 +29,7 @@ class TrainOptions:
 
     balance: weight of the class's own load-balancing loss, taken layer by layer.
     dense: also train the dense twin, with the same text in the same order.
-    device: "cuda" or "cpu"; None takes the GPU where there is one. Trains in bfloat16 with float32 master weights.
+    device: "cuda" or "cpu"; None takes the GPU where there is one, and trains there in bfloat16 with float32 master weights.
     """
 
     cache: Path | None = None
@@ -54,7 +55,7 @@ class TrainOptions:
 
 @dataclass(slots=True)
 class Trained:
-    """model: in float32, on the device it was trained on; curve: (step, mean cross-entropy since the last, balance loss)."""
+    """model: in float32, where it was trained; curve: (step, mean cross-entropy and balance loss since the last)."""
 
     model: Any
     curve: list[tuple[int, float, float]]
@@ -112,15 +113,17 @@ def losses(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     routed = [layer for layer in output.router_logits or () if layer is not None]
     if not routed:
         return loss, loss.new_zeros(())
-    each = [load_balancing_loss_func((layer,), config.num_experts, config.num_experts_per_tok) for layer in routed]
+    balance: Any = load_balancing_loss_func
+    each = [balance((layer,), config.num_experts, config.num_experts_per_tok) for layer in routed]
     return loss, torch.stack(each).mean()
 
 
 def fit(options: TrainOptions, train: dict[str, tokens.Tokens], device: str, dense: bool = False) -> Trained:
     """Trains one model."""
+    on_gpu = device.startswith("cuda")
     torch.manual_seed(options.seed)
     master_model = build_model(options.shape, dense).to(device)
-    model = build_model(options.shape, dense).to(device, torch.bfloat16)
+    model = build_model(options.shape, dense).to(device, torch.bfloat16 if on_gpu else torch.float32)
     master, weights = list(master_model.parameters()), list(model.parameters())
     decayed = [p for p in master if p.ndim >= 2]
     plain = [p for p in master if p.ndim < 2]
@@ -134,6 +137,8 @@ def fit(options: TrainOptions, train: dict[str, tokens.Tokens], device: str, den
         torch._foreach_copy_(weights, master)
     for parameter in master:
         parameter.grad = torch.zeros_like(parameter)
+    # Compiled, a step takes less than half the time; a CPU's compiler may be missing and gains little here.
+    compute = torch.compile(losses) if on_gpu else losses
     windows = Windows(train, options.batch, options.length, options.seed, device)
     curve: list[tuple[int, float, float]] = []
     totals = torch.zeros(2, device=device)
@@ -142,8 +147,8 @@ def fit(options: TrainOptions, train: dict[str, tokens.Tokens], device: str, den
         for step in range(options.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step)
-            loss, balance = losses(model, windows.draw())
-            (loss + options.balance * balance).backward()
+            loss, balance = compute(model, windows.draw())
+            torch.autograd.backward(loss + options.balance * balance)
             with torch.no_grad():
                 torch._foreach_copy_([p.grad for p in master], [p.grad for p in weights])
                 torch.nn.utils.clip_grad_norm_(master, 1.0)
@@ -167,7 +172,7 @@ def fit(options: TrainOptions, train: dict[str, tokens.Tokens], device: str, den
 def heldout_loss(
     model: Any, heldout: dict[str, tokens.Tokens], length: int, max_tokens: int = 131_072
 ) -> dict[str, float]:
-    """Cross-entropy in nats a token of each domain's held-out text, in windows of `length` tokens from its beginning."""
+    """Cross-entropy in nats a token of each domain's held-out text, in windows of `length` tokens."""
     result: dict[str, float] = {}
     for name, ids in heldout.items():
         total, count = 0.0, 0
@@ -186,7 +191,7 @@ def heldout_batches(ids: tokens.Tokens, length: int, max_tokens: int, batch: int
     if count == 0:
         raise ValueError(f"held-out text of {len(ids)} tokens does not fill one window of {length + 1}")
     windows = torch.from_numpy(ids[: count * (length + 1)].astype(np.int64)).view(count, length + 1)
-    yield from windows.split(batch)
+    yield from torch.split(windows, batch)
 
 
 @torch.no_grad()
@@ -223,7 +228,8 @@ def load_model(cache: Path | None = None, device: str | None = None) -> Any:
     folder = model_folder(cache)
     if not (folder / "config.json").exists():
         raise ValueError(f"no trained model in {folder}: run `epsim model train` first")
-    model = Qwen2MoeForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    disable_progress_bar()
+    model: Any = Qwen2MoeForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
     model.config._experts_implementation = "grouped_mm"
     return model.to(device or default_device()).eval()
 
@@ -242,6 +248,7 @@ def train(options: TrainOptions) -> dict[str, Any]:
     device = options.device or default_device()
     text = tokens.load(options.cache)
     moe = fit(options, text.train, device)
+    disable_progress_bar()
     moe.model.save_pretrained(model_folder(options.cache))
     report: dict[str, Any] = {
         "device": device_name(device),

@@ -1,0 +1,163 @@
+"""`epsim model`: the project's own small mixture-of-experts model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train, record and evaluate the small model.")
+
+CacheOption = Annotated[
+    Path | None, typer.Option("--cache", help="Where text and model are kept. Default: $EPSIM_CACHE or ~/.cache/epsim.")
+]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="cuda or cpu. Default: the GPU if there is one.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of all random draws.")]
+
+
+def _need_models_extra() -> None:
+    try:
+        import tokenizers  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error.name} is not installed: pip install 'epsim[models]'") from None
+
+
+@app.command("corpus")
+def corpus_command(
+    cache: CacheOption = None,
+    megabytes: Annotated[float, typer.Option("--megabytes", help="Text of each domain, at most.")] = 20,
+    vocabulary: Annotated[int, typer.Option("--vocabulary", help="Tokens of the byte-pair tokenizer.")] = 8192,
+) -> None:
+    """Fetch the text from Debian packages, split off held-out documents, and tokenize it."""
+    _need_models_extra()
+    from epsim.traces.model.tokens import FetchOptions, fetch_corpus
+
+    folder = fetch_corpus(FetchOptions(cache=cache, megabytes=megabytes, vocabulary=vocabulary))
+    print(f"{folder}: tokens, tokenizer, and corpus.json, which lists packages, versions and licences")
+
+
+@app.command("train")
+def train_command(
+    cache: CacheOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    steps: Annotated[int, typer.Option("--steps", help="Training steps.")] = 4000,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences a step.")] = 64,
+    length: Annotated[int, typer.Option("--length", help="Tokens a sequence.")] = 512,
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the model.")] = 4,
+    dense: Annotated[
+        bool, typer.Option("--dense/--no-dense", help="Also train a dense model of equal active size.")
+    ] = True,
+    report: Annotated[Path | None, typer.Option("--report", help="JSON file for curves, losses and skew.")] = None,
+) -> None:
+    """Train the model, and a dense one to compare with."""
+    _need_models_extra()
+    from epsim.traces.model.config import ModelShape
+    from epsim.traces.model.train import TrainOptions, train
+
+    options = TrainOptions(
+        cache=cache,
+        seed=seed,
+        steps=steps,
+        batch=batch,
+        length=length,
+        dense=dense,
+        device=device,
+        shape=ModelShape(num_layers=layers),
+        report=report,
+    )
+    _print_training(train(options))
+
+
+@app.command("record")
+def record_command(
+    out: Annotated[Path, typer.Option("--out", help="The trace to write (Parquet).")],
+    cache: CacheOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    cycles: Annotated[int, typer.Option("--cycles", help="Rounds of prefill and decode; each adds 45 steps.")] = 8,
+) -> None:
+    """Record the trained model: prefill of held-out text and sampled continuations, of mixed and single domains."""
+    _need_models_extra()
+    from epsim.traces.model.sample import RecordOptions, record_sample
+
+    done = record_sample(RecordOptions(out=out, cache=cache, seed=seed, cycles=cycles, device=device))
+    print(f"{done.path}: {done.num_steps} steps, {done.num_bytes / 2**20:.2f} MiB, recorded on {done.device}")
+    print(f"prefill: {done.prefill}\ndecode: {done.decode}")
+
+
+@app.command("evaluate")
+def evaluate_command(
+    policy: Annotated[str, typer.Option("--policy", metavar="STACK", help="The router of this stack acts.")] = "topk",
+    cache: CacheOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    batch_size: Annotated[
+        list[int] | None, typer.Option("--batch-size", help="Tokens routed together; repeatable. Default: 1 to 64.")
+    ] = None,
+    domain: Annotated[list[str] | None, typer.Option("--domain", help="Only these; repeatable.")] = None,
+    sequences: Annotated[int, typer.Option("--sequences", help="Sequences a domain.")] = 64,
+    length: Annotated[int, typer.Option("--length", help="Tokens of each.")] = 256,
+    generated: Annotated[int, typer.Option("--generated", help="Tokens of each continuation.")] = 512,
+    generations: Annotated[int, typer.Option("--generations", help="Continuations a domain; 0 for none.")] = 16,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file for the figures.")] = None,
+) -> None:
+    """What a router policy costs the model: cross-entropy, KL to the plain model, repetition."""
+    _need_models_extra()
+    from epsim.quality.evaluate import EvaluateOptions, evaluate
+
+    options = EvaluateOptions(
+        policy=policy,
+        domains=tuple(domain or ()),
+        sequences=sequences,
+        length=length,
+        generations=generations,
+        generated=generated,
+        seed=seed,
+        cache=cache,
+        device=device,
+        out=out,
+        **({"batch_sizes": tuple(batch_size)} if batch_size else {}),
+    )
+    _print_evaluation(evaluate(options))
+
+
+def _print_training(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    dense = report.get("dense")
+    table = Table("domain", "tokens", "MoE", "dense", "max/mean expert load by layer")
+    for name, value in report["moe"]["heldout_cross_entropy"].items():
+        twin = f"{dense['heldout_cross_entropy'][name]:.3f}" if dense else "-"
+        skew = " ".join(f"{row['max_over_mean']:.2f}" for row in report["skew"][name])
+        table.add_row(name, str(report["corpus_tokens"][name]), f"{value:.3f}", twin, skew)
+    console = Console()
+    console.print(table)
+    for name in ("moe", "dense"):
+        if one := report.get(name):
+            sizes, seconds = one["parameters"], one["training_seconds"]
+            console.print(f"{name}: {sizes['total']:,} parameters, {sizes['active']:,} active; {seconds} s of training")
+    console.print(f"held-out cross-entropy in nats a token; {report['tokens']:,} tokens trained on {report['device']}")
+
+
+def _print_evaluation(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("domain", "batch", "cross-entropy", "plain", "KL", "repetition", "plain ")
+    for name, sizes in result["loss"].items():
+        rates = result["repetition"].get(name)
+        shown = [f"{rates['policy']:.3f}", f"{rates['plain']:.3f}"] if rates else ["-", "-"]
+        for size, one in sizes.items():
+            table.add_row(
+                name, str(size), f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}", *shown
+            )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{result['policy']} on {result['device']}; nats a token; "
+        "repetition: share of a continuation's 4-grams that it has held before"
+    )

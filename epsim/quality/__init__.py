@@ -1,0 +1,1 @@
+"""What a policy costs the model: cross-entropy, distance to the plain model, repetition."""

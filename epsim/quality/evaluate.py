@@ -1,0 +1,157 @@
+"""Cross-entropy, KL to the plain model, and repetition of the small model under a router policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from epsim.policies.stack import parse_stack
+from epsim.quality.hook import Reroute, reroute_of, rerouted
+from epsim.traces.model import tokens
+from epsim.traces.model.train import device_name, load_model
+
+MIXED = "mixed"
+NGRAM = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateOptions:
+    """policy: a stack; only its router acts on the model. sequences of `length` tokens a domain are read in batches of
+    each of `batch_sizes`, which divide `sequences`; `generations` continuations of `generated` tokens a domain."""
+
+    policy: str = "topk"
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    domains: tuple[str, ...] = ()
+    sequences: int = 64
+    length: int = 256
+    generations: int = 16
+    generated: int = 512
+    seed: int = 0
+    cache: Path | None = None
+    device: str | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [b for b in self.batch_sizes if b < 1 or self.sequences % b]
+        if wrong or not self.batch_sizes:
+            raise ValueError(f"--batch-size {wrong[:1] or 'none'}: give divisors of {self.sequences}, the sequences")
+        if self.length < 2 or self.generated < NGRAM:
+            raise ValueError(f"--length needs at least 2 tokens and --generated at least {NGRAM}")
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Nats a token: cross_entropy under the policy, plain without it, kl from the plain model's prediction to its."""
+
+    cross_entropy: float
+    plain: float
+    kl: float
+
+
+@torch.no_grad()
+def loss_in_batches(model: Any, reroute: Reroute, text: torch.Tensor, batch_size: int) -> Loss:
+    """text [sequences, length + 1]: teacher-forced; the t-th tokens of batch_size sequences are routed as one batch."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for first in range(0, len(text), batch_size):
+        batch = text[first : first + batch_size].to(model.device)
+        plain = model(input_ids=batch[:, :-1], use_cache=False).logits.double().log_softmax(-1)
+        with rerouted(model, reroute, whole_sequences=True):
+            own = model(input_ids=batch[:, :-1], use_cache=False).logits.double().log_softmax(-1)
+        target = batch[:, 1:].flatten()
+        sums += torch.stack(
+            [
+                F.nll_loss(own.flatten(0, 1), target, reduction="sum"),
+                F.nll_loss(plain.flatten(0, 1), target, reduction="sum"),
+                (plain.exp() * (plain - own)).sum(),
+            ]
+        ).cpu()
+    return Loss(*(sums / (text.shape[0] * (text.shape[1] - 1))).tolist())
+
+
+def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
+    """[sequences, tokens] -> share of a sequence's n-grams that it has held before, mean over sequences."""
+    grams = continuations.unfold(1, ngram, 1).cpu()
+    distinct = [len({tuple(gram) for gram in row.tolist()}) for row in grams]
+    return float(np.mean([1 - count / grams.shape[1] for count in distinct]))
+
+
+@torch.no_grad()
+def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
+    """Sampled continuations [sequences, num_tokens] in one batch; decode steps are routed by the policy."""
+    torch.manual_seed(seed)
+    with rerouted(model, reroute, whole_sequences=False):
+        out: torch.Tensor = model.generate(
+            prompts.to(model.device),
+            attention_mask=torch.ones_like(prompts, device=model.device),
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            top_k=0,
+            top_p=0.95,
+            use_cache=True,
+            pad_token_id=tokens.END_ID,
+        )
+    return out[:, prompts.shape[1] :]
+
+
+def evaluation_text(
+    heldout: dict[str, tokens.Tokens], domains: Sequence[str], sequences: int, length: int
+) -> dict[str, torch.Tensor]:
+    """[sequences, length + 1] int64 of each domain, spread over its held-out text, and of `mixed`: domains in turn."""
+    text: dict[str, torch.Tensor] = {}
+    for name in domains:
+        ids = heldout[name]
+        stride = len(ids) // sequences
+        if stride < length + 1:
+            raise ValueError(f"held-out text of {name} holds {len(ids)} tokens: too few for {sequences} x {length + 1}")
+        rows = np.stack([ids[i * stride : i * stride + length + 1] for i in range(sequences)])
+        text[name] = torch.from_numpy(rows.astype(np.int64))
+    if len(domains) > 1:
+        picked = [text[domains[i % len(domains)]][i // len(domains)] for i in range(sequences)]
+        text[MIXED] = torch.stack(picked)
+    return text
+
+
+def evaluate_model(
+    model: Any, reroute: Reroute, heldout: dict[str, tokens.Tokens], options: EvaluateOptions
+) -> dict[str, Any]:
+    """{"loss": {domain: {batch size: {cross_entropy, plain, kl}}}, "repetition": {domain: {policy, plain}}}."""
+    domains = options.domains or tuple(heldout)
+    if unknown := sorted(set(domains) - set(heldout)):
+        raise ValueError(f"no held-out text of domain {unknown[0]!r}: there is {', '.join(heldout)}")
+    text = evaluation_text(heldout, domains, options.sequences, options.length)
+    loss: dict[str, Any] = {}
+    repetition: dict[str, Any] = {}
+    for name, rows in text.items():
+        loss[name] = {}
+        for batch_size in options.batch_sizes:
+            one = loss_in_batches(model, reroute, rows, batch_size)
+            loss[name][batch_size] = {"cross_entropy": one.cross_entropy, "plain": one.plain, "kl": one.kl}
+        if options.generations:
+            prompts = rows[: options.generations, : min(64, options.length)]
+            repetition[name] = {
+                label: repetition_rate(generate(model, act, prompts, options.generated, options.seed))
+                for label, act in (("policy", reroute), ("plain", reroute_of(parse_stack("topk").router)))
+            }
+    return {"loss": loss, "repetition": repetition}
+
+
+def evaluate(options: EvaluateOptions) -> dict[str, Any]:
+    """Evaluates the trained model under a stack; returns (and writes, where `out` is given) the figures."""
+    stack = parse_stack(options.policy)
+    reroute = reroute_of(stack.router)
+    model = load_model(options.cache, options.device)
+    result = {
+        "policy": str(stack),
+        "device": device_name(str(model.device)),
+        **evaluate_model(model, reroute, tokens.load(options.cache).heldout, options),
+    }
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
