@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epsim.traces.store import StoredTrace
+from epsim.traces.store import SMALL_BLOCK, StoredTrace
 from epsim.traces.trace import Ints, TokenBlock, TraceMeta
 
 
@@ -50,7 +50,7 @@ class TraceSummary:
         steps = f"{self.num_steps:,}"
         if self.first_step is not None:
             steps += f" (numbers {self.first_step}..{self.last_step})"
-        shared = "unknown" if meta.shared_cost is None else f"{meta.shared_cost:g} routed assignments"
+        shared = "unknown" if meta.shared_cost is None else f"{meta.shared_cost:g} x a routed expert's work"
         rows = [
             ("model", meta.model),
             ("source", f"{meta.source or 'unknown'} ({meta.origin})"),
@@ -59,7 +59,7 @@ class TraceSummary:
             ("steps", steps),
             ("layers", f"{meta.num_layers} ({_spans(meta.layers)})"),
             ("experts", f"{meta.num_experts}, top-{meta.top_k}"),
-            ("shared expert", shared),
+            ("shared expert", "none" if meta.shared_cost == 0 else shared),
             ("source ranks", str(meta.num_source_ranks or "unknown")),
             ("tokens", f"{self.total_tokens:,.0f}; a step {low:,.0f} / {median:,.0f} / {high:,.0f} (min / p50 / max)"),
             ("file", f"{self.file_bytes / 1e6:,.2f} MB"),
@@ -80,7 +80,7 @@ def summarize(trace: StoredTrace) -> TraceSummary:
     tokens: list[Ints] = []
     domains: Counter[str] = Counter()
     first = last = None
-    for block in trace.blocks():
+    for block in trace.blocks(max_bytes=SMALL_BLOCK):
         if isinstance(block, TokenBlock):
             counts = block.to_counts(meta.num_experts).counts
             if block.domain is not None:

@@ -26,6 +26,8 @@ from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock,
 FORMAT = "1"
 GROUP_BYTES = 32 << 20
 BLOCK_BYTES = 64 << 20
+# For readers who count tokens: counts of many small steps take more room than their tokens.
+SMALL_BLOCK = 4 << 20
 
 
 class TraceWriter:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from epsim.traces.compose import deal
 from epsim.traces.options import DEFAULT_RANKS
-from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.store import SMALL_BLOCK, StoredTrace, TraceWriter
 from epsim.traces.trace import Ints, Phase, TokenBlock, TraceMeta
 
 Floats = npt.NDArray[np.float64]
@@ -115,7 +115,7 @@ def synthesize(
 def marginals(source: StoredTrace) -> Ints:
     """[L, E]: assignments summed over all steps (and source ranks)."""
     total = np.zeros((source.meta.num_layers, source.meta.num_experts), dtype=np.int64)
-    for block in source.blocks():
+    for block in source.blocks(max_bytes=SMALL_BLOCK):
         counts = block.to_counts(source.meta.num_experts).counts if isinstance(block, TokenBlock) else block.counts
         total += counts.sum(axis=tuple(i for i in range(counts.ndim) if i not in (1, counts.ndim - 1)))
     return total

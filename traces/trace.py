@@ -128,8 +128,9 @@ class TokenBlock:
         return RankCountsBlock(self.steps, np.bincount(flat, minlength=int(np.prod(shape))).reshape(shape))
 
     def to_counts(self, num_experts: int) -> CountsBlock:
-        num_ranks = int(self.source_rank.max(initial=0)) + 1
-        return self.to_rank_counts(num_ranks, num_experts).to_counts()
+        # All tokens as if on one rank: an array by source rank would be many times as large.
+        together = dataclasses.replace(self, source_rank=np.zeros_like(self.source_rank))
+        return together.to_rank_counts(1, num_experts).to_counts()
 
 
 Block: TypeAlias = CountsBlock | RankCountsBlock | TokenBlock

@@ -324,3 +324,28 @@ def test_our_own_file_opens_as_it_is(write_format: Write, tmp_path: Path) -> Non
             open_trace(tmp_path / "t.bin", wrong)
     with pytest.raises(ValueError, match="a trace of epsim already"):
         import_trace(tmp_path / "t.bin", tmp_path / "u.bin")
+
+
+def test_smartmoe_iterations_and_ranks(write_format: Write, known: dict[str, Any], tmp_path: Path) -> None:
+    """Iterations in the order of their numbers, 2 before 11; every iteration needs every rank's file."""
+    paths, _ = write_format("smartmoe")
+    for rank, path in enumerate(paths):
+        shutil.copy(path, tmp_path / f"table_iter11_rank{rank}.log")
+        lines = [f"{layer}:{np.full((3, 6), rank + 1).tolist()}" for layer in range(2)]
+        (tmp_path / f"table_iter2_rank{rank}.log").write_text("\n".join(lines))
+    trace = open_trace(tmp_path, ImportOptions(top_k=2))
+    assert steps_of(trace) == [6, 7, 8, 33, 34, 35]
+    counts = np.concatenate([b.counts for b in trace.blocks() if isinstance(b, RankCountsBlock)])
+    assert (counts[:3, :, 0] == 1).all()
+    assert (counts[:3, :, 1] == 2).all()
+    np.testing.assert_array_equal(counts[3:], known["rank_counts"].transpose(0, 2, 1, 3))
+    (tmp_path / "table_iter2_rank1.log").unlink()
+    with pytest.raises(ValueError, match="iteration 2 lacks the file of rank 1"):
+        open_trace(tmp_path, ImportOptions(top_k=2))
+
+
+def test_several_sglang_files_follow_one_another(write_format: Write, known: dict[str, Any]) -> None:
+    paths = [write_format("sglang_json")[0][0], write_format("sglang_json")[0][0]]
+    trace = open_trace(paths, ImportOptions(top_k=2))
+    np.testing.assert_array_equal(counts_of(trace), np.concatenate([known["counts"]] * 2))
+    assert steps_of(trace) == list(range(6))
