@@ -26,7 +26,7 @@ import math
 import numpy as np
 from numba import njit
 
-from epsim.kernels.split.flow import Graph, Search, close_gap, rescale, water_fill
+from epsim.kernels.split.flow import Graph, Search, close_gap, largest, rescale, water_fill
 from epsim.kernels.split.structure import Floats, Longs, Tables
 
 OK, BAD_LOAD, TOO_LARGE = 0, 1, 2
@@ -108,7 +108,7 @@ def solve_range(
         for c in range(x.size):
             x[c] = 0.0 if whole else demand[graph.copy_expert[c]] * share[c]
             load[graph.copy_rank[c]] += x[c]
-        even_peak = np.inf if whole else load.max()
+        even_peak = np.inf if whole else largest(load)
         if start.shape[0]:
             for c in range(x.size):
                 load[graph.copy_rank[c]] -= x[c]
@@ -135,7 +135,7 @@ def solve_range(
             load[r] = fixed[r]
         for c in range(x.size):
             load[graph.copy_rank[c]] += x[c]
-        peak[b] = load.max()
+        peak[b] = largest(load)
         if peak[b] > even_peak:  # by less than the tolerance
             for c in range(x.size):
                 x[c] = demand[graph.copy_expert[c]] * share[c]

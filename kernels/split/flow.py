@@ -106,7 +106,8 @@ def rescale(graph: Graph, x: Floats) -> None:
             if x[c] > x[largest]:
                 largest = c
         if not 0.0 < total < np.inf:
-            x[first:last] = 1.0
+            for c in range(first, last):
+                x[c] = 1.0
             total = 1.0 * (last - first)
             largest = first
         scale = 1.0 if total == need else need / total
@@ -264,8 +265,10 @@ def close_gap(
     tiny_part: copies with less than this part of the slack count as empty. Returns the last numerator and size, and
     the rounds taken, at most limit.
     """
-    seen.seen_rank[:] = 0
-    seen.seen_expert[: graph.demand.size] = 0
+    for r in range(load.size):
+        seen.seen_rank[r] = 0
+    for k in range(graph.demand.size):
+        seen.seen_expert[k] = 0
     mark = 0
     rounds = 0
     while rounds < limit:
@@ -292,3 +295,11 @@ def close_gap(
         elif not whole and rounds <= NUM_LEVELLED:
             level_out(graph, x, load, seen, mark + 1)
     return numerator, size, rounds
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def largest(load: Floats) -> float:
+    found: float = load[0]
+    for r in range(1, load.size):
+        found = max(found, load[r])
+    return found

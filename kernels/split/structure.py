@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -127,32 +127,38 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     twins = np.flatnonzero(slot_mates > 1)
     slot_copy = new_copy[copy_of_slot]
     tables = Tables(
-        fixed_start=_starts_by_rank(fixed_place, num_layers, num_ranks),
-        fixed_expert=fixed_expert[np.argsort(fixed_place, kind="stable")],
-        expert_start=expert_start,
-        expert=experts % num_experts,
-        copy_start=copy_start,
-        num_paired=2 * np.bincount(expert_layer[num_copies[experts] == 2], minlength=num_layers),
-        layer_copies=layer_copies,
-        copy_rank=copy_rank,
-        copy_expert=place[owner[moved]] - expert_start[copy_layer],
+        fixed_start=_narrow(_starts_by_rank(fixed_place, num_layers, num_ranks)),
+        fixed_expert=_narrow(fixed_expert[np.argsort(fixed_place, kind="stable")]),
+        expert_start=_narrow(expert_start),
+        expert=_narrow(experts % num_experts),
+        copy_start=_narrow(copy_start),
+        num_paired=_narrow(2 * np.bincount(expert_layer[num_copies[experts] == 2], minlength=num_layers)),
+        layer_copies=_narrow(layer_copies),
+        copy_rank=_narrow(copy_rank),
+        copy_expert=_narrow(place[owner[moved]] - expert_start[copy_layer]),
         copy_share=mates[moved] / np.bincount(slots.ravel() + layer * num_experts)[owner[moved]],
-        rank_start=_starts_by_rank(copy_layer * num_ranks + copy_rank, num_layers, num_ranks) - layer_copies[:-1, None],
-        rank_copy=by_rank - layer_copies[copy_layer[by_rank]],
-        source=np.where(slot_copy < 0, slots.ravel(), num_experts + slot_copy).reshape(slots.shape),
-        twin_start=_starts(layer[twins], num_layers),
-        twin=np.stack((twins % num_physical, slot_place[twins], slot_mates[twins]), axis=1),
+        rank_start=_narrow(
+            _starts_by_rank(copy_layer * num_ranks + copy_rank, num_layers, num_ranks) - layer_copies[:-1, None]
+        ),
+        rank_copy=_narrow(by_rank - layer_copies[copy_layer[by_rank]]),
+        source=_narrow(np.where(slot_copy < 0, slots.ravel(), num_experts + slot_copy).reshape(slots.shape)),
+        twin_start=_narrow(_starts(layer[twins], num_layers)),
+        twin=_narrow(np.stack((twins % num_physical, slot_place[twins], slot_mates[twins]), axis=1)),
     )
-    narrow = (table if table.dtype == np.float64 else table.astype(np.int32) for table in tables)
-    return SplitStructure(torch.from_numpy(slots.copy()), num_ranks, num_experts, Tables(*narrow))
+    return SplitStructure(torch.from_numpy(slots.copy()), num_ranks, num_experts, tables)
+
+
+def _narrow(values: npt.NDArray[Any]) -> Ints:
+    return np.ascontiguousarray(values, dtype=np.int32)
 
 
 def _starts(group: Longs, num_groups: int) -> Longs:
     """[num_groups + 1]: where each group's members begin once sorted by group."""
-    return np.concatenate(([0], np.bincount(group, minlength=num_groups).cumsum())).astype(np.int64)
+    return np.concatenate(([0], np.bincount(group, minlength=num_groups).cumsum()))
 
 
 def _starts_by_rank(place: Longs, num_layers: int, num_ranks: int) -> Longs:
     """[L, R + 1]: where each (layer, rank)'s members begin, with the end of the layer's last rank."""
-    starts = _starts(place, num_layers * num_ranks)
-    return starts[np.arange(num_layers)[:, None] * num_ranks + np.arange(num_ranks + 1)]
+    index: Longs = np.arange(num_layers)[:, None] * num_ranks + np.arange(num_ranks + 1)
+    starts: Longs = _starts(place, num_layers * num_ranks)[index]
+    return starts
