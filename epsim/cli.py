@@ -105,7 +105,7 @@ def replay_command(
         plan_share,
         shlex.join(["epsim", *sys.argv[1:]]),
     )
-    reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule, seed)
+    reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     scored = open_trace([Path(trace)], reading)
     planned = None if history is None else open_trace([Path(history)], reading)
     hindsight = history is not None and os.path.realpath(history) == os.path.realpath(trace)
@@ -165,7 +165,7 @@ def plan_command(
     policy = placement_policy(placement)
     check_format(format_name)
     cluster = Cluster(ranks, nodes, redundant, groups)
-    reading = import_options(top_k, experts, model, phase, None, batch, ranks, step_tokens, score_rule, 0)
+    reading = import_options(top_k, experts, model, phase, None, batch, ranks, step_tokens, score_rule)
     recorded = open_trace([Path(trace)], reading)
     with _progress("planning", recorded.num_steps) as advance:
         placements = plan_placements({placement: policy}, recorded, recorded.num_steps, recorded.meta, cluster, advance)

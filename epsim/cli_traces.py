@@ -46,7 +46,6 @@ def import_options(
     ranks: int | None,
     step_tokens: int | None,
     score_rule: str | None,
-    seed: int,
 ) -> ImportOptions:
     from epsim.traces.options import ImportOptions
 
@@ -60,7 +59,6 @@ def import_options(
         "ranks": ranks,
         "step_tokens": step_tokens,
         "score_rule": score_rule,
-        "seed": seed,
     }
     return ImportOptions(**{name: value for name, value in given.items() if value is not None})
 
@@ -78,12 +76,11 @@ def import_command(
     ranks: SourceRanksOption = None,
     step_tokens: StepTokensOption = None,
     score_rule: ScoreRuleOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of what is drawn.")] = 0,
 ) -> None:
     """Read another system's recording and store it as a trace."""
     from epsim.traces.importing import import_trace
 
-    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule, seed)
+    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     trace = import_trace(sources, out, options)
     meta = trace.meta
     print(f"{out}: {trace.num_steps} steps, {meta.num_layers} layers x {meta.num_experts} experts, {meta.level} level")
@@ -108,7 +105,7 @@ def show_command(
     from epsim.traces.importing import open_trace
     from epsim.traces.show import summarize
 
-    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule, 0)
+    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     summary = summarize(open_trace([Path(trace)], options))
     for name, value in summary.lines():
         print(f"{name}: {value}")
@@ -142,7 +139,7 @@ def synthesize_command(
     from epsim.traces.synthesize import SynthesisOptions, synthesize
 
     drawing = SynthesisOptions(steps, tokens, ranks, drift, seed=seed)
-    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, None, None, seed)
+    options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, None, None)
     topics = [open_trace([source], options) for source in sources]
     trace = synthesize(topics, out, drawing)
     print(f"{out}: {trace.num_steps} steps of {tokens} tokens drawn from {len(topics)} recording(s), seed {seed}")

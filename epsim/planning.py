@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from epsim.placement.base import Cluster, Placement, PlacementPolicy
-from epsim.traces.store import StoredTrace
+from epsim.traces.store import SMALL_BLOCK, StoredTrace
 from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TraceMeta
 
 MAX_HISTORY_BYTES = 256 * 2**20
-BLOCK_BYTES = 16 * 2**20
+BLOCK_BYTES = SMALL_BLOCK
 
 Progress: TypeAlias = Callable[[int], None]
 """Called with the number of steps just finished."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from epsim.traces.store import StoredTrace, TraceWriter
-from epsim.traces.trace import Block, CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
+from epsim.traces.trace import Block, TokenBlock, TraceMeta
 
 TraceMaker = Callable[..., StoredTrace]
 
@@ -43,22 +43,22 @@ def make_trace(tmp_path: Path) -> TraceMaker:
             skew += 0.2 * rng.normal(size=skew.shape)
             keys = skew + rng.gumbel(size=(tokens, layers, experts))
             ids[step * tokens : (step + 1) * tokens] = np.argsort(-keys, axis=2)[:, :, :top_k]
-        blocks: Block = TokenBlock(
+        tokens_block = TokenBlock(
             steps=np.arange(steps),
             token_step=np.repeat(np.arange(steps), tokens),
             source_rank=np.tile(np.arange(tokens) * ranks // tokens, steps),
             expert_ids=ids,
         )
+        block: Block = tokens_block
         if level == "rank_counts":
-            blocks = blocks.to_rank_counts(ranks, experts)
+            block = tokens_block.to_rank_counts(ranks, experts)
         elif level == "counts":
-            blocks = blocks.to_counts(experts)
-        assert isinstance(blocks, CountsBlock | RankCountsBlock | TokenBlock)
+            block = tokens_block.to_counts(experts)
         num_ranks = 0 if level == "counts" else ranks
         described = TraceMeta(level, layers, experts, top_k, num_ranks, **meta)  # type: ignore[arg-type]
         path = tmp_path / name
         with TraceWriter(path, described) as writer:
-            writer.append(blocks)
+            writer.append(block)
         return StoredTrace(path)
 
     return make

@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def some_results() -> dict[str, Any]:
-    nothing = dict.fromkeys(("mean", "p50", "p95", "p99", "max")) | {"unit": "ratio", "reason": "none"}
-    value = {"mean": 1.5, "p50": 1.4, "p95": 2.0, "p99": 2.0, "max": 2.0, "unit": "ratio"}
+    nothing: dict[str, Any] = dict.fromkeys(("mean", "p50", "p95", "p99", "max")) | {"unit": "ratio", "reason": "none"}
+    value: dict[str, Any] = {"mean": 1.5, "p50": 1.4, "p95": 2.0, "p99": 2.0, "max": 2.0, "unit": "ratio"}
     metrics = {key: dict(nothing) for key in METRICS} | {"max_over_mean": value, "optimality_gap": dict(value)}
     versus = {"max_over_mean": {"difference": 0.0, "low": None, "high": None}}
     trace = {"name": "t", "level": "counts", "origin": "recorded", "model": "m", "phase": "decode", "num_layers": 1}
     trace |= {"num_experts": 4, "top_k": 2, "steps_planned": 0, "steps_scored": 1}
-    setting = {"ranks": 2, "nodes": 1, "redundant": 0, "groups": 1, "seed": 0, "shared_cost": 0.0}
+    setting: dict[str, Any] = {"ranks": 2, "nodes": 1, "redundant": 0, "groups": 1, "seed": 0, "shared_cost": 0.0}
     setting |= {"history": "none", "version": "0", "command": "epsim"}
     stack = {"stack": "eplb", "metrics": metrics, "versus_first": versus}
     return {"schema": 1, "trace": trace, "setting": setting, "stacks": [stack], "verdict": "words"}

@@ -98,5 +98,6 @@ def _fixed(array: Array, dtype: type[np.generic], kind: pa.DataType) -> pa.Array
 
 
 def _values(table: pa.Table, name: str) -> Array:
-    flat: Array = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    # A copy: Arrow's memory is read-only, and PyTorch takes only what it may write to.
+    flat: Array = np.array(table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False))
     return flat

@@ -20,7 +20,7 @@ class ImportOptions:
     num_experts, shared_cost and score_rule. shared_cost: see TraceMeta. batch: places of the decode batch into which
     recordings by sequence are composed. ranks: source ranks among which composed or dealt tokens live.
     step_tokens: tokens a step, for token logs that know neither steps nor sequences. score_rule: from router logits
-    to choices (`router_logits`). seed: of what is drawn.
+    to choices (`router_logits`).
     """
 
     top_k: int | None = None
@@ -32,7 +32,6 @@ class ImportOptions:
     ranks: int | None = None
     step_tokens: int | None = None
     score_rule: ScoreRule | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
         options = {"--top-k": self.top_k, "--experts": self.num_experts, "--batch": self.batch}

@@ -108,7 +108,7 @@ def test_causes_are_never_negative_and_multiply_to_peak_over_mean(data: st.DataO
     share = data.draw(st.floats(0, 1))
     mean = sum(routed) / ranks
     optimum = mean + share * (min(max(routed), max(real)) - mean)
-    load = load_of([[routed]], [[real]], [[extra]])
+    load = load_of([[[float(value) for value in routed]]], [[real]], [[[float(value) for value in extra]]])
     values = layer_metrics(load, torch.tensor([[optimum]], dtype=torch.float64), shared)
     if sum(routed) == 0:
         return

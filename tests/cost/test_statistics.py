@@ -77,6 +77,7 @@ def test_few_steps_still_spread_around_the_difference(num_steps: int) -> None:
     got = BlockBootstrap(num_steps, 0).difference(series_of(values, 1), series_of(np.zeros_like(values), 1))
     assert got["low"] is not None
     assert got["high"] is not None
+    assert got["difference"] is not None
     assert got["low"] < got["difference"] < got["high"]
 
 
