@@ -30,6 +30,7 @@ from epsim.cli_traces import app as traces_app
 
 if TYPE_CHECKING:
     from epsim.policies.stack import PolicyStack
+    from epsim.traces.store import StoredTrace
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=epsim.__doc__)
 app.add_typer(traces_app, name="traces")
@@ -75,6 +76,10 @@ def replay_command(
     plan_share: Annotated[
         float, typer.Option("--plan-share", help="Without --history: the share of first steps to plan on.")
     ] = 0.5,
+    only: Annotated[
+        str | None,
+        typer.Option("--only", metavar="PHASE", help="Of a trace of several phases: prefill or decode alone."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,
     shared_cost: SharedCostOption = None,
     out: Annotated[
@@ -109,6 +114,9 @@ def replay_command(
     scored = open_trace([Path(trace)], reading)
     planned = None if history is None else open_trace([Path(history)], reading)
     hindsight = history is not None and os.path.realpath(history) == os.path.realpath(trace)
+    if only is not None:
+        scored = _only(scored, only)
+        planned = None if planned is None else _only(planned, only)
     with _progress("replaying", replay_length(scored, planned)) as advance:
         results = replay(
             scored,
@@ -172,6 +180,14 @@ def plan_command(
     planned = placements[placement]
     write_placement(planned, out, format_name, recorded.meta.layers)
     print(f"{out}: {placement} for {ranks} ranks, {planned.num_physical} slots a layer, {format_name} format")
+
+
+def _only(trace: StoredTrace, phase: str) -> StoredTrace:
+    from epsim.traces.importing import temporary_path
+    from epsim.traces.options import check_phase
+    from epsim.traces.select import select_phase
+
+    return select_phase(trace, check_phase("--only", phase), temporary_path())
 
 
 def named_stack(text: str) -> tuple[str, PolicyStack]:

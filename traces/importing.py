@@ -55,9 +55,7 @@ def open_trace(sources: Sources, options: ImportOptions | None = None) -> Stored
             return _as_stated(StoredTrace(sample_path()), options)
         if _is_parquet(Path(paths[0])):
             return _as_stated(StoredTrace(paths[0]), options)
-    folder = Path(tempfile.mkdtemp(prefix="epsim-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return import_trace(paths, folder / "trace.parquet", options)
+    return import_trace(paths, temporary_path(), options)
 
 
 def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace:
@@ -84,6 +82,13 @@ def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace
         shared_cost=filled if options.shared_cost is None else options.shared_cost,
     )
     return trace
+
+
+def temporary_path() -> Path:
+    """A place for a trace that is deleted at exit."""
+    folder = Path(tempfile.mkdtemp(prefix="epsim-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder / "trace.parquet"
 
 
 def sample_path() -> Path:

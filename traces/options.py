@@ -12,6 +12,14 @@ DEFAULT_RANKS = 16
 DEFAULT_STEP_TOKENS = 1024
 
 
+def check_phase(option: str, phase: str) -> Phase:
+    """The phase of that name. Raises ValueError, naming the option, for any other."""
+    found = next((known for known in PHASES if known == phase), None)
+    if found is None:
+        raise ValueError(f"{option} {phase}: give one of {', '.join(PHASES)}")
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class ImportOptions:
     """Options of an import; None: taken from the file or the model, else asked for or defaulted with a note.
@@ -41,8 +49,8 @@ class ImportOptions:
                 raise ValueError(f"{name} {value}: give 1 or more")
         if self.top_k is not None and self.num_experts is not None and self.top_k > self.num_experts:
             raise ValueError(f"--top-k {self.top_k} is larger than --experts {self.num_experts}")
-        if self.phase is not None and self.phase not in PHASES:
-            raise ValueError(f"--phase {self.phase}: give one of {', '.join(PHASES)}")
+        if self.phase is not None:
+            check_phase("--phase", self.phase)
         if self.score_rule is not None and self.score_rule not in SCORE_RULES:
             raise ValueError(f"--score-rule {self.score_rule}: give one of {', '.join(SCORE_RULES)}")
         if self.shared_cost is not None and not 0 <= self.shared_cost < float("inf"):
