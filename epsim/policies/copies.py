@@ -17,6 +17,7 @@ class Copies:
 
     expert [L, P] int64: the expert of each place of that order (ascending). slot [L, P]: its physical expert.
     first [L, E]: the place of an expert's first copy. number [L, E]: how many copies it has.
+    redundant: whether any expert has several. rank_of_slot [P], node_of_rank [R]: the placement's.
     """
 
     def __init__(self, placement: Placement) -> None:

@@ -19,8 +19,6 @@ def nearest_slots(copies: Copies) -> torch.Tensor:
     ranks that have the same choice take the copies in turn, from one that differs by expert.
     """
     placement, node = copies.placement, copies.node_of_rank
-    same_node = node[:, None] == node
-    earlier = torch.ones_like(same_node).triu(1)
     expert = torch.arange(placement.num_experts, device=node.device)[:, None]
     tables = []
     for slots in placement.logical_to_physical():
@@ -33,10 +31,9 @@ def nearest_slots(copies: Copies) -> torch.Tensor:
         candidates = torch.where(
             has_own[..., None], on_rank, torch.where(has_near[..., None], on_node, exists[:, None].expand_as(on_node))
         )
-        # float64 counts exactly, and integer matrix products are not offered on GPUs.
-        turn_node = asks_node.double() @ (earlier & same_node).double()
-        turn_any = (~has_near).double() @ earlier.double()
-        turn = torch.where(has_own, 0, torch.where(has_near, turn_node, turn_any).long() + expert)
+        # A node's ranks follow one another, so counting askers of all nodes gives those of one node turns in a row.
+        turn = torch.where(has_near, asks_node.cumsum(1), (~has_near).cumsum(1)) - 1 + expert
+        turn = torch.where(has_own, 0, turn)
         wanted = turn % candidates.sum(-1)
         chosen = (candidates.cumsum(-1) == wanted[..., None] + 1).to(torch.int64).argmax(-1)
         tables.append(slots.gather(1, chosen).T)

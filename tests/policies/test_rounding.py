@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -109,6 +110,23 @@ def test_tokens_fill_the_quotas_exactly(
     assert np.array_equal(found.to_rank_counts(ranks, placement.num_physical).counts, expected.numpy())
 
 
+@pytest.mark.parametrize("offset", [0, 1, ONE // 4 - 1, ONE // 4, ONE - 1])
+def test_points_on_a_boundary_belong_to_the_next_copy_in_both_forms(
+    monkeypatch: pytest.MonkeyPatch, offset: int
+) -> None:
+    monkeypatch.setattr("epsim.policies.rounding.offsets", lambda *_: torch.full((1, 1), offset))
+    copies = Copies(Placement(torch.zeros(1, 4, dtype=torch.int64), 1, 1))
+    fixed = torch.tensor([[[1, ONE // 4 - 1, ONE // 2, ONE // 4]]])
+    for number in range(1, 9):
+        zero = torch.zeros(number, dtype=torch.int64)
+        batch = Batch(zero[:1], zero[:1], zero, zero, zero[:, None, None], torch.arange(number))
+        points = [((j << 20) + offset) // number for j in range(number)]
+        expected = [sum(point >= end for end in (1, ONE // 4, ONE // 4 * 3)) for point in points]
+        assert systematic_ids(batch, fixed, copies)[:, 0, 0].tolist() == expected
+        quotas = systematic_quotas(torch.tensor([[[[number]]]]), fixed, copies)[0, 0, 0]
+        assert quotas.tolist() == [expected.count(slot) for slot in range(4)]
+
+
 def test_no_copy_is_further_than_one_token_from_its_share_on_a_rank(draw_problem: DrawProblem) -> None:
     placement, block = draw_problem(0, tokens=2000, redundant=20)
     copies = Copies(placement)
@@ -180,6 +198,8 @@ def test_other_seeds_steps_and_layers_draw_otherwise_and_frequencies_are_the_fra
     for column in (ids[:tokens, 0], ids[tokens:, 0], ids[:tokens, 1]):
         share = torch.bincount(column, minlength=3).double() / tokens
         assert float((share - fractions[0, 0, :3]).abs().max()) < 0.015
+    swapped = dataclasses.replace(batch, layers=torch.tensor([5, 3]))
+    assert torch.equal(sampled_ids(swapped, fixed, copies, 1)[:, :, 0], ids.flip(1))
     # Independent draws agree with probability 0.36 + 0.09 + 0.01.
     others = (ids[tokens:, 0], ids[:tokens, 1], sampled_ids(batch, fixed, copies, 2)[:tokens, 0, 0])
     for other in others:
