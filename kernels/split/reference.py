@@ -5,32 +5,43 @@ from __future__ import annotations
 import torch
 
 
+class SplitProgram:
+    """min M, such that the loads of a rank's slots sum to at most M, and those of an expert's slots to its load.
+
+    physical_to_logical [P] int64, loads [E] >= 0. OR-Tools, https://developers.google.com/optimization/lp.
+    """
+
+    def __init__(self, physical_to_logical: torch.Tensor, num_ranks: int, loads: torch.Tensor) -> None:
+        from ortools.linear_solver import pywraplp
+
+        slots_per_rank = len(physical_to_logical) // num_ranks
+        # Scaled to a mean of one: GLOP's tolerances are absolute.
+        self.scale = float(loads.sum()) / num_ranks or 1.0
+        self.solver = pywraplp.Solver.CreateSolver("GLOP")
+        no_limit = self.solver.infinity()
+        self.peak = self.solver.NumVar(0, no_limit, "")
+        self.solver.Minimize(self.peak)
+        per_rank = [self.solver.Constraint(-no_limit, 0) for _ in range(num_ranks)]
+        per_expert = [self.solver.Constraint(load / self.scale, load / self.scale) for load in loads.tolist()]
+        for row in per_rank:
+            row.SetCoefficient(self.peak, -1)
+        self.split = []
+        for slot, expert in enumerate(physical_to_logical.tolist()):
+            part = self.solver.NumVar(0, no_limit, "")
+            per_rank[slot // slots_per_rank].SetCoefficient(part, 1)
+            per_expert[expert].SetCoefficient(part, 1)
+            self.split.append(part)
+
+    def solve(self) -> tuple[float, torch.Tensor]:
+        """The least peak, and a split [P] float64 that reaches it. Raises RuntimeError where GLOP fails."""
+        if self.solver.Solve() != self.solver.OPTIMAL:
+            raise RuntimeError("GLOP found no optimum of the split problem")
+        split = [part.solution_value() * self.scale for part in self.split]
+        return self.peak.solution_value() * self.scale, torch.tensor(split, dtype=torch.float64)
+
+
 def solve_reference(
     physical_to_logical: torch.Tensor, num_ranks: int, loads: torch.Tensor
 ) -> tuple[float, torch.Tensor]:
-    """physical_to_logical [P] int64, loads [E] >= 0 -> the least peak, and a split [P] float64 that reaches it.
-
-    min M, such that per rank the sum of its slots' loads <= M, and per expert the sum of its slots' loads is its load.
-    Raises RuntimeError where GLOP fails. OR-Tools, https://developers.google.com/optimization/lp.
-    """
-    from ortools.linear_solver import pywraplp
-
-    slots_per_rank = len(physical_to_logical) // num_ranks
-    # Scaled to a mean of one: GLOP's tolerances are absolute.
-    scale = float(loads.sum()) / num_ranks or 1.0
-    solver = pywraplp.Solver.CreateSolver("GLOP")
-    peak = solver.NumVar(0, solver.infinity(), "peak")
-    solver.Minimize(peak)
-    per_rank = [solver.Constraint(-solver.infinity(), 0) for _ in range(num_ranks)]
-    per_expert = [solver.Constraint(load / scale, load / scale) for load in loads.tolist()]
-    for row in per_rank:
-        row.SetCoefficient(peak, -1)
-    split = []
-    for slot, expert in enumerate(physical_to_logical.tolist()):
-        share = solver.NumVar(0, solver.infinity(), "")
-        per_rank[slot // slots_per_rank].SetCoefficient(share, 1)
-        per_expert[expert].SetCoefficient(share, 1)
-        split.append(share)
-    if solver.Solve() != solver.OPTIMAL:
-        raise RuntimeError("GLOP found no optimum of the split problem")
-    return peak.solution_value() * scale, torch.tensor([s.solution_value() * scale for s in split], dtype=torch.float64)
+    """physical_to_logical [P] int64, loads [E] >= 0 -> the least peak, and a split [P] float64 that reaches it."""
+    return SplitProgram(physical_to_logical, num_ranks, loads).solve()

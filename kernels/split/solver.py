@@ -8,16 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import numpy as np
 import torch
 
-from epsim.kernels.split.structure import SplitStructure
+from epsim.kernels.split.structure import Floats, SplitStructure
 
 Backend: TypeAlias = Literal["auto", "cpu"]
 
 MAX_SWEEPS = 100_000
 EXACT = 2.0**53
 """Whole numbers below it are exact in float64."""
-CHUNK = 1024
+CHUNK = 512
 """Problems a thread takes at a time: converted loads stay in its cache."""
 
 
@@ -157,10 +158,10 @@ def _solve(
         part = slice(first, first + CHUNK)
         begin = torch.empty(0, structure.num_physical) if start is None else start[part].detach()
         cpu.solve_range(
-            _floats(loads[part]).numpy(),
+            _floats(loads[part]),
             layer[part].cpu().contiguous().numpy(),
             structure.tables,
-            _floats(begin).numpy(),
+            _floats(begin),
             tol,
             max_sweeps,
             EXACT if integral else math.inf,
@@ -193,8 +194,9 @@ def _solve(
     )
 
 
-def _floats(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().to("cpu", torch.float64).contiguous()
+def _floats(values: torch.Tensor) -> Floats:
+    # By NumPy: PyTorch would start threads of its own inside ours.
+    return np.ascontiguousarray(values.detach().cpu().numpy(), dtype=np.float64)
 
 
 def _spread(run: Callable[[int], None], firsts: range) -> None:

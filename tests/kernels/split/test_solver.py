@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epsim.kernels.split import Solution, SplitStructure, prepare, solve, solve_batched, solve_gathered, solve_peak
+from epsim.kernels.split.problems import chain, clique
 from epsim.kernels.split.reference import solve_reference
 
 TOL = 1e-4
@@ -27,14 +28,6 @@ def even_split(structure: SplitStructure, loads: torch.Tensor) -> torch.Tensor:
     """One layer: [B, E] -> [B, P], every physical expert of an expert alike."""
     slots = structure.physical_to_logical[0]
     return (loads.double() / torch.bincount(slots, minlength=structure.num_experts))[:, slots]
-
-
-def chain(num_ranks: int, ring: bool = False) -> torch.Tensor:
-    """[1, 2R]: expert e on ranks e and e + 1; the ends of a chain hold an expert of one copy each, a ring has none."""
-    slots = []
-    for rank in range(num_ranks):
-        slots += [(rank - 1) % num_ranks if ring or rank else num_ranks, rank]
-    return torch.tensor([slots])
 
 
 def check(structure: SplitStructure, loads: torch.Tensor, layer: torch.Tensor, found: Solution) -> None:
@@ -129,11 +122,7 @@ def random_problem(generator: torch.Generator) -> tuple[torch.Tensor, int, torch
         slots = chain(num_ranks, ring=True)[0]
     elif kind == 3:  # every pair of ranks shares an expert
         num_ranks = draw(3, 7)
-        on_rank: list[list[int]] = [[] for _ in range(num_ranks)]
-        for expert, pair in enumerate(itertools.combinations(range(num_ranks), 2)):
-            on_rank[pair[0]].append(expert)
-            on_rank[pair[1]].append(expert)
-        slots = torch.tensor(on_rank).flatten()
+        slots = clique(num_ranks)[0]
     else:
         num_physical = num_ranks * draw(1, 6)
         num_experts = draw(max(1, num_physical // 3), num_physical)

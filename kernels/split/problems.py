@@ -1,0 +1,44 @@
+"""Split problems for tests and benchmarks: real ones drawn from recorded marginals, and hard ones."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+def chain(num_ranks: int, ring: bool = False) -> torch.Tensor:
+    """[1, 2R]: expert e on ranks e and e + 1; the ends of a chain hold an expert of one copy each, a ring has none."""
+    slots = []
+    for rank in range(num_ranks):
+        slots += [(rank - 1) % num_ranks if ring or rank else num_ranks, rank]
+    return torch.tensor([slots])
+
+
+def clique(num_ranks: int) -> torch.Tensor:
+    """[1, R * (R - 1)]: an expert for every pair of ranks."""
+    on_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    for expert, pair in enumerate(itertools.combinations(range(num_ranks), 2)):
+        for rank in pair:
+            on_rank[rank].append(expert)
+    return torch.tensor(on_rank).flatten()[None]
+
+
+def drifted_counts(
+    planned: npt.NDArray[np.generic],
+    later: npt.NDArray[np.generic],
+    num_assignments: int,
+    num_steps: int,
+    rng: np.random.Generator,
+) -> torch.Tensor:
+    """Batches that differ from what the placement was planned on: counts [S, L, E] int64, multinomial.
+
+    planned, later [L, E]: recorded counts. A batch's marginals are a mixture of both with up to 60% of the later, times
+    lognormal noise of sigma 0.3 per expert.
+    """
+    part = 0.6 * rng.random((num_steps, len(planned), 1))
+    old, new = (counts / counts.sum(1, keepdims=True) for counts in (planned, later))
+    share = ((1 - part) * old + part * new) * rng.lognormal(0, 0.3, (num_steps, *planned.shape))
+    return torch.from_numpy(rng.multinomial(num_assignments, share / share.sum(2, keepdims=True)))
