@@ -12,7 +12,7 @@ from epsim.placement.base import Placement
 from epsim.policies.base import Batch, SharedWork, Split, local_index
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load, joined
-from epsim.policies.rounding import fixed_point
+from epsim.policies.rounding import ONE, fixed_point
 from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
 from epsim.traces.trace import Block, CountsBlock, Level, RankCountsBlock, TokenBlock
@@ -111,7 +111,8 @@ class BoundStack:
         """counts [S, L, E] -> expected loads, with tokens evenly spread over source ranks."""
         copies, num_ranks = self.copies, self.copies.placement.num_ranks
         assignments = _sums(counts)
-        per_slot = self.split.fractions(counts, copies) * copies.per_slot(counts)
+        fractions = self.split.fractions(counts, copies)
+        per_slot = fractions * copies.per_slot(counts)
         routed = copies.per_rank(per_slot)
         tokens = assignments.to(torch.float64) / self.setting.top_k
         shared_tokens = (tokens * (self.has_shared / num_ranks))[..., None].expand_as(routed)
@@ -122,7 +123,8 @@ class BoundStack:
             shared_tokens=shared_tokens,
             tokens=tokens,
             assignments=assignments,
-            active=copies.per_rank((per_slot > 0).to(torch.int64)),
+            # What the fixed-point fractions would round to nothing is a solver's dust, not load.
+            active=copies.per_rank(((per_slot > 0) & (fractions * ONE >= 0.5)).to(torch.int64)),
             remote_rank=None,
             remote_node=None,
             shared_remote_rank=None,
