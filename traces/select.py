@@ -28,17 +28,18 @@ def select_phase(trace: StoredTrace, phase: Phase, target: Path) -> StoredTrace:
                 continue
             token = chosen[block.token_step]
             place = np.cumsum(chosen) - 1
-            rows = {
-                name: getattr(block, name) for name in ("source_rank", "expert_ids", "scores", "score_ids", "domain")
-            }
-            writer.append(
-                TokenBlock(
-                    steps=block.steps[chosen],
-                    token_step=place[block.token_step[token]],
-                    phase=block.phase[chosen],
-                    **{name: None if values is None else values[token] for name, values in rows.items()},
-                )
+            part = dataclasses.replace(
+                block,
+                steps=block.steps[chosen],
+                token_step=place[block.token_step[token]],
+                source_rank=block.source_rank[token],
+                expert_ids=block.expert_ids[token],
+                scores=None if block.scores is None else block.scores[token],
+                score_ids=None if block.score_ids is None else block.score_ids[token],
+                domain=None if block.domain is None else block.domain[token],
+                phase=block.phase[chosen],
             )
+            writer.append(part)
         if not writer.num_steps:
             raise ValueError(f"--only {phase}: the trace has no step of that phase")
         writer.add_note(f"only the {writer.num_steps} {phase} steps of {trace.num_steps}")
