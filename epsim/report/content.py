@@ -101,8 +101,18 @@ def facts(results: Results) -> list[tuple[str, str]]:
         ("seed, version", f"{setting['seed']}, epsim {setting['version']}"),
         ("command", setting["command"]),
         *(("note", note) for note in trace.get("notes", [])),
-        *((f"note on {label(entry)}", note) for entry in results["stacks"] for note in entry.get("notes", [])),
+        *_stack_notes(results),
     ]
+
+
+def _stack_notes(results: Results) -> list[tuple[str, str]]:
+    """Notes on stacks; what is said of all of them is said once."""
+    said: dict[str, list[str]] = {}
+    for entry in results["stacks"]:
+        for note in entry.get("notes", []):
+            said.setdefault(note, []).append(label(entry))
+    num_stacks = len(results["stacks"])
+    return [("note" if len(on) == num_stacks else f"note on {', '.join(on)}", note) for note, on in said.items()]
 
 
 def key_headers(results: Results) -> list[str]:
