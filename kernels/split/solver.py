@@ -61,8 +61,8 @@ def solve(
     loads [B, E] float64 or int64, >= 0: load of each logical expert. layer [B] int64: the layer whose placement each
     problem has. start [B, P]: a split to begin with, such as the last batch's; it is scaled to the new loads.
     A problem that uses up max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`.
-    Raises ValueError for shapes that do not fit the structure, for negative or non-finite loads, and for integer loads
-    that sum to 2^53 or more.
+    Raises ValueError for shapes that do not fit the structure, for negative loads, for loads whose sum is not finite,
+    and for integer loads that sum to 2^53 or more.
     """
     return _solve(structure, loads, layer, tol, start, backend, max_sweeps, want_split=True)
 
@@ -180,7 +180,7 @@ def _solve(
         worst = int(bad[0, 0])
         if int(status[worst]) == cpu.TOO_LARGE and integral:
             raise ValueError(f"problem {worst}: loads sum to 2^53 or more, beyond exact integers: scale them down")
-        raise ValueError(f"problem {worst}: a load is negative, infinite or not a number")
+        raise ValueError(f"problem {worst}: a load is negative, not a number, or too large to sum")
     device = loads.device
     # A bound that was rounded up past the peak is still one when lowered to it.
     return Solution(
