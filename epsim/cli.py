@@ -234,6 +234,8 @@ class _progress:  # noqa: N801
 
 def main() -> None:
     """The console script. Mistakes of the user: one line, exit code 2. EPSIM_DEBUG=1 shows the traceback."""
+    # Threads of OpenMP that spin while they wait take the cores from those that work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(standalone_mode=False)
     except (ValueError, OSError) as error:

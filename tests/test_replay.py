@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,12 @@ import torch
 from epsim.kernels.split.reference import solve_reference
 from epsim.placement import placement_policy
 from epsim.placement.base import Cluster
+from epsim.placement.eplb import rebalance_experts
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.results import Results, check_results
+from epsim.traces.importing import open_trace
+from epsim.traces.options import ImportOptions
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import CountsBlock, TokenBlock
 
@@ -83,6 +88,22 @@ def test_even_planned_on_its_own_file_reproduces_eplbs_balance(make_trace: Trace
     own = (per_rank.mean(1) / per_rank.amax(1)).mean()
     assert mean(results, 0, "balancedness") == pytest.approx(float(own), rel=1e-12)
     assert "hindsight" in results["setting"]["history"]
+
+
+@pytest.mark.recordings
+def test_even_reproduces_eplbs_balance_on_deepseek_v3() -> None:
+    """Planned and scored on the same file, the routed balance is EPLB's own figure, from its weights and its maps."""
+    path = Path(__file__).resolve().parents[1] / "../shared/traces/deepseek-v3-sglang/prefill_in2048.json"
+    if not path.exists():
+        pytest.skip("the recordings are not here")
+    trace = open_trace(path, ImportOptions(model="deepseek-v3"))
+    results = replay(trace, options("eplb", ranks=16, redundant=32, nodes=2), trace, hindsight=True)
+    weight = torch.tensor(json.loads(path.read_text())["logical_count"], dtype=torch.float64)[3:]
+    physical_to_logical, _, copies = rebalance_experts(weight, 288, 1, 2, 16)
+    per_rank = (weight / copies).gather(1, physical_to_logical).reshape(58, 16, 18).sum(2)
+    own = per_rank.mean(1) / per_rank.amax(1)
+    assert mean(results, 0, "routed_balancedness") == pytest.approx(float(own.mean()), rel=1e-12)
+    assert 0.99 < float(own.mean()) < 1
 
 
 def test_total_load_with_a_shared_expert(make_trace: TraceMaker) -> None:
@@ -209,6 +230,7 @@ def test_memory_stays_bounded_while_streaming(make_trace: TraceMaker) -> None:
 import resource
 import numpy as np
 from epsim.placement.base import Cluster
+from epsim.placement.eplb import rebalance_experts
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.traces.store import StoredTrace, TraceWriter
