@@ -1,8 +1,8 @@
 """The split on the CPU: water-filling to come near, then augmenting paths to finish and to prove it.
 
 1. From the even split, three sweeps of water-filling: each replicated expert in turn is poured over the ranks of its
-   copies (pairs in closed form). A step is exact for its expert and never raises the peak, so that the split is feasible
-   at any time, mostly near the optimum after these, and never worse than even.
+   copies (pairs in closed form). A step is exact for its expert and never raises the peak: the split is feasible at any
+   time, mostly near the optimum after these, and never worse than even.
 2. A lower bound: for any rank set A, M* >= (load that cannot leave A) / |A|. First the whole group's mean, and each
    rank's fixed load alone.
 3. While ranks are above the bound by more than the tolerance: breadth first from all of them, over experts with load on
