@@ -5,8 +5,9 @@ from __future__ import annotations
 from epsim.placement.base import PlacementPolicy
 from epsim.placement.contiguous import Contiguous
 from epsim.placement.eplb import Eplb
+from epsim.placement.searched import Searched
 
-_POLICIES: tuple[PlacementPolicy, ...] = (Contiguous(), Eplb(), Eplb("global"), Eplb("hierarchical"))
+_POLICIES: tuple[PlacementPolicy, ...] = (Contiguous(), Eplb(), Eplb("global"), Eplb("hierarchical"), Searched())
 PLACEMENTS: dict[str, PlacementPolicy] = {policy.name: policy for policy in _POLICIES}
 
 

@@ -26,7 +26,7 @@ def hierarchical_obstacle(num_experts: int, num_groups: int, num_nodes: int, num
     return ""
 
 
-def _prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> bool:
+def prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> bool:
     """True where hierarchical is impossible, or where it alone would have to put an expert twice on a rank."""
     if hierarchical_obstacle(num_experts, num_groups, num_nodes, num_gpus):
         return True
@@ -44,7 +44,7 @@ def rebalance_experts(
     logcnt [L, E], all int64 on the CPU. Raises ValueError for shapes and weights that no placement fits.
     """
     num_experts = weight.shape[-1]
-    if _prefers_global(num_experts, num_replicas, num_groups, num_nodes, num_gpus):
+    if prefers_global(num_experts, num_replicas, num_groups, num_nodes, num_gpus):
         num_groups = num_nodes = 1
     return _rebalance(weight, num_replicas, num_groups, num_nodes, num_gpus)
 
@@ -112,7 +112,7 @@ class Eplb:
             obstacle = hierarchical_obstacle(num_experts, groups, nodes, cluster.num_ranks)
             if obstacle:
                 raise ValueError(f"eplb-hierarchical is impossible here: {obstacle}; use eplb-global")
-        elif self.form == "global" or _prefers_global(num_experts, num_physical, groups, nodes, cluster.num_ranks):
+        elif self.form == "global" or prefers_global(num_experts, num_physical, groups, nodes, cluster.num_ranks):
             groups = nodes = 1
         phy2log, _, _ = _rebalance(history.sum(0), num_physical, groups, nodes, cluster.num_ranks)
         return Placement(phy2log.to(history.device), num_experts, cluster.num_ranks, cluster.num_nodes)

@@ -1,7 +1,7 @@
 """Placement files: our own, and what serving systems load as it is.
 
-sglang: JSON for `--init-expert-location` (python/sglang/srt/eplb/expert_location.py): a path that ends in .json, one key,
-    physical_to_logical_map (further keys are refused there), a row for every layer of the model, dense ones too.
+sglang: JSON for `--init-expert-location` (python/sglang/srt/eplb/expert_location.py): a path ending in .json, one key,
+    physical_to_logical_map (further keys are refused there), and a row for every layer of the model, dense ones too.
 vllm: JSON for `eplb_config.expert_map_path` of vLLM-Ascend (vllm_ascend/eplb/core/eplb_utils.py), the one static map
     that a released vLLM loads; upstream vLLM has pull requests for it only. Its layers are the mixture-of-experts
     layers by their place, and an expert can be on a rank only once.

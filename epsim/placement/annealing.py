@@ -1,0 +1,177 @@
+"""Simulated annealing over placements, compiled: swaps of two slots, and slots given to another expert.
+
+A problem is one layer under several rows of load (steps, windows of steps, or variations of them). Its score is the
+weighted mean over rows of the largest rank load under an even split; rows are scaled to a mean rank load of 1, so the
+score is a max-over-mean. A swap is evaluated in O(rows): for every row the three heaviest ranks are kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint64]
+
+SWAP_SHARE = 0.85
+BUSY_SHARE = 0.7
+
+
+@njit(inline="always")
+def _below(state: Words, bound: int) -> np.int64:
+    """A pseudo-random integer in 0..bound-1 (xorshift64, Marsaglia 2003)."""
+    x = state[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    state[0] = x
+    return np.int64((x >> np.uint64(11)) % np.uint64(bound))
+
+
+@njit(inline="always")
+def _unit(state: Words) -> float:
+    """A pseudo-random number in (0, 1]."""
+    return (_below(state, 1 << 52) + 1) / (1 << 52)
+
+
+@njit(inline="always")
+def _find_heaviest(load: Floats, top: Ints, row: int) -> None:
+    a, b, c = -1, -1, -1
+    for rank in range(load.shape[0]):
+        if a < 0 or load[rank, row] > load[a, row]:
+            a, b, c = rank, a, b
+        elif b < 0 or load[rank, row] > load[b, row]:
+            b, c = rank, b
+        elif c < 0 or load[rank, row] > load[c, row]:
+            c = rank
+    top[0, row], top[1, row], top[2, row] = a, b, c
+
+
+@njit(cache=True)
+def _set_up(rows: Floats, slots: Ints, copies: Ints, held: Ints, load: Floats, top: Ints) -> None:
+    num_ranks, slots_per_rank = slots.shape
+    copies[:] = 0
+    held[:] = 0
+    load[:] = 0
+    for rank in range(num_ranks):
+        for place in range(slots_per_rank):
+            copies[slots[rank, place]] += 1
+            held[rank, slots[rank, place]] += 1
+    for rank in range(num_ranks):
+        for place in range(slots_per_rank):
+            load[rank] += rows[slots[rank, place]] / copies[slots[rank, place]]
+    for row in range(rows.shape[1]):
+        _find_heaviest(load, top, row)
+
+
+@njit(cache=True, nogil=True)
+def anneal(
+    rows: Floats,
+    weight: Floats,
+    span: int,
+    slots: Ints,
+    best_slots: Ints,
+    best_score: float,
+    random: Words,
+    num_moves: int,
+    hot: float,
+    cold: float,
+) -> float:
+    """A stretch of num_moves proposals at temperatures falling from hot to cold. Returns the best score so far.
+
+    rows [E, rows]; weight [rows], sums to 1; slots, best_slots [R, slots per rank], both updated, as is random [1], the
+    generator's state, not 0. Experts stay within their block of `span` ranks (a node), and none gets onto a rank that
+    holds it already. Holds no lock, so that layers can go in threads.
+    """
+    num_experts, num_rows = rows.shape
+    num_ranks, slots_per_rank = slots.shape
+    copies = np.empty(num_experts, np.int64)
+    held = np.empty((num_ranks, num_experts), np.int64)
+    load = np.empty((num_ranks, num_rows))
+    top = np.empty((3, num_rows), np.int64)
+    _set_up(rows, slots, copies, held, load, top)
+    new_load = np.empty((num_ranks, num_rows))
+    score = 0.0
+    for row in range(num_rows):
+        score += weight[row] * load[top[0, row], row]
+    if score < best_score:
+        best_score = score
+        best_slots[:] = slots
+
+    for move in range(num_moves):
+        temperature = hot * (cold / hot) ** (move / num_moves)
+        highest = score - temperature * np.log(_unit(random))
+        busy = _unit(random) < BUSY_SHARE
+        r = top[0, _below(random, num_rows)] if busy else _below(random, num_ranks)
+        q = r // span * span + _below(random, span)
+        new_score = 0.0
+        if _unit(random) < SWAP_SHARE:
+            if q == r:
+                continue
+            i, j = _below(random, slots_per_rank), _below(random, slots_per_rank)
+            a, b = slots[r, i], slots[q, j]
+            if a == b or held[q, a] > 0 or held[r, b] > 0:
+                continue
+            share_a, share_b = 1 / copies[a], 1 / copies[b]
+            for row in range(num_rows):
+                change = rows[b, row] * share_b - rows[a, row] * share_a
+                peak = max(load[r, row] + change, load[q, row] - change)
+                for k in range(3):
+                    other = top[k, row]
+                    if other != r and other != q:
+                        if other >= 0:
+                            peak = max(peak, load[other, row])
+                        break
+                new_score += weight[row] * peak
+            if new_score > highest:
+                continue
+            slots[r, i], slots[q, j] = b, a
+            held[r, a] -= 1
+            held[q, a] += 1
+            held[q, b] -= 1
+            held[r, b] += 1
+            for row in range(num_rows):
+                change = rows[b, row] * share_b - rows[a, row] * share_a
+                load[r, row] += change
+                load[q, row] -= change
+        else:
+            # A slot of q, held by a copy of expert a, goes to b, an expert of r (or of any rank where q is r itself).
+            giver = r if q != r else r // span * span + _below(random, span)
+            b = slots[giver, _below(random, slots_per_rank)]
+            j = _below(random, slots_per_rank)
+            a = slots[q, j]
+            if a == b or copies[a] < 2 or held[q, b] > 0:
+                continue
+            less, more = 1 / copies[a] - 1 / (copies[a] - 1), 1 / copies[b] - 1 / (copies[b] + 1)
+            for rank in range(num_ranks):
+                if rank == q:
+                    new_load[q] = load[q] - rows[a] / copies[a] + rows[b] / (copies[b] + 1)
+                    continue
+                for row in range(num_rows):
+                    new_load[rank, row] = load[rank, row]
+                if held[rank, a] > 0:
+                    new_load[rank] -= less * held[rank, a] * rows[a]
+                if held[rank, b] > 0:
+                    new_load[rank] -= more * held[rank, b] * rows[b]
+            for row in range(num_rows):
+                peak = new_load[0, row]
+                for rank in range(1, num_ranks):
+                    peak = max(peak, new_load[rank, row])
+                new_score += weight[row] * peak
+            if new_score > highest:
+                continue
+            slots[q, j] = b
+            held[q, a] -= 1
+            held[q, b] += 1
+            copies[a] -= 1
+            copies[b] += 1
+            load[:] = new_load
+        for row in range(num_rows):
+            _find_heaviest(load, top, row)
+        score = new_score
+        if score < best_score - 1e-12:
+            best_score = score
+            best_slots[:] = slots
+    return best_score

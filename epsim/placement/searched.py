@@ -1,0 +1,191 @@
+"""A placement found by search, scored on the history's steps one by one instead of on their sum."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from epsim.placement.annealing import Floats, Ints, Words, anneal
+from epsim.placement.balance import even_balance
+from epsim.placement.base import Cluster, Placement
+from epsim.placement.eplb import Eplb, prefers_global
+from epsim.placement.exact import MAX_LITERALS, improve, num_literals
+
+MAX_WINDOWS = 32
+TILT = 0.1
+# Proposals a slot in each annealing where there are up to FULL_ROWS rows, fewer beyond: the work stays the same.
+MOVES_PER_SLOT = 400
+FULL_ROWS = 12
+STRETCHES = 10
+# First temperatures in units of a slot's mean load, and by what factor they fall. The first stays near EPLB's
+# placement, the others suit ever fewer and larger slots; a hotter one must win by MARGIN, since it forgets more of it.
+HEATS = (0.01, 0.1, 0.4)
+COOLING = 100
+MARGIN = 0.003
+EXACT_EFFORT = 2.0
+
+
+def load_rows(history: torch.Tensor, num_ranks: int) -> tuple[Floats, Floats]:
+    """What a search is scored on: history [S, L, E] -> rows [L, E, rows], scaled to a mean rank load of 1, and their
+    weights [L, rows], which sum to 1 for a layer.
+
+    - One row a step, or a window of consecutive steps where there are more than MAX_WINDOWS. What differs between
+      windows is partly chance: it is shrunk towards the mean by the share of the variance that a multinomial draw of
+      as many assignments explains (James and Stein's estimator in form).
+    - Two rows more, the mean raised to the powers 1 -+ TILT: routing that grows more even or more skewed, the one drift
+      that even a single aggregated step suggests.
+    """
+    num_steps, num_layers, num_experts = history.shape
+    num_windows = min(num_steps, MAX_WINDOWS)
+    counts = torch.zeros(num_windows, num_layers, num_experts, dtype=torch.float64)
+    for window, steps in enumerate(history.tensor_split(num_windows)):
+        counts[window] = steps.sum(0)
+    total = counts.sum(-1)
+    weight = (total > 0).to(torch.float64)
+    share = counts / total.clamp(min=1)[..., None]
+    mean = share.sum(0) / weight.sum(0).clamp(min=1)[:, None]
+    spread = (((share - mean) ** 2).sum(-1) * weight).sum(0)
+    chance = ((share * (1 - share)).sum(-1) / total.clamp(min=1)).sum(0)
+    real = torch.where(spread > 0, 1 - chance / spread, 0.0).clamp(min=0)
+    share = torch.cat([mean + real[:, None] * (share - mean), torch.stack([mean ** (1 - TILT), mean ** (1 + TILT)])])
+    rows = share / share.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny) * num_ranks
+    weight = torch.cat([weight, torch.ones(2, num_layers)])
+    return rows.permute(1, 2, 0).contiguous().numpy(), (weight / weight.sum(0)).T.contiguous().numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """Starts from EPLB's placement and anneals, layer by layer; small layers are then given to CP-SAT.
+
+    Scored by the mean over the history's steps of the largest rank load over the mean one, under an even split. A layer
+    on which EPLB's placement does better on the history as it is keeps that. Where EPLB is hierarchical, experts stay
+    on the nodes that it gives them.
+
+    seconds: wall-clock for all layers together. The work is set by the sizes alone, so the same history and seed give
+    the same placement, unless the time is short: then the annealing is.
+    """
+
+    seconds: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"a search of {self.seconds} seconds: give more than 0")
+
+    @property
+    def name(self) -> str:
+        return "searched"
+
+    @property
+    def needs_history(self) -> bool:
+        return True
+
+    @property
+    def needs_steps(self) -> bool:
+        return True
+
+    def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
+        start = Eplb().plan(history, cluster)
+        sizes = (start.num_experts, start.num_physical, cluster.num_groups, cluster.num_nodes, start.num_ranks)
+        span = start.num_ranks if prefers_global(*sizes) else start.num_ranks // start.num_nodes
+        rows, weight = load_rows(history, start.num_ranks)
+        slots = start.physical_to_logical.view(start.num_layers, start.num_ranks, -1).cpu().numpy()
+        # Compiles on the first call after an installation, some seconds that are not the search's.
+        anneal(rows[0], weight[0], span, slots[0].copy(), slots[0].copy(), 0.0, np.ones(1, np.uint64), 0, 1.0, 1.0)
+        clock = _Clock(self.seconds)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            best = _anneal_layers(rows, weight, slots, span, self.seed, clock, pool)
+            if span == start.num_ranks:
+                best = _improve_layers(rows, weight, best, clock, pool)
+        found = _placed(torch.from_numpy(best).to(history.device).flatten(1), start)
+        worse = _mean_balance(history, found) > _mean_balance(history, start)
+        return _placed(torch.where(worse[:, None], start.physical_to_logical, found.physical_to_logical), start)
+
+
+class _Clock:
+    """Measures out work so that it fits the time, without changing it where the time suffices."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.perf_counter() + seconds
+        self.seconds = seconds
+
+    @property
+    def left(self) -> float:
+        return max(self.end - time.perf_counter(), 0.0)
+
+    def share(self, work_left: float) -> float:
+        """The part of a piece of work that can be afforded, given which share of all work is still to be done."""
+        return min(1.0, self.left / (self.seconds * work_left))
+
+
+def _anneal_layers(
+    rows: Floats, weight: Floats, start: Ints, span: int, seed: int, clock: _Clock, pool: ThreadPoolExecutor
+) -> Ints:
+    """The best slots [L, R, slots per rank] of annealings from `start` at every heat."""
+    num_layers, _, num_rows = rows.shape
+    slots_per_rank = start.shape[2]
+    moves = MOVES_PER_SLOT * start[0].size * FULL_ROWS // max(num_rows, FULL_ROWS) // STRETCHES
+    random: Words = np.random.default_rng(seed).integers(1, 2**63, (num_layers,), dtype=np.uint64)
+    best, best_score = start.copy(), np.full(num_layers, np.inf)
+    for attempt, heat in enumerate(HEATS):
+        slots, found, found_score = start.copy(), start.copy(), np.full(num_layers, np.inf)
+        for stretch in range(STRETCHES):
+            hot, cold = (heat / slots_per_rank * COOLING ** -(part / STRETCHES) for part in (stretch, stretch + 1))
+            left = 1 - (attempt * STRETCHES + stretch) / (len(HEATS) * STRETCHES)
+            num_moves = int(moves * clock.share(left))
+
+            state = (slots, found, found_score, random)
+            found_score = _anneal_stretch(rows, weight, span, *state, num_moves, hot, cold, pool)
+        better = found_score < best_score * (1 - MARGIN)
+        best[better], best_score[better] = found[better], found_score[better]
+    return best
+
+
+def _anneal_stretch(
+    rows: Floats,
+    weight: Floats,
+    span: int,
+    slots: Ints,
+    best: Ints,
+    best_score: Floats,
+    random: Words,
+    num_moves: int,
+    hot: float,
+    cold: float,
+    pool: ThreadPoolExecutor,
+) -> Floats:
+    def run(layer: int) -> float:
+        state = (slots[layer], best[layer], best_score[layer], random[layer : layer + 1])
+        return float(anneal(rows[layer], weight[layer], span, *state, num_moves, hot, cold))
+
+    return np.array(list(pool.map(run, range(len(rows)))))
+
+
+def _improve_layers(rows: Floats, weight: Floats, slots: Ints, clock: _Clock, pool: ThreadPoolExecutor) -> Ints:
+    """Slots [L, R, slots per rank] after CP-SAT has had its go at them, where they are few enough for it."""
+    num_layers, num_experts, _ = rows.shape
+    num_ranks, slots_per_rank = slots.shape[1:]
+    if num_literals(num_experts, num_ranks, slots[0].size) > MAX_LITERALS or slots_per_rank > num_experts:
+        return slots
+
+    def run(layer: int) -> Ints:
+        improved = improve(rows[layer], weight[layer], slots[layer], EXACT_EFFORT / num_layers, clock.left)
+        return slots[layer] if improved is None else improved
+
+    return np.stack(list(pool.map(run, range(num_layers))))
+
+
+def _placed(slots: torch.Tensor, like: Placement) -> Placement:
+    return Placement(slots, like.num_experts, like.num_ranks, like.num_nodes)
+
+
+def _mean_balance(history: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """[L]: mean over the steps of history [S, L, E], in bounded memory."""
+    num_blocks = -(-history.numel() // 2**22)
+    blocks = history.tensor_split(num_blocks)
+    return torch.stack([even_balance(block, placement).sum(0) for block in blocks]).sum(0) / len(history)
