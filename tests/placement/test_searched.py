@@ -146,7 +146,7 @@ def test_many_steps_become_windows_of_equal_length() -> None:
 
 
 def test_exact_finds_the_best_of_all() -> None:
-    rows = np.array([[9.0, 2.0], [5.0, 5.0], [3.0, 4.0], [1.0, 7.0]])
+    rows = np.array([[9.0, 2.0], [5.0, 5.0], [3.0, 4.0], [1.0, 7.0]]) / 6
     weight = np.array([0.5, 0.5])
     ranks = [list(pair) for pair in itertools.combinations(range(4), 2)]
     every = [np.array(s) for s in itertools.product(ranks, repeat=3) if len(set(itertools.chain(*s))) == 4]
