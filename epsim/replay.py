@@ -21,7 +21,7 @@ from epsim.results import SCHEMA_VERSION, Results
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, TraceMeta
-from epsim.verdict import verdict
+from epsim.verdict import best_of, label, verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ def replay(
             "command": options.command,
         },
         "stacks": entries,
-        "verdict": verdict(entries),
+        "verdict": verdict(entries, _tied(entries, runs, bootstrap)),
     }
 
 
@@ -222,6 +222,20 @@ def _score(block: Block, meta: TraceMeta, runs: Sequence[_StackRun], shared: boo
         solution = solve_peak(structure, counts.reshape(-1, num_experts), layer)
         optima[id(structure)] = solution.bound.reshape(num_steps, num_layers)
     return [run.score(block, optima[id(run.structure)], shared) for run in runs]
+
+
+def _tied(entries: Sequence[Results], runs: Sequence[_StackRun], bootstrap: BlockBootstrap) -> list[str]:
+    """Names of the stacks that the scored steps do not tell from the best one."""
+    place = best_of(entries)
+    if place is None:
+        return []
+    tied = []
+    for entry, run in zip(entries, runs, strict=True):
+        interval = bootstrap.difference(run.series["max_over_mean"], runs[place].series["max_over_mean"])
+        low = interval["low"]
+        if run is not runs[place] and low is not None and low <= 0:
+            tied.append(label(entry))
+    return tied
 
 
 def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:

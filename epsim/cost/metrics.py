@@ -15,7 +15,7 @@ Values: TypeAlias = "torch.Tensor | str"
 NO_ROUTER = "no router policy in this stack: every token keeps the experts its model chose"
 NO_MODEL = "needs the model's weight sizes, which a trace does not hold"
 NO_TIME = "needs a layer-time model"
-NO_SHARED = "the model has no shared expert"
+NO_SHARED = "no shared expert in this load"
 NO_SOURCE = "the trace does not tell source ranks (counts level)"
 NOT_ROUNDED = "real-valued: at counts level nothing is rounded"
 

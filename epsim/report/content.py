@@ -36,14 +36,14 @@ def _number(value: float) -> str:
 COLUMNS = (
     Column("max_over_mean", "mean", "peak/mean", _ratio),
     Column("max_over_mean", "p95", "p95", _ratio),
-    Column("optimality_gap", "mean", "over optimum", _percent),
+    Column("optimality_gap", "mean", "gap", _percent),
     Column("gap_placement", "mean", "placement", _percent),
     Column("gap_split", "mean", "split", _percent),
     Column("gap_rounding", "mean", "rounding", _percent),
     Column("gap_shared", "mean", "shared", _percent),
-    Column("active_experts", "mean", "active experts", _number),
-    Column("remote_rank_share", "mean", "leaves rank", _percent),
-    Column("remote_node_share", "mean", "leaves node", _percent),
+    Column("active_experts", "mean", "active", _number),
+    Column("remote_rank_share", "mean", "off rank", _percent),
+    Column("remote_node_share", "mean", "off node", _percent),
 )
 
 
@@ -53,7 +53,7 @@ def shown_columns(results: Results) -> list[Column]:
 
 
 def headers(results: Results) -> list[str]:
-    return ["stack", *(column.header for column in shown_columns(results)), "peak/mean vs first (95% interval)"]
+    return ["stack", *(column.header for column in shown_columns(results)), "vs first (95% interval)"]
 
 
 def rows(results: Results) -> list[list[str]]:
@@ -120,13 +120,15 @@ def key_headers(results: Results) -> list[str]:
 
 
 def key_rows(results: Results) -> list[list[str]]:
-    """Every metric with its formula beside the figures of every stack: the mean, or - where there is none."""
+    """Every metric that has a value, its formula beside the means of every stack; `reasons` tells of the others."""
     table = []
     for key in results["stacks"][0]["metrics"]:
-        metric = METRICS[key.removeprefix("routed_")]
-        on = " (routed load)" if key.startswith("routed_") else ""
         values = [entry["metrics"][key]["mean"] for entry in results["stacks"]]
-        table.append([key, metric.formula + on, *("-" if v is None else _figure(v, metric.unit) for v in values)])
+        if all(value is None for value in values):
+            continue
+        metric = METRICS[key.removeprefix("routed_")]
+        formula = "as above, on routed load alone" if key.startswith("routed_") else metric.formula
+        table.append([key, formula, *("-" if value is None else _figure(value, metric.unit) for value in values)])
     return table
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
 from epsim.results import Results
 
-PIPE_WIDTH = 160
+PIPE_WIDTH = 240
 
 
 def print_table(results: Results) -> None:
