@@ -1,0 +1,113 @@
+"""Placement: time of EPLB beside a plain-loop reading of it, balance and time of the search beside EPLB.
+
+Run: python benchmarks/placement.py [--recordings DIR]. DIR holds SGLang's DeepSeek-V3 expert counts
+({"logical_count": [61][256]} JSON files); without it only synthetic counts are used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epsim.placement import placement_policy
+from epsim.placement.balance import even_balance
+from epsim.placement.base import Cluster
+from epsim.placement.eplb import rebalance_experts
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/placement.json"
+# layers, experts, slots, groups, nodes, ranks
+SIZES = [(61, 256, 288, 1, 1, 32), (61, 256, 288, 8, 4, 32), (58, 256, 288, 1, 1, 16), (24, 32, 40, 1, 1, 8)]
+
+
+def milliseconds(run: Callable[[], object], repeats: int) -> float:
+    """Median time of a call, after one that does not count."""
+    run()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def eplb_speed() -> list[dict[str, Any]]:
+    reading = runpy.run_path(str(ROOT / "tests/placement/eplb_reading.py"))["rebalance"]
+    rows = []
+    print(f"{'layers x experts -> slots, ranks (nodes)':44} {'ours ms':>9} {'plain loops ms':>15} {'ratio':>7}")
+    for layers, experts, slots, groups, nodes, ranks in SIZES:
+        weight = (torch.rand(layers, experts, generator=torch.Generator().manual_seed(0)) ** 3 * 1e6).long()
+        sizes = (weight, slots, groups, nodes, ranks)
+        ours = milliseconds(lambda: rebalance_experts(*sizes), 21)  # noqa: B023
+        plain = milliseconds(lambda: reading(*sizes), 3)  # noqa: B023
+        name = f"{layers} x {experts} -> {slots}, {ranks} ({nodes})"
+        print(f"{name:44} {ours:9.2f} {plain:15.1f} {plain / ours:6.0f}x")
+        rows.append({"case": name, "ours_ms": ours, "plain_loops_ms": plain, "ratio": plain / ours})
+    return rows
+
+
+def search_balance(folder: Path) -> list[dict[str, Any]]:
+    """Max over mean rank load, mean over layers, on each file; planned on all the other files and on one other file."""
+    counts = {}
+    for path in sorted(folder.glob("*.json")):
+        recorded = torch.tensor(json.loads(path.read_text())["logical_count"], dtype=torch.float64).long()
+        counts[path.stem] = recorded[recorded.sum(-1) > 0]
+    cluster = Cluster(num_ranks=16, num_nodes=2, num_redundant=32)
+    searched, eplb = placement_policy("searched"), placement_policy("eplb")
+    rows: list[dict[str, Any]] = []
+    print(f"\n{'planned on -> scored on':52} {'eplb':>8} {'searched':>9} {'change':>8} {'search s':>9}")
+    for planned, scored in [("all others", name) for name in counts] + [(name, "") for name in counts]:
+        others = [name for name in counts if name != scored] if scored else [planned]
+        history = torch.stack([counts[name] for name in others])
+        start = time.perf_counter()
+        ours = searched.plan(history, cluster)
+        seconds = time.perf_counter() - start
+        theirs = eplb.plan(history, cluster)
+        for name in [scored] if scored else [name for name in counts if name != planned]:
+            before, after = (float(even_balance(counts[name], p).mean()) for p in (theirs, ours))
+            label = f"{planned} -> {name}"
+            print(f"{label:52} {before:8.4f} {after:9.4f} {after - before:+8.4f} {seconds:9.1f}")
+            rows.append({"planned": planned, "scored": name, "eplb": before, "searched": after, "seconds": seconds})
+    for kind, chosen in (
+        ("all others", [r for r in rows if r["planned"] == "all others"]),
+        ("one other file", [r for r in rows if r["planned"] != "all others"]),
+    ):
+        wins = sum(r["searched"] < r["eplb"] for r in chosen)
+        mean = statistics.mean(r["searched"] - r["eplb"] for r in chosen)
+        print(f"planned on {kind}: searched wins {wins} of {len(chosen)}, mean change {mean:+.4f}")
+    return rows
+
+
+def machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recordings", type=Path)
+    arguments = parser.parse_args()
+    command = "python benchmarks/placement.py" + (" --recordings DIR" if arguments.recordings else "")
+    result: dict[str, Any] = {"command": command, "machine": machine(), "python": sys.version.split()[0]}
+    result["eplb"] = eplb_speed()
+    if arguments.recordings:
+        result["searched"] = search_balance(arguments.recordings)
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
