@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epsim.placement.balance import even_balance, even_rank_loads
@@ -18,6 +18,7 @@ def test_by_hand() -> None:
     assert even_balance(counts, placement).tolist() == [[9 / 8.5, 10 / 8.5], [1, 2]]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_equals_a_loop_over_slots(data: st.DataObject) -> None:
     num_ranks, slots_per_rank = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epsim.placement import PLACEMENTS, placement_policy
@@ -21,6 +21,7 @@ def test_redundant_slots_start_again_at_expert_0() -> None:
     assert placement.physical_to_logical.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.integers(1, 8), st.data())
 def test_no_expert_twice_on_a_rank_where_avoidable(num_experts: int, num_ranks: int, data: st.DataObject) -> None:
     slots_per_rank = data.draw(st.integers(-(-num_experts // num_ranks), num_experts))

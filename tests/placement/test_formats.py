@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epsim.placement.base import Cluster, Placement
@@ -88,6 +88,7 @@ def test_round_trip(format_name: str, placement: Placement, tmp_path: Path) -> N
     assert [p.name for p in tmp_path.iterdir()] == ["placement.json"]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_epsim_form_carries_everything(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     ranks, slots = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
