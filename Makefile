@@ -2,7 +2,7 @@
 # EXTRAS: optional dependencies to install besides the developer's.
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= dev
+EXTRAS ?= dev,models
 PIP_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 BIN := $(VENV)/bin
 
