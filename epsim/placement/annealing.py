@@ -1,8 +1,9 @@
 """Simulated annealing over placements, compiled: swaps of two slots, and slots given to another expert.
 
 A problem is one layer under several rows of load (steps, windows of steps, or variations of them). Its score is the
-weighted mean over rows of the largest rank load under an even split; rows are scaled to a mean rank load of 1, so the
-score is a max-over-mean. A swap is evaluated in O(rows): for every row the three heaviest ranks are kept.
+weighted mean over rows of the largest rank load under an even split, and a little of the mean squared one; rows are
+scaled to a mean rank load of 1, so the first part is a max-over-mean. A swap is evaluated in O(rows): for every row the
+three heaviest ranks are kept.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
+# Weight of the mean squared rank load beside the peak: ranks below the peak are kept level too, not left to chance.
+LEVEL_WEIGHT = 0.1
 SWAP_SHARE = 0.85
 BUSY_SHARE = 0.7
 
@@ -93,9 +96,10 @@ def anneal(
     top = np.empty((3, num_rows), np.int64)
     _set_up(rows, slots, copies, held, load, top)
     new_load = np.empty((num_ranks, num_rows))
+    level = LEVEL_WEIGHT / num_ranks
     score = 0.0
     for row in range(num_rows):
-        score += weight[row] * load[top[0, row], row]
+        score += weight[row] * (load[top[0, row], row] + level * (load[:, row] ** 2).sum())
     if score < best_score:
         best_score = score
         best_slots[:] = slots
@@ -106,7 +110,6 @@ def anneal(
         busy = _unit(random) < BUSY_SHARE
         r = top[0, _below(random, num_rows)] if busy else _below(random, num_ranks)
         q = r // span * span + _below(random, span)
-        new_score = 0.0
         if _unit(random) < SWAP_SHARE:
             if q == r:
                 continue
@@ -115,8 +118,10 @@ def anneal(
             if a == b or held[q, a] > 0 or held[r, b] > 0:
                 continue
             share_a, share_b = 1 / copies[a], 1 / copies[b]
+            new_score = score
             for row in range(num_rows):
                 change = rows[b, row] * share_b - rows[a, row] * share_a
+                squares = 2 * change * (load[r, row] - load[q, row] + change)
                 peak = max(load[r, row] + change, load[q, row] - change)
                 for k in range(3):
                     other = top[k, row]
@@ -124,7 +129,7 @@ def anneal(
                         if other >= 0:
                             peak = max(peak, load[other, row])
                         break
-                new_score += weight[row] * peak
+                new_score += weight[row] * (peak - load[top[0, row], row] + level * squares)
             if new_score > highest:
                 continue
             slots[r, i], slots[q, j] = b, a
@@ -155,11 +160,13 @@ def anneal(
                     new_load[rank] -= less * held[rank, a] * rows[a]
                 if held[rank, b] > 0:
                     new_load[rank] -= more * held[rank, b] * rows[b]
+            new_score = 0.0
             for row in range(num_rows):
-                peak = new_load[0, row]
-                for rank in range(1, num_ranks):
+                peak, squares = 0.0, 0.0
+                for rank in range(num_ranks):
                     peak = max(peak, new_load[rank, row])
-                new_score += weight[row] * peak
+                    squares += new_load[rank, row] ** 2
+                new_score += weight[row] * (peak + level * squares)
             if new_score > highest:
                 continue
             slots[q, j] = b

@@ -6,13 +6,13 @@ import numpy as np
 
 from epsim.placement.annealing import Floats, Ints
 
-MAX_LITERALS = 1024
+MAX_TERMS = 4096
 SCALE = 10**6
 
 
-def num_literals(num_experts: int, num_ranks: int, num_slots: int) -> int:
-    """Size of the model that `improve` builds."""
-    return num_experts * num_ranks * min(num_ranks, num_slots - num_experts + 1)
+def num_terms(num_experts: int, num_ranks: int, num_slots: int, num_rows: int) -> int:
+    """Size of the model that `improve` builds; up to MAX_TERMS it is worth its time."""
+    return num_experts * num_ranks * min(num_ranks, num_slots - num_experts + 1) * num_rows
 
 
 def improve(rows: Floats, weight: Floats, slots: Ints, effort: float, seconds: float) -> Ints | None:

@@ -14,7 +14,7 @@ from epsim.placement.annealing import Floats, Ints, Words, anneal
 from epsim.placement.balance import even_balance
 from epsim.placement.base import Cluster, Placement
 from epsim.placement.eplb import Eplb, prefers_global
-from epsim.placement.exact import MAX_LITERALS, improve, num_literals
+from epsim.placement.exact import MAX_TERMS, improve, num_terms
 
 MAX_WINDOWS = 32
 TILT = 0.1
@@ -27,7 +27,7 @@ STRETCHES = 10
 HEATS = (0.01, 0.1, 0.4)
 COOLING = 100
 MARGIN = 0.003
-EXACT_EFFORT = 2.0
+EXACT_EFFORT = 1.0
 
 
 def load_rows(history: torch.Tensor, num_ranks: int) -> tuple[Floats, Floats]:
@@ -167,10 +167,10 @@ def _anneal_stretch(
 
 
 def _improve_layers(rows: Floats, weight: Floats, slots: Ints, clock: _Clock, pool: ThreadPoolExecutor) -> Ints:
-    """Slots [L, R, slots per rank] after CP-SAT has had its go at them, where they are few enough for it."""
-    num_layers, num_experts, _ = rows.shape
+    """Slots [L, R, slots per rank] after CP-SAT has had its go at them, where it has few enough terms for that."""
+    num_layers, num_experts, num_rows = rows.shape
     num_ranks, slots_per_rank = slots.shape[1:]
-    if num_literals(num_experts, num_ranks, slots[0].size) > MAX_LITERALS or slots_per_rank > num_experts:
+    if num_terms(num_experts, num_ranks, slots[0].size, num_rows) > MAX_TERMS or slots_per_rank > num_experts:
         return slots
 
     def run(layer: int) -> Ints:
