@@ -157,7 +157,7 @@ class BoundStack:
         return Load(
             routed=routed,
             routed_real=real,
-            shared=shared.sum(2) * self.setting.shared_cost,
+            shared=shared.sum(2).to(torch.float64) * self.setting.shared_cost,
             shared_tokens=shared.sum(2),
             tokens=tokens.sum(-1).to(torch.float64),
             assignments=assignments,

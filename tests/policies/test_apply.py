@@ -298,3 +298,11 @@ def test_layer_numbers_must_be_the_placements() -> None:
     placement = Placement(torch.tensor([[0, 1]]), 2, 2)
     with pytest.raises(ValueError, match="2 layer numbers given for a placement of 1 layers"):
         bind(parse_stack("even"), placement, Setting(0, 1.0, 1, (0, 1)))
+
+
+def test_shared_work_is_counted_in_double_precision(draw_problem: DrawProblem, bound: Bound) -> None:
+    placement, tokens = draw_problem(3, tokens=400)
+    for block in (tokens, tokens.to_rank_counts(4, 16), tokens.to_counts(16)):
+        load = bound("contiguous", placement, shared_cost=0.1).load(block)
+        assert load.shared.dtype == load.total.dtype == torch.float64
+        assert torch.equal(load.shared, load.shared_tokens.double() * 0.1)
