@@ -6,71 +6,27 @@
 
 A forward pass of the model is a step. Padding, by the attention mask, is left out, and so are the tokens that
 generate() feeds to a sequence after its end. A hook that changes the routing must be registered before the recorder,
-which then sees what it returns.
+which then sees what it returns. The file is written by a thread, beside the next passes.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
+from epsim.traces.passes import Pass
 from epsim.traces.routers import Router, find_routers, shared_cost
 from epsim.traces.store import TraceWriter
-from epsim.traces.trace import Array, Phase, TokenBlock, TraceMeta
+from epsim.traces.trace import Phase, TraceMeta
 
 FLUSH_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A finished forward pass of B sequences of n tokens, on the device; ids and scores [L, B * n, ...]."""
-
-    step: int
-    batch: int
-    length: int
-    valid: torch.Tensor | None
-    ids: torch.Tensor
-    scores: torch.Tensor | None
-    score_ids: torch.Tensor | None
-    domains: tuple[str, ...]
-    ranks: tuple[int, ...]
-    phase: Phase
-
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.ids, self.scores, self.score_ids) if t is not None)
-
-    def to_block(self) -> TokenBlock:
-        """Tokens ordered by source rank, then sequence, then position; without padding."""
-        sequence = np.repeat(np.arange(self.batch), self.length)
-        order = np.argsort(np.array(self.ranks)[sequence], kind="stable")
-        if self.valid is not None:
-            order = order[self.valid.reshape(-1).cpu().numpy()[order]]
-        sequence = sequence[order]
-
-        def tokens(stacked: torch.Tensor | None) -> Array | None:
-            return None if stacked is None else stacked.cpu().numpy().transpose(1, 0, 2)[order]
-
-        ids = tokens(self.ids)
-        assert ids is not None
-        return TokenBlock(
-            np.array([self.step]),
-            np.zeros(len(order), dtype=np.int64),
-            np.array(self.ranks, dtype=np.int64)[sequence],
-            ids,
-            tokens(self.scores),
-            tokens(self.score_ids),
-            np.array(self.domains, dtype=object)[sequence],
-            np.array([self.phase], dtype=object),
-        )
 
 
 class Recorder:
@@ -80,20 +36,30 @@ class Recorder:
     source_ranks: the rank of each sequence; None deals them out in order, sequence b of B to rank b * R // B.
     phase: of the next passes; None calls passes of one token a sequence decode, others prefill (training in training).
     scored_phases: passes of these phases keep their scores; None for all.
-    step: the number of the next pass.
+    step: the number of the next pass. seconds_writing: time that the writing thread has been at work.
     """
 
-    def __init__(self, routers: list[Router], num_scores: int | Literal["all"], num_ranks: int, stop_ids: set[int]):
+    def __init__(
+        self,
+        routers: list[Router],
+        num_scores: int | Literal["all"],
+        num_ranks: int,
+        stop_ids: set[int],
+        open_writer: Callable[[Recorder], TraceWriter],
+    ) -> None:
         self.domains: Sequence[str] | None = None
         self.source_ranks: Sequence[int] | None = None
         self.phase: Phase | None = None
         self.scored_phases: tuple[Phase, ...] | None = None
         self.step = 0
         self.num_experts = self.top_k = 0
-        self.open_writer: Callable[[], TraceWriter] | None = None
-        self._finished: list[_Pass] = []
+        self._finished: list[Pass] = []
         self._finished_bytes = 0
         self._writer: TraceWriter | None = None
+        self._open_writer = open_writer
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[None] | None = None
+        self.seconds_writing = 0.0
         self._routers = routers
         self._num_scores = num_scores
         self._num_ranks = num_ranks
@@ -152,7 +118,7 @@ class Recorder:
                 scores, score_ids = scores.topk(self._num_scores, dim=-1)
             scores = scores.to(torch.float16)
         self._finished.append(
-            _Pass(
+            Pass(
                 self.step,
                 batch,
                 length,
@@ -173,14 +139,29 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Hands the finished steps to the file."""
-        done, self._finished, self._finished_bytes = self._finished, [], 0
+        """Hands the finished steps to the writing thread, once it is done with those before."""
+        done, self._finished, self._finished_bytes = [p.to_cpu() for p in self._finished], [], 0
+        if self._writing is not None:
+            self._writing.result()
+        self._writing = self._thread.submit(self._write, done)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        try:
+            self.flush()
+            assert self._writing is not None
+            self._writing.result()
+        finally:
+            self._thread.shutdown()
+
+    def _write(self, done: list[Pass]) -> None:
+        begun = time.perf_counter()
         if done and self._writer is None:
-            assert self.open_writer is not None
-            self._writer = self.open_writer()
+            self._writer = self._open_writer(self)
         for finished in done:
             assert self._writer is not None
             self._writer.append(finished.to_block())
+        self.seconds_writing += time.perf_counter() - begun
 
     def _scores(self, first: list[torch.Tensor]) -> torch.Tensor:
         """[L, T, E] float32."""
@@ -223,10 +204,9 @@ def record(
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise ValueError(f"{target}: cannot write a trace there")
     routers = find_routers(model)
-    recorder = Recorder(routers, num_scores, num_source_ranks, _stop_ids(model, stop_ids))
     with ExitStack() as files:
 
-        def open_writer() -> TraceWriter:
+        def open_writer(recorder: Recorder) -> TraceWriter:
             kept = recorder.num_experts if num_scores == "all" else min(num_scores, recorder.num_experts)
             meta = TraceMeta(
                 level="tokens",
@@ -244,7 +224,7 @@ def record(
             )
             return files.enter_context(TraceWriter(target, meta, keep_on_interrupt=True))
 
-        recorder.open_writer = open_writer
+        recorder = Recorder(routers, num_scores, num_source_ranks, _stop_ids(model, stop_ids), open_writer)
         handles = [
             model.register_forward_pre_hook(recorder.begin, with_kwargs=True),
             *(router.module.register_forward_hook(recorder.see(i)) for i, router in enumerate(routers)),
@@ -255,7 +235,7 @@ def record(
         finally:
             for handle in handles:
                 handle.remove()
-            recorder.flush()
+            recorder.close()
     if not recorder.step:
         raise ValueError(f"nothing recorded for {target}: {type(model).__name__} made no forward pass")
 
@@ -266,46 +246,3 @@ def _stop_ids(model: Any, given: Sequence[int] | None) -> set[int]:
     if given is None:
         return set()
     return {given} if isinstance(given, int) else set(given)
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """Seconds of one forward pass: alone, with the recorder's hooks, and of writing it afterwards (medians)."""
-
-    plain: float
-    hooked: float
-    written: float
-
-    def __str__(self) -> str:
-        share, writing = self.hooked / self.plain - 1, self.written / self.plain
-        return (
-            f"recording adds {share:.1%} to a forward pass of {self.plain * 1e3:.2f} ms; "
-            f"writing takes {self.written * 1e3:.2f} ms a pass ({writing:.1%})"
-        )
-
-
-def measure_overhead(model: Any, inputs: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> Overhead:
-    """Times passes of `model(**inputs)` with and without `record(model, path, **options)`, in turn."""
-
-    def once() -> float:
-        begun = time.perf_counter()
-        with torch.no_grad():
-            model(**inputs)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    plain: list[float] = []
-    hooked: list[float] = []
-    written: list[float] = []
-    for _ in range(3):
-        once()
-    for _ in range(7):
-        plain += [once() for _ in range(5)]
-        with record(model, path, **options) as recorder:
-            once()
-            hooked += [once() for _ in range(5)]
-            begun = time.perf_counter()
-            recorder.flush()
-            written.append((time.perf_counter() - begun) / 6)
-    return Overhead(statistics.median(plain), statistics.median(hooked), statistics.median(written))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import Reroute, reroute_of, rerouted
 from epsim.traces.model import tokens
-from epsim.traces.model.train import device_name, load_model
+from epsim.traces.model.train import default_device, device_name, load_model
 
 MIXED = "mixed"
 NGRAM = 4
@@ -146,10 +146,14 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     """Evaluates the trained model under a stack; returns (and writes, where `out` is given) the figures."""
     stack = parse_stack(options.policy)
     reroute = reroute_of(stack.router)
-    model = load_model(options.cache, options.device)
+    device = options.device or default_device()
+    # On a GPU the experts' grouped products are fast in bfloat16 only; the plain model runs in the same.
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    model = load_model(options.cache, device, dtype)
     result = {
         "policy": str(stack),
-        "device": device_name(str(model.device)),
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
         **evaluate_model(model, reroute, tokens.load(options.cache).heldout, options),
     }
     if options.out is not None:

@@ -12,7 +12,8 @@ import torch
 
 from epsim.traces.model import tokens
 from epsim.traces.model.train import device_name, load_model
-from epsim.traces.record import Overhead, measure_overhead, record
+from epsim.traces.overhead import Overhead, measure_overhead
+from epsim.traces.record import record
 from epsim.traces.store import StoredTrace
 
 COMMAND = "epsim model corpus && epsim model train && epsim model record --out sample.parquet"

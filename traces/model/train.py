@@ -16,8 +16,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import Qwen2MoeForCausalLM
-from transformers.utils.logging import disable_progress_bar
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
+from transformers.utils import logging as transformers_logging
 
 from epsim.traces.model import corpus, tokens
 from epsim.traces.model.config import ModelShape, build_model, count_parameters
@@ -29,7 +29,8 @@ class TrainOptions:
 
     balance: weight of the class's own load-balancing loss, taken layer by layer.
     dense: also train the dense twin, with the same text in the same order.
-    device: "cuda" or "cpu"; None takes the GPU where there is one, and trains there in bfloat16 with float32 master weights.
+    device: "cuda" or "cpu"; None takes the GPU where there is one. There it trains in bfloat16, with master weights in
+    float32.
     """
 
     cache: Path | None = None
@@ -223,15 +224,21 @@ def model_folder(cache: Path | None) -> Path:
     return (cache or corpus.cache_folder()) / "model"
 
 
-def load_model(cache: Path | None = None, device: str | None = None) -> Any:
-    """The trained model, float32. Raises ValueError where `epsim model train` has not been run."""
+def load_model(cache: Path | None = None, device: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The trained model. Raises ValueError where `epsim model train` has not been run."""
     folder = model_folder(cache)
     if not (folder / "config.json").exists():
         raise ValueError(f"no trained model in {folder}: run `epsim model train` first")
-    disable_progress_bar()
-    model: Any = Qwen2MoeForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=torch.float32)
+    quiet()
+    model: Any = Qwen2MoeForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype)
     model.config._experts_implementation = "grouped_mm"
     return model.to(device or default_device()).eval()
+
+
+def quiet() -> None:
+    """No progress bars: saving and loading take a second."""
+    hub: Any = transformers_logging
+    hub.disable_progress_bar()
 
 
 def default_device() -> str:
@@ -248,9 +255,11 @@ def train(options: TrainOptions) -> dict[str, Any]:
     device = options.device or default_device()
     text = tokens.load(options.cache)
     moe = fit(options, text.train, device)
-    disable_progress_bar()
+    quiet()
     moe.model.save_pretrained(model_folder(options.cache))
     report: dict[str, Any] = {
+        "command": f"epsim model train --seed {options.seed} --steps {options.steps} --batch {options.batch} "
+        f"--length {options.length} --layers {options.shape.num_layers}",
         "device": device_name(device),
         "torch": torch.__version__,
         "seed": options.seed,
