@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from epsim.policies.stack import parse_stack
-from epsim.quality.hook import Reroute, reroute_of, rerouted
+from epsim.quality.hook import Reroute, keep, reroute_of, rerouted
 from epsim.traces.model import tokens
 from epsim.traces.model.train import default_device, device_name, load_model
 
@@ -135,10 +135,11 @@ def evaluate_model(
             loss[name][batch_size] = {"cross_entropy": one.cross_entropy, "plain": one.plain, "kl": one.kl}
         if options.generations:
             prompts = rows[: options.generations, : min(64, options.length)]
-            repetition[name] = {
-                label: repetition_rate(generate(model, act, prompts, options.generated, options.seed))
-                for label, act in (("policy", reroute), ("plain", reroute_of(parse_stack("topk").router)))
-            }
+            plain = repetition_rate(generate(model, keep, prompts, options.generated, options.seed))
+            own = plain
+            if reroute is not keep:
+                own = repetition_rate(generate(model, reroute, prompts, options.generated, options.seed))
+            repetition[name] = {"policy": own, "plain": plain}
     return {"loss": loss, "repetition": repetition}
 
 

@@ -22,7 +22,7 @@ class Reroute(Protocol):
     """
 
     def __call__(
-        self, scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+        self, scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, /
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
