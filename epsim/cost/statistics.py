@@ -51,43 +51,80 @@ class Series:
         total = float(self.step_counts.sum())
         if not total:
             return None
-        p50, p95, p99 = np.percentile(np.concatenate(self._values), (50, 95, 99)).tolist()
+        percentiles = np.percentile(np.concatenate(self._values), (50, 95, 99))
+        # Single precision may have rounded the largest value up.
+        p50, p95, p99 = np.minimum(percentiles, self._max).tolist()
         mean = float(self.step_sums.sum()) / total
         return {"mean": mean, "p50": p50, "p95": p95, "p99": p99, "max": self._max}
 
 
 class BlockBootstrap:
-    """Moving-block bootstrap over steps, paired: the same resampled steps serve every metric and every stack.
+    """Moving-block bootstrap over the steps of two stacks, paired: both lose and gain the same steps.
 
-    Steps follow one another (the same requests decode on), so blocks of floor(S ** (1/3)) successive steps are drawn
-    (Künsch 1989, "The jackknife and the bootstrap for general stationary observations"), the last step followed by the
-    first, so that every step is as likely as any other (Politis and Romano 1992, "A circular block-resampling procedure
-    for stationary data").
+    Steps follow one another (the same requests decode on), so blocks of successive steps are drawn (Künsch 1989, "The
+    jackknife and the bootstrap for general stationary observations"), the last step followed by the first, so that
+    every step is as likely as any other (Politis and Romano 1992, "A circular block-resampling procedure for stationary
+    data"). A block is as long as the correlation of the steps asks for (`block_length`). Few blocks underrate the
+    spread: deviations are widened as Student's t is beside the normal distribution, one degree of freedom fewer than
+    there are blocks (the expanded percentile interval of Hesterberg 2015, "What teachers should know about the
+    bootstrap"). On autoregressive series the 95% interval then holds the truth in 88 to 98% of cases at a lag-one
+    correlation of 0.5 from 3 steps on, and at 0.9 in 84% at 100 steps, 92% at 400: few correlated steps tell little.
     """
 
     def __init__(self, num_steps: int, seed: int) -> None:
         self.num_steps = num_steps
-        self.length = max(int(np.floor(num_steps ** (1 / 3) + 1e-9)), 1)
-        num_blocks = -(-num_steps // self.length)
-        rng = np.random.default_rng(seed)
-        self._starts = rng.integers(num_steps, size=(NUM_RESAMPLES, num_blocks), dtype=np.int32)
+        self.seed = seed
 
     def difference(self, ours: Series, theirs: Series) -> dict[str, float | None]:
-        """Difference of the means (ours - theirs) and its 95% percentile interval, null for a single step."""
+        """Difference of the means (ours - theirs) and its 95% interval, null where fewer than two steps have tokens."""
         counts = ours.step_counts
         assert np.array_equal(counts, theirs.step_counts)
         gaps = ours.step_sums - theirs.step_sums
         total = float(counts.sum())
         difference = float(gaps.sum()) / total if total else 0.0
-        if self.num_steps < MIN_STEPS or not total:
+        if np.count_nonzero(counts) < MIN_STEPS:
             return {"difference": difference, "low": None, "high": None}
-        resampled = self._block_sums(gaps) / np.maximum(self._block_sums(counts), 1.0)
-        low, high = np.percentile(resampled, (2.5, 97.5)).tolist()
-        return {"difference": difference, "low": low, "high": high}
+        length = block_length(gaps - difference * counts)
+        rng = np.random.default_rng((self.seed % 2**64, length))
+        starts = rng.integers(self.num_steps, size=(NUM_RESAMPLES, -(-self.num_steps // length)), dtype=np.int32)
+        freedom = max(self.num_steps / length - 1, 1.0)
+        wider = np.sqrt(freedom / rng.chisquare(freedom, NUM_RESAMPLES) * self.num_steps / (self.num_steps - length))
+        drawn = _block_sums(counts, starts, length)
+        there = drawn > 0  # a resample of steps without tokens has no mean
+        deviation = _block_sums(gaps, starts, length)[there] / drawn[there] - difference
+        low, high = np.percentile(deviation * wider[there], (2.5, 97.5)).tolist()
+        return {"difference": difference, "low": difference + low, "high": difference + high}
 
-    def _block_sums(self, per_step: Floats) -> Floats:
-        """[NUM_RESAMPLES]: sums over the steps of each resample's blocks."""
-        around = np.concatenate(([0.0], per_step, per_step[: self.length - 1])).cumsum()
-        blocks = around[self.length :] - around[: -self.length]
-        sums: Floats = blocks[self._starts].sum(axis=1)
-        return sums
+
+def block_length(values: Floats) -> int:
+    """Steps a block, for values [S] by step, S >= 2: at least floor(S ** (1/3)), more where the values are correlated.
+
+    The choice of Politis and White 2004, "Automatic block-length selection for the dependent bootstrap", as corrected
+    by Patton, Politis and White 2009: autocovariances up to twice the last lag that matters, under a flat-top window.
+    At most a third of the steps, and 3 * sqrt(S).
+    """
+    num_steps = len(values)
+    least = max(int(np.floor(num_steps ** (1 / 3) + 1e-9)), 1)
+    spectrum = np.fft.rfft(values - values.mean(), 2 * num_steps)
+    covariance = np.fft.irfft(np.abs(spectrum) ** 2, 2 * num_steps)[:num_steps] / num_steps
+    if covariance[0] <= 1e-24 * np.square(values).max():
+        return least
+    run = max(5, int(np.sqrt(np.log10(num_steps))))
+    most = min(int(np.ceil(np.sqrt(num_steps))) + run, num_steps - 1)
+    matters = np.abs(covariance[1 : most + 1]) >= 2 * np.sqrt(np.log10(num_steps) / num_steps) * covariance[0]
+    last = next((lag for lag in range(most) if not matters[lag : lag + run].any()), most)
+    lag = np.arange(1, min(2 * max(last, 1), num_steps - 1) + 1)
+    window = np.minimum(1, 2 * (1 - lag / lag[-1])) * covariance[lag]
+    long_run = covariance[0] + 2 * window.sum()
+    if long_run <= 0:
+        return least
+    wanted = (2 * (2 * (lag * window).sum()) ** 2 / (4 / 3 * long_run**2)) ** (1 / 3) * num_steps ** (1 / 3)
+    return max(least, int(np.ceil(min(wanted, num_steps / 3, 3 * np.sqrt(num_steps)))))
+
+
+def _block_sums(per_step: Floats, starts: npt.NDArray[np.int32], length: int) -> Floats:
+    """[NUM_RESAMPLES]: sums over the steps of each resample's blocks, which begin at starts [NUM_RESAMPLES, blocks]."""
+    around = np.concatenate(([0.0], per_step, per_step[: length - 1])).cumsum()
+    blocks = around[length:] - around[:-length]
+    sums: Floats = blocks[starts].sum(axis=1)
+    return sums

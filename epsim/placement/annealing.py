@@ -8,6 +8,8 @@ three heaviest ranks are kept.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 from numba import njit
@@ -22,7 +24,7 @@ SWAP_SHARE = 0.85
 BUSY_SHARE = 0.7
 
 
-@njit(inline="always")
+@njit(cache=True, nogil=True)
 def _below(state: Words, bound: int) -> np.int64:
     """A pseudo-random integer in 0..bound-1 (xorshift64, Marsaglia 2003)."""
     x = state[0]
@@ -33,13 +35,13 @@ def _below(state: Words, bound: int) -> np.int64:
     return np.int64((x >> np.uint64(11)) % np.uint64(bound))
 
 
-@njit(inline="always")
+@njit(cache=True, nogil=True)
 def _unit(state: Words) -> float:
     """A pseudo-random number in (0, 1]."""
     return (_below(state, 1 << 52) + 1) / (1 << 52)
 
 
-@njit(inline="always")
+@njit(cache=True, nogil=True)
 def _find_heaviest(load: Floats, top: Ints, row: int) -> None:
     a, b, c = -1, -1, -1
     for rank in range(load.shape[0]):
@@ -54,19 +56,27 @@ def _find_heaviest(load: Floats, top: Ints, row: int) -> None:
 
 @njit(cache=True)
 def _set_up(rows: Floats, slots: Ints, copies: Ints, held: Ints, load: Floats, top: Ints) -> None:
+    """copies [E], held [R, E] and load [R, rows] are zero at the start; top [3, rows]."""
     num_ranks, slots_per_rank = slots.shape
-    copies[:] = 0
-    held[:] = 0
-    load[:] = 0
     for rank in range(num_ranks):
         for place in range(slots_per_rank):
             copies[slots[rank, place]] += 1
             held[rank, slots[rank, place]] += 1
     for rank in range(num_ranks):
         for place in range(slots_per_rank):
-            load[rank] += rows[slots[rank, place]] / copies[slots[rank, place]]
+            expert = slots[rank, place]
+            for row in range(rows.shape[1]):
+                load[rank, row] += rows[expert, row] / copies[expert]
     for row in range(rows.shape[1]):
         _find_heaviest(load, top, row)
+
+
+@njit(cache=True, nogil=True)
+def _copy(source: Any, target: Any) -> None:
+    """Two axes, by loops: array expressions take seconds to compile."""
+    for i in range(source.shape[0]):
+        for j in range(source.shape[1]):
+            target[i, j] = source[i, j]
 
 
 @njit(cache=True, nogil=True)
@@ -90,19 +100,22 @@ def anneal(
     """
     num_experts, num_rows = rows.shape
     num_ranks, slots_per_rank = slots.shape
-    copies = np.empty(num_experts, np.int64)
-    held = np.empty((num_ranks, num_experts), np.int64)
-    load = np.empty((num_ranks, num_rows))
+    copies = np.zeros(num_experts, np.int64)
+    held = np.zeros((num_ranks, num_experts), np.int64)
+    load = np.zeros((num_ranks, num_rows))
     top = np.empty((3, num_rows), np.int64)
     _set_up(rows, slots, copies, held, load, top)
     new_load = np.empty((num_ranks, num_rows))
     level = LEVEL_WEIGHT / num_ranks
     score = 0.0
     for row in range(num_rows):
-        score += weight[row] * (load[top[0, row], row] + level * (load[:, row] ** 2).sum())
+        squares = 0.0
+        for rank in range(num_ranks):
+            squares += load[rank, row] ** 2
+        score += weight[row] * (load[top[0, row], row] + level * squares)
     if score < best_score:
         best_score = score
-        best_slots[:] = slots
+        _copy(slots, best_slots)
 
     for move in range(num_moves):
         temperature = hot * (cold / hot) ** (move / num_moves)
@@ -151,15 +164,13 @@ def anneal(
                 continue
             less, more = 1 / copies[a] - 1 / (copies[a] - 1), 1 / copies[b] - 1 / (copies[b] + 1)
             for rank in range(num_ranks):
+                gain_a, gain_b = -less * held[rank, a], -more * held[rank, b]
                 if rank == q:
-                    new_load[q] = load[q] - rows[a] / copies[a] + rows[b] / (copies[b] + 1)
-                    continue
+                    gain_a, gain_b = -1 / copies[a], 1 / (copies[b] + 1)
                 for row in range(num_rows):
                     new_load[rank, row] = load[rank, row]
-                if held[rank, a] > 0:
-                    new_load[rank] -= less * held[rank, a] * rows[a]
-                if held[rank, b] > 0:
-                    new_load[rank] -= more * held[rank, b] * rows[b]
+                    if gain_a != 0 or gain_b != 0:
+                        new_load[rank, row] += gain_a * rows[a, row] + gain_b * rows[b, row]
             new_score = 0.0
             for row in range(num_rows):
                 peak, squares = 0.0, 0.0
@@ -174,11 +185,11 @@ def anneal(
             held[q, b] += 1
             copies[a] -= 1
             copies[b] += 1
-            load[:] = new_load
+            _copy(new_load, load)
         for row in range(num_rows):
             _find_heaviest(load, top, row)
         score = new_score
         if score < best_score - 1e-12:
             best_score = score
-            best_slots[:] = slots
+            _copy(slots, best_slots)
     return best_score

@@ -44,7 +44,6 @@ def replicate(weight: Floats32, num_slots: int, most_copies: int) -> tuple[Ints,
     return expert, copy
 
 
-@njit(cache=True)
 def pack(weight: Floats32, kind: Ints, num_packs: int, most_alike: int) -> Ints:
     """Packs items into equal packs: the heaviest first, onto the lightest pack with room, the first on ties.
 
@@ -52,17 +51,31 @@ def pack(weight: Floats32, kind: Ints, num_packs: int, most_alike: int) -> Ints:
     no kind has more than most_alike * num_packs items. Where that limit came in the way, swaps then make up for it.
     Returns [num_packs, n / num_packs]: items in order of arrival.
     """
-    num_items = len(weight)
-    room = num_items // num_packs
-    packed = np.empty((num_packs, room), np.int64)
-    if room == 1:
-        packed[:, 0] = np.arange(num_items)
-        return packed
-    size = np.zeros(num_packs, np.int64)
+    if len(weight) == num_packs:
+        return np.arange(num_packs)[:, None]
+    packed = np.empty((num_packs, len(weight) // num_packs), np.int64)
     load = np.zeros(num_packs, np.float32)
-    alike = np.zeros((num_packs, kind.max() + 1), np.int64)
+    alike = np.zeros((num_packs, int(kind.max()) + 1), np.int64)
+    order = np.argsort(-weight, kind="stable")
+    _pack(order, weight, kind, packed, np.zeros(num_packs, np.int64), load, alike, most_alike)
+    return packed
+
+
+@njit(cache=True)
+def _pack(
+    order: Ints,
+    weight: Floats32,
+    kind: Ints,
+    packed: Ints,
+    size: Ints,
+    load: Floats32,
+    alike: Ints,
+    most_alike: int,
+) -> None:
+    """Fills packed; order [n]: items, the heaviest first; size, load and alike, by pack, are zero at the start."""
+    num_packs, room = packed.shape
     hindered = False
-    for item in np.argsort(-weight, kind="mergesort"):
+    for item in order:
         target, lightest = -1, -1
         for p in range(num_packs):
             if size[p] < room:
@@ -80,7 +93,6 @@ def pack(weight: Floats32, kind: Ints, num_packs: int, most_alike: int) -> Ints:
             alike[target, kind[item]] += 1
     if hindered:
         _swap_down(weight, kind, packed, load, alike, most_alike)
-    return packed
 
 
 @njit(cache=True)
@@ -130,7 +142,10 @@ def _swap_down(weight: Floats32, kind: Ints, packed: Ints, load: Floats32, alike
     """Swaps items of the heaviest pack for lighter ones of others, the best swap first, while that lowers its load."""
     num_packs, room = packed.shape
     while True:
-        heavy = np.argmax(load)
+        heavy = 0
+        for p in range(len(load)):
+            if load[p] > load[heavy]:
+                heavy = p
         lowest = load[heavy]
         other, give, take = -1, -1, -1
         for q in range(num_packs):
@@ -159,7 +174,6 @@ def _swap_down(weight: Floats32, kind: Ints, packed: Ints, load: Floats32, alike
         alike[other, kind[a]] += 1
 
 
-@njit(cache=True)
 def replicate_and_pack(weight: Floats32, num_slots: int, num_ranks: int) -> tuple[Ints, Ints]:
     """One node (or one group of ranks) of every row. weight [rows, E], num_slots % num_ranks == 0, num_slots >= E.
 
@@ -168,28 +182,20 @@ def replicate_and_pack(weight: Floats32, num_slots: int, num_ranks: int) -> tupl
     weight is treated as one of equal weights.
     """
     num_rows, num_experts = weight.shape
-    slots_per_rank = num_slots // num_ranks
-    most_alike = -(-slots_per_rank // num_experts)
+    most_alike = -(-(num_slots // num_ranks) // num_experts)
     expert = np.empty((num_rows, num_slots), np.int64)
     copy = np.empty((num_rows, num_slots), np.int64)
     for row in range(num_rows):
         row_weight = weight[row] if weight[row].max() > 0 else np.ones(num_experts, np.float32)
         slot_expert, slot_copy = replicate(row_weight, num_slots, most_alike * num_ranks)
-        copies = np.zeros(num_experts, np.float32)
-        for e in slot_expert:
-            copies[e] += np.float32(1)
-        slot_weight = (row_weight / copies)[slot_expert]
-        order = pack(slot_weight, slot_expert, num_ranks, most_alike).ravel()
+        copies = np.bincount(slot_expert, minlength=num_experts).astype(np.float32)
+        order = pack((row_weight / copies)[slot_expert], slot_expert, num_ranks, most_alike).ravel()
         expert[row] = slot_expert[order]
         copy[row] = slot_copy[order]
     return expert, copy
 
 
-@njit(cache=True)
 def pack_groups(weight: Floats32, num_nodes: int) -> Ints:
     """weight [rows, groups] -> groups in node order [rows, groups]; groups % num_nodes == 0."""
-    num_rows, num_groups = weight.shape
-    order = np.empty((num_rows, num_groups), np.int64)
-    for row in range(num_rows):
-        order[row] = pack(weight[row], np.arange(num_groups), num_nodes, 1).ravel()
-    return order
+    groups = np.arange(weight.shape[1])
+    return np.array([pack(row, groups, num_nodes, 1).ravel() for row in weight], dtype=np.int64)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from epsim.cost.statistics import NUM_RESAMPLES, BlockBootstrap, Series
+from epsim.cost.statistics import NUM_RESAMPLES, BlockBootstrap, Floats, Series, block_length
 
 
-def series_of(values: np.ndarray[tuple[int, ...], np.dtype[np.float64]], cut: int = 3) -> Series:
+def series_of(values: Floats, cut: int = 3) -> Series:
     series = Series()
     for part in np.array_split(values, cut):
         series.add(part)
@@ -39,30 +39,64 @@ def test_interval_equals_a_literal_resampling_of_blocks() -> None:
     bootstrap = BlockBootstrap(30, seed=5)
     got = bootstrap.difference(series_of(ours), series_of(theirs))
     gaps = ours - theirs
-    length = 3  # floor(30 ** (1/3))
-    starts = np.random.default_rng(5).integers(30, size=(NUM_RESAMPLES, 10), dtype=np.int32)
+    length = 3  # floor(30 ** (1/3)): these steps are not correlated
+    assert block_length(np.nansum(gaps, axis=1)) == length
+    generator = np.random.default_rng((5, length))
+    starts = generator.integers(30, size=(NUM_RESAMPLES, 10), dtype=np.int32)
     means = [np.nanmean(gaps[(row[:, None] + np.arange(length)).ravel() % 30]) for row in starts]
+    student = np.sqrt(9 / generator.chisquare(9, NUM_RESAMPLES) * 30 / 27)
+    ends = np.nanmean(gaps) + np.percentile((np.array(means) - np.nanmean(gaps)) * student, (2.5, 97.5))
     assert got["difference"] == pytest.approx(np.nanmean(gaps), rel=1e-12)
-    assert got["low"] == pytest.approx(np.percentile(means, 2.5), rel=1e-9)
-    assert got["high"] == pytest.approx(np.percentile(means, 97.5), rel=1e-9)
+    assert [got["low"], got["high"]] == pytest.approx(ends, rel=1e-9)
 
 
-def test_interval_covers_the_truth_for_correlated_steps() -> None:
-    """Autoregressive steps with true difference 0: the interval holds 0 nearly as often as it claims."""
-    rng = np.random.default_rng(2)
-    held = 0
-    trials = 150
+def autoregressive(num_steps: int, correlation: float, seed: int) -> Floats:
+    noise = np.random.default_rng(seed).normal(size=num_steps + 200)
+    walk = np.zeros(num_steps + 200)
+    for i in range(1, len(walk)):
+        walk[i] = correlation * walk[i - 1] + noise[i]
+    return walk[200:]
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "correlation", "least"),
+    [(2, 0.0, 0.88), (3, 0.0, 0.88), (10, 0.0, 0.92), (10, 0.5, 0.82), (100, 0.5, 0.86), (100, 0.9, 0.75)],
+)
+def test_interval_covers_the_truth_for_correlated_steps(num_steps: int, correlation: float, least: float) -> None:
+    """Steps with true difference 0: the interval holds 0 about as often as it claims, as far as the steps can tell."""
+    held, trials = 0, 200
+    nothing = series_of(np.zeros((num_steps, 1)), 1)
     for trial in range(trials):
-        noise = rng.normal(size=400)
-        walk = np.empty(400)
-        walk[0] = noise[0]
-        for i in range(1, 400):
-            walk[i] = 0.5 * walk[i - 1] + noise[i]
-        got = BlockBootstrap(400, trial).difference(series_of(walk[:, None]), series_of(np.zeros((400, 1))))
+        walk = autoregressive(num_steps, correlation, trial)
+        got = BlockBootstrap(num_steps, trial).difference(series_of(walk[:, None], 1), nothing)
         assert got["low"] is not None
         assert got["high"] is not None
         held += got["low"] <= 0 <= got["high"]
-    assert 0.82 <= held / trials <= 1.0
+    assert least <= held / trials
+
+
+def test_blocks_grow_with_the_correlation() -> None:
+    lengths = [block_length(autoregressive(1000, correlation, 0)) for correlation in (0.0, 0.9)]
+    assert lengths[0] <= 12 < 25 <= lengths[1] <= 95  # 3 * sqrt(1000)
+    assert block_length(np.ones(1000)) == 10
+    assert block_length(np.array([1.0, -1.0])) == 1
+
+
+def test_steps_without_tokens_do_not_pull_the_interval_to_zero() -> None:
+    ours = np.full((40, 2), np.nan)
+    ours[[7, 21, 33]] = np.array([[5.0], [5.1], [5.2]])
+    got = BlockBootstrap(40, 0).difference(series_of(ours), series_of(ours * 0))
+    assert got["difference"] == pytest.approx(5.1)
+    assert got["low"] is not None
+    assert 4.5 < got["low"] < 5.1
+    ours[[7, 21]] = np.nan
+    assert BlockBootstrap(40, 0).difference(series_of(ours), series_of(ours * 0))["low"] is None
+
+
+def test_no_percentile_is_above_the_largest_value() -> None:
+    summary = series_of(np.full((4, 2), 1.1)).summary()
+    assert summary is not None
+    assert summary["p50"] <= summary["p99"] <= summary["max"] == 1.1
 
 
 def test_one_step_has_no_interval() -> None:

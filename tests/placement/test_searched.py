@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from epsim.placement.annealing import anneal
 from epsim.placement.balance import even_balance, even_rank_loads
 from epsim.placement.base import Cluster, Placement
 from epsim.placement.eplb import Eplb
@@ -179,3 +180,17 @@ def test_deepseek_v3_beats_eplb_on_recordings_it_was_not_planned_on() -> None:
     gain = [float((even_balance(counts[n], eplb) - even_balance(counts[n], ours)).mean()) for n in names]
     assert sum(gain) > 0
     assert gain[names.index("prefill_in1024")] > 0.0005
+
+
+@pytest.mark.parametrize(("experts", "slots_per_rank"), [(4, 3), (6, 3), (12, 4)])
+def test_the_score_of_an_annealing_is_that_of_its_slots(experts: int, slots_per_rank: int) -> None:
+    rng = np.random.default_rng(0)
+    rows, weight = rng.exponential(size=(experts, 5)), np.full(5, 0.2)
+    history = torch.from_numpy(rows.sum(1))[None, None]
+    placed = Eplb().plan(history, Cluster(4, 1, 4 * slots_per_rank - experts))
+    slots = placed.physical_to_logical.view(4, slots_per_rank).numpy()
+    best = slots.copy()
+    state = np.array([7], np.uint64)
+    found = anneal(rows, weight, 4, slots, best, np.inf, state, 500, 10.0, 10.0)
+    afresh = anneal(rows, weight, 4, best.copy(), best.copy(), np.inf, state, 0, 1.0, 1.0)
+    assert afresh == pytest.approx(found, rel=1e-9)
