@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from epsim.traces.record import record
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds a forward pass, medians: alone, recorded with a thread writing beside it, and of that thread's work."""
+    """Seconds a forward pass, the best of the rounds: alone, recorded while a thread writes, and that thread's work."""
 
     plain: float
     recorded: float
@@ -58,4 +57,4 @@ def measure_overhead(
             run(4)
             recorded.append((time.perf_counter() - begun) / 8)
         writing.append(recorder.seconds_writing / 8)
-    return Overhead(statistics.median(plain), statistics.median(recorded), statistics.median(writing))
+    return Overhead(min(plain), min(recorded), min(writing))
