@@ -16,6 +16,7 @@ from pathlib import Path
 
 HELD_OUT_EVERY = 20
 PIECE_CHARACTERS = 16_000
+LICENCES = ("GNU General Public License", "GNU Free Documentation License", "BSD", "public domain", "DFSG free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,15 @@ def download(package: str, folder: Path) -> Path:
 
 
 def licences(unpacked: Path) -> list[str]:
-    """The licences that the package's debian/copyright names, in its own words."""
+    """The licences that the package's debian/copyright names, in its own words; of free text, those it mentions."""
     files = sorted(unpacked.glob("usr/share/doc/*/copyright"))
-    text = files[0].read_text(errors="replace") if files else ""
-    named = sorted({line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("License:")} - {""})
-    return named or ["see debian/copyright (free text)"]
+    if not files:
+        linked = [os.readlink(path) for path in unpacked.glob("usr/share/doc/*") if path.is_symlink()]
+        return [f"those of {Path(link).name}" for link in linked] or ["none stated"]
+    text = files[0].read_text(errors="replace")
+    named = {line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("License:")} - {""}
+    mentioned = [known for known in LICENCES if known in " ".join(text.split())]
+    return sorted(named) or [f"free text that mentions {', '.join(mentioned) or 'no licence by name'}"]
 
 
 def read_text(path: Path) -> str | None:

@@ -43,7 +43,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     lay_out(tmp_path, "tales", tales)
     entries = "".join(f"word{i}\n  a thing of number {i}\n" for i in range(20_000))
-    lay_out(tmp_path, "dict", {"d/gcide.dict.dz": gzip.compress(entries.encode() + b"\x92\n", mtime=0)})
+    copyright_text = b"You may use it under the GNU General\n  Public License, or as BSD code.\n"
+    files = {"d/gcide.dict.dz": gzip.compress(entries.encode() + b"\x92\n", mtime=0)}
+    lay_out(tmp_path, "dict", {**files, "usr/share/doc/dict/copyright": copyright_text})
     return tmp_path
 
 
@@ -64,7 +66,12 @@ def test_split(cache: Path) -> None:
     packages = description["packages"]
     assert isinstance(packages, dict)
     assert packages["tales"] == {"domain": "prose", "version": "1.0-1", "licences": ["Expat", "GPL-2+"]}
-    assert packages["dict"]["licences"] == ["see debian/copyright (free text)"]
+    assert packages["dict"]["licences"] == ["free text that mentions GNU General Public License, BSD"]
+    lay_out(cache, "tales-more", {"t/x": b""})
+    documentation = cache / "packages" / "tales-more" / "usr" / "share" / "doc"
+    documentation.mkdir(parents=True)
+    (documentation / "tales-more").symlink_to("tales")
+    assert corpus.licences(cache / "packages" / "tales-more") == ["those of tales"]
 
 
 def test_limit_on_text(cache: Path) -> None:
