@@ -113,7 +113,6 @@ def replay_command(
     reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     scored = open_trace([Path(trace)], reading)
     planned = None if history is None else open_trace([Path(history)], reading)
-    hindsight = history is not None and os.path.realpath(history) == os.path.realpath(trace)
     if only is not None:
         scored = _only(scored, only)
         planned = None if planned is None else _only(planned, only)
@@ -124,7 +123,6 @@ def replay_command(
             planned,
             trace_name=Path(trace).name,
             history_name="" if history is None else Path(history).name,
-            hindsight=hindsight,
             progress=advance,
         )
     if out is not None:

@@ -28,6 +28,15 @@ def to_counts(block: Block, num_experts: int) -> CountsBlock:
     return block.to_counts(num_experts)
 
 
+def step_keys(counts: Ints) -> Ints:
+    """counts [S, L, E] -> [S] int64: a key by content, 0 for a step without tokens; others are alike by chance alone.
+
+    A linear form modulo 2^64 with random coefficients, so that the key of a sum of steps is the sum of their keys.
+    """
+    flat = counts.reshape(len(counts), -1)
+    return flat @ np.random.default_rng(0).integers(-(2**63), 2**63, flat.shape[1], dtype=np.int64)
+
+
 def plan_placements(
     policies: Mapping[str, PlacementPolicy],
     history: StoredTrace,
@@ -35,9 +44,11 @@ def plan_placements(
     meta: TraceMeta,
     cluster: Cluster,
     progress: Progress,
+    keys: list[Ints] | None = None,
 ) -> dict[str, Placement]:
     """One placement for each policy, for the layers of `meta`, planned on the first `num_steps` steps of `history`.
 
+    keys: a list that receives the `step_keys` of the steps planned on.
     Raises ValueError where history and meta are of different models, or a policy finds no placement that fits.
     """
     cluster.num_physical(meta.num_experts)
@@ -52,6 +63,8 @@ def plan_placements(
         for block in history.blocks(0, num_steps, max_bytes=BLOCK_BYTES):
             counts = to_counts(block, meta.num_experts).counts[:, pick]
             total += counts.sum(axis=0)
+            if keys is not None:
+                keys.append(step_keys(counts))
             if any(policy.needs_steps for policy in policies.values()):
                 steps.append(counts[-seen % stride :: stride].copy())
             seen += len(counts)

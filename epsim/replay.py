@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 import epsim
@@ -14,13 +15,13 @@ from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.kernels.split import SplitStructure, prepare, solve_peak
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
-from epsim.planning import BLOCK_BYTES, Progress, plan_placements, to_counts
+from epsim.planning import BLOCK_BYTES, Progress, plan_placements, step_keys, to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.stack import PolicyStack
 from epsim.results import SCHEMA_VERSION, Results
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
-from epsim.traces.trace import Block, TraceMeta
+from epsim.traces.trace import Block, Ints, TraceMeta
 from epsim.verdict import best_of, label, verdict
 
 
@@ -120,14 +121,13 @@ def replay(
     *,
     trace_name: str = "trace",
     history_name: str = "",
-    hindsight: bool = False,
     progress: Progress = lambda steps: None,
 ) -> Results:
     """Scores every stack of `options` on the trace; returns results of schema 1 (docs/results.md).
 
     history: the trace that placements are planned on; without it they are planned on the first `plan_share` of the
-    trace's steps and only the rest is scored. hindsight: the history is the scored trace itself, to be named so.
-    progress is called with numbers of steps that sum to `replay_length`.
+    trace's steps and only the rest is scored. A history that holds the scored steps, whatever its name and format, is
+    named as hindsight. progress is called with numbers of steps that sum to `replay_length`.
 
     Raises ValueError where a stack needs a finer trace, or cluster, history and trace do not fit together.
     """
@@ -140,7 +140,10 @@ def replay(
     num_planned = planned_steps(trace, options, history)
     policies = {stack.placement.name: stack.placement for _, stack in options.policies}
     planned_on, num_history = (trace, num_planned) if history is None else (history, history.num_steps)
-    placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress)
+    history_keys: list[Ints] = []
+    scored_keys: list[Ints] = []
+    placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, history_keys)
+    watch = history is not None and bool(history_keys)
     setting = Setting(seed=options.seed, shared_cost=shared_cost, top_k=meta.top_k, layers=meta.layers)
     structures: dict[str, SplitStructure] = {}
     runs = []
@@ -151,10 +154,15 @@ def replay(
             structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
         runs.append(_StackRun(name, stack, bind(stack, placement, setting), structures[placement.version]))
 
-    def score(block: Block) -> tuple[int, list[_Scores]]:
-        return len(block.steps), _score(regroup(block, trace.meta, cluster.num_ranks), meta, runs, shared_cost > 0)
+    def score(block: Block) -> tuple[int, Ints | None, list[_Scores]]:
+        counts = to_counts(block, meta.num_experts).counts
+        scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, shared_cost > 0)
+        return len(block.steps), step_keys(counts) if watch else None, scores
 
-    for num_steps, scores in in_parallel(score, trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES)):
+    blocks = trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES)
+    for num_steps, keys, scores in in_parallel(score, blocks):
+        if keys is not None:
+            scored_keys.append(keys)
         for run, own in zip(runs, scores, strict=True):
             run.add(own)
         progress(num_steps)
@@ -185,7 +193,7 @@ def replay(
             "groups": cluster.num_groups,
             "seed": options.seed,
             "shared_cost": shared_cost,
-            "history": _history_words(num_planned, history, history_name, hindsight),
+            "history": _history_words(num_planned, history_name, history_keys, scored_keys),
             "version": epsim.__version__,
             "command": options.command,
         },
@@ -213,8 +221,9 @@ def replay_length(trace: StoredTrace, history: StoredTrace | None) -> int:
     return trace.num_steps + (history.num_steps if history is not None else 0)
 
 
-def _score(block: Block, meta: TraceMeta, runs: Sequence[_StackRun], shared: bool) -> list[_Scores]:
-    counts = torch.from_numpy(to_counts(block, meta.num_experts).counts)
+def _score(block: Block, step_counts: Ints, runs: Sequence[_StackRun], shared: bool) -> list[_Scores]:
+    """block: regrouped to the cluster's ranks; step_counts [S, L, E]: its counts."""
+    counts = torch.from_numpy(step_counts)
     num_steps, num_layers, num_experts = counts.shape
     layer = torch.arange(num_layers).repeat(num_steps)
     optima: dict[int, torch.Tensor] = {}
@@ -246,11 +255,22 @@ def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[s
     return 0.0, ["the recording does not tell of a shared expert: none is assumed; --shared-cost says otherwise"]
 
 
-def _history_words(num_planned: int, history: StoredTrace | None, history_name: str, hindsight: bool) -> str:
-    if hindsight:
-        return f"hindsight: placements planned on the very steps they are scored on ({history_name})"
-    if history is not None:
-        return f"placements planned on {history_name}"
+def _history_words(
+    num_planned: int, history_name: str, history_keys: Sequence[Ints], scored_keys: Sequence[Ints]
+) -> str:
+    """What placements were planned on; the keys (`step_keys`) of a given history and of the scored steps tell whether
+    these are among them, or add up to the same counts."""
     if num_planned:
         return f"placements planned on the first {num_planned} steps, which are not scored"
-    return "no placement here needs a history"
+    if not scored_keys:
+        return "no placement here needs a history"
+    known, scored = np.concatenate(history_keys), np.concatenate(scored_keys)
+    scored = scored[scored != 0]
+    again = int(np.isin(scored, known).sum())
+    if again == len(scored) > 0:
+        return f"hindsight: placements planned on the very steps they are scored on ({history_name})"
+    if again:
+        return f"partly hindsight: placements planned on {history_name}, with {again} of the {len(scored)} scored steps"
+    if len(scored) and known.sum() == scored.sum():
+        return f"hindsight: placements planned on counts that sum to those they are scored on ({history_name})"
+    return f"placements planned on {history_name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,8 +23,8 @@ from epsim.replay import ReplayOptions, replay
 from epsim.results import Results, check_results
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
-from epsim.traces.store import StoredTrace
-from epsim.traces.trace import CountsBlock, TokenBlock
+from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.trace import CountsBlock, TokenBlock, TraceMeta
 
 TraceMaker = Callable[..., StoredTrace]
 
@@ -79,7 +80,7 @@ def test_even_and_lplb_at_counts_level_equal_a_loop(make_trace: TraceMaker) -> N
 
 def test_even_planned_on_its_own_file_reproduces_eplbs_balance(make_trace: TraceMaker) -> None:
     trace = make_trace("counts", steps=1, layers=3, experts=12, tokens=500)
-    results = replay(trace, options("eplb"), trace, hindsight=True, history_name="itself")
+    results = replay(trace, options("eplb"), trace, history_name="itself")
     counts = torch.from_numpy(counts_of(trace))
     placement = placement_policy("eplb").plan(counts, Cluster(4, 1, 4))
     slots = placement.physical_to_logical
@@ -90,6 +91,39 @@ def test_even_planned_on_its_own_file_reproduces_eplbs_balance(make_trace: Trace
     assert "hindsight" in results["setting"]["history"]
 
 
+def store(path: Path, counts: np.ndarray[Any, np.dtype[np.int64]]) -> StoredTrace:
+    """counts [S, L, E]"""
+    _, num_layers, num_experts = counts.shape
+    with TraceWriter(path, TraceMeta("counts", num_layers, num_experts, 2)) as writer:
+        writer.append(CountsBlock(np.arange(len(counts)), counts))
+    return StoredTrace(path)
+
+
+def test_a_history_of_the_scored_steps_is_hindsight_under_any_name(make_trace: TraceMaker, tmp_path: Path) -> None:
+    trace = make_trace("tokens", steps=6)
+    other = make_trace("tokens", steps=6, seed=1, name="other.parquet")
+    counts = counts_of(trace)
+    copied = StoredTrace(shutil.copy(trace.path, tmp_path / "copy.parquet"))
+    (tmp_path / "hard.parquet").hardlink_to(trace.path)
+    histories = {
+        "very steps": [
+            copied,
+            StoredTrace(tmp_path / "hard.parquet"),
+            store(tmp_path / "counted.parquet", np.concatenate([counts_of(other), counts])),
+        ],
+        "counts that sum to those": [store(tmp_path / "sum.parquet", counts.sum(0, keepdims=True))],
+        "with 2 of the 6 scored steps": [store(tmp_path / "part.parquet", counts[1:3])],
+    }
+    for words, of_that_kind in histories.items():
+        for history in of_that_kind:
+            said = replay(trace, options("eplb"), history, history_name="h")["setting"]["history"]
+            assert words in said
+            assert "hindsight" in said
+    assert replay(trace, options("eplb"), other, history_name="h")["setting"]["history"] == "placements planned on h"
+    unused = replay(trace, options("contiguous"), trace, history_name="h")["setting"]["history"]
+    assert unused == "no placement here needs a history"
+
+
 @pytest.mark.recordings
 def test_even_reproduces_eplbs_balance_on_deepseek_v3() -> None:
     """Planned and scored on the same file, the routed balance is EPLB's own figure, from its weights and its maps."""
@@ -97,7 +131,7 @@ def test_even_reproduces_eplbs_balance_on_deepseek_v3() -> None:
     if not path.exists():
         pytest.skip("the recordings are not here")
     trace = open_trace(path, ImportOptions(model="deepseek-v3"))
-    results = replay(trace, options("eplb", ranks=16, redundant=32, nodes=2), trace, hindsight=True)
+    results = replay(trace, options("eplb", ranks=16, redundant=32, nodes=2), trace)
     weight = torch.tensor(json.loads(path.read_text())["logical_count"], dtype=torch.float64)[3:]
     physical_to_logical, _, copies = rebalance_experts(weight, 288, 1, 2, 16)
     per_rank = (weight / copies).gather(1, physical_to_logical).reshape(58, 16, 18).sum(2)
