@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +254,8 @@ def train(options: TrainOptions) -> dict[str, Any]:
     the report: loss curves, held-out cross-entropy by domain of both models, routing skew by layer and domain."""
     device = options.device or default_device()
     text = tokens.load(options.cache)
+    shape = replace(options.shape, vocabulary=max(options.shape.vocabulary, text.vocabulary))
+    options = replace(options, shape=shape)
     moe = fit(options, text.train, device)
     quiet()
     moe.model.save_pretrained(model_folder(options.cache))

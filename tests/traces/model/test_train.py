@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, models
 
-from epsim.policies.stack import parse_stack
+from epsim.policies.registry import KINDS
 from epsim.traces.model import sample, tokens, train
 from epsim.traces.model.config import ModelShape, build_model, count_parameters
 from epsim.traces.record import record
@@ -173,7 +173,7 @@ def test_train_and_record_from_the_cache(text: tokens.Corpus, tmp_path: Path) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["corpus", "model", "results", "s.parquet"]
 
 
-def test_the_sample_replays_with_every_split(trained: train.Trained, text: tokens.Corpus, tmp_path: Path) -> None:
+def test_the_recording_replays_with_every_split(trained: train.Trained, text: tokens.Corpus, tmp_path: Path) -> None:
     from epsim.cli import main
 
     sample_options = sample.RecordOptions(
@@ -193,8 +193,8 @@ def test_the_sample_replays_with_every_split(trained: train.Trained, text: token
     assert kinds == {("prefill", 64, n) for n in (1, 2)} | {("decode", b, n) for b in (4, 8) for n in (1, 2)}
     assert (trace.meta.origin, trace.meta.shared_cost, trace.meta.num_scores) == ("recorded", 1.0, 16)
     assert sample.COMMAND in trace.meta.source
-    stacks = [f"eplb+{split}+waterfill" for split in ("even", "random", "static", "lplb", "lplb-sampled")]
-    assert all(parse_stack(stack) for stack in stacks)
+    stacks = [f"eplb+{split}+{shared}" for split in KINDS["split"] for shared in KINDS["shared"]]
+    assert len(stacks) >= 12
     arguments = ["replay", str(trace.path), "--ranks", "4", "--redundant", "4", "--out", str(tmp_path / "out")]
     for stack in ("contiguous", *stacks):
         arguments += ["--policy", stack]
@@ -203,7 +203,7 @@ def test_the_sample_replays_with_every_split(trained: train.Trained, text: token
         main()
     assert stop.value.code == 0
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert len(results["stacks"]) == 6
+    assert len(results["stacks"]) == 1 + len(stacks)
 
 
 def test_prompts_are_never_given_twice() -> None:
