@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import Reroute, keep, reroute_of, rerouted
 from epsim.traces.model import tokens
-from epsim.traces.model.train import default_device, device_name, load_model
+from epsim.traces.model.train import choose_device, device_name, load_model
 
 MIXED = "mixed"
 NGRAM = 4
@@ -147,7 +147,7 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     """Evaluates the trained model under a stack; returns (and writes, where `out` is given) the figures."""
     stack = parse_stack(options.policy)
     reroute = reroute_of(stack.router)
-    device = options.device or default_device()
+    device = choose_device(options.device)
     # On a GPU the experts' grouped products are fast in bfloat16 only; the plain model runs in the same.
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     model = load_model(options.cache, device, dtype)

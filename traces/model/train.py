@@ -232,7 +232,7 @@ def load_model(cache: Path | None = None, device: str | None = None, dtype: torc
     quiet()
     model: Any = Qwen2MoeForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype)
     model.config._experts_implementation = "grouped_mm"
-    return model.to(device or default_device()).eval()
+    return model.to(choose_device(device)).eval()
 
 
 def quiet() -> None:
@@ -241,8 +241,15 @@ def quiet() -> None:
     hub.disable_progress_bar()
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def choose_device(given: str | None) -> str:
+    """The device asked for, or the GPU where there is one. Raises ValueError for one that is not there."""
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if given.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device {given}: give cuda or cpu")
+    if given.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {given}: torch finds no GPU here")
+    return given
 
 
 def device_name(device: str) -> str:
@@ -252,7 +259,7 @@ def device_name(device: str) -> str:
 def train(options: TrainOptions) -> dict[str, Any]:
     """Trains on the prepared corpus, saves the model in the cache, and returns (and writes, where `report` is given)
     the report: loss curves, held-out cross-entropy by domain of both models, routing skew by layer and domain."""
-    device = options.device or default_device()
+    device = choose_device(options.device)
     text = tokens.load(options.cache)
     shape = replace(options.shape, vocabulary=max(options.shape.vocabulary, text.vocabulary))
     options = replace(options, shape=shape)

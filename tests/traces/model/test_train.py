@@ -206,6 +206,16 @@ def test_the_recording_replays_with_every_split(trained: train.Trained, text: to
     assert len(results["stacks"]) == 1 + len(stacks)
 
 
+def test_device() -> None:
+    assert train.choose_device("cpu") == "cpu"
+    with pytest.raises(ValueError, match="--device tpu: give cuda or cpu"):
+        train.choose_device("tpu")
+    if not torch.cuda.is_available():
+        assert train.choose_device(None) == "cpu"
+        with pytest.raises(ValueError, match="no GPU here"):
+            train.choose_device("cuda:1")
+
+
 def test_prompts_are_never_given_twice() -> None:
     prompts = sample.Prompts({"a": np.arange(100, dtype=np.uint16)}, 10, 0)
     taken = prompts.take(["a"] * 10, 10)
