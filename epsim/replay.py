@@ -142,8 +142,9 @@ def replay(
     planned_on, num_history = (trace, num_planned) if history is None else (history, history.num_steps)
     history_keys: list[Ints] = []
     scored_keys: list[Ints] = []
-    placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, history_keys)
-    watch = history is not None and bool(history_keys)
+    keys_wanted = history_keys if history is not None else None
+    placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, keys_wanted)
+    watch = bool(history_keys)
     setting = Setting(seed=options.seed, shared_cost=shared_cost, top_k=meta.top_k, layers=meta.layers)
     structures: dict[str, SplitStructure] = {}
     runs = []
