@@ -42,7 +42,11 @@ def nearest_slots(copies: Copies) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Every source rank sends an expert's tokens to one copy, a nearest one (SGLang's `static`)."""
+    """Every source rank sends an expert's tokens to one copy, a nearest one, as SGLang's `static` does.
+
+    Where a node holds several copies, SGLang sends all its ranks that hold none to the first of them, and its ranks on
+    other nodes to copies drawn at random; here both take the copies in turn, which is never less even.
+    """
 
     name: ClassVar[str] = "static"
     level: ClassVar[Level] = "rank_counts"

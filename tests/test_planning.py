@@ -1,0 +1,88 @@
+"""Planning on a history: which of its steps and layers a placement policy gets to see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from epsim import planning
+from epsim.placement.base import Cluster, Placement
+from epsim.placement.contiguous import Contiguous
+from epsim.planning import plan_placements, step_keys
+from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.trace import CountsBlock, Ints, TraceMeta
+
+TraceMaker = Callable[..., StoredTrace]
+
+
+@dataclass
+class Watcher:
+    """A placement policy that keeps what it is given."""
+
+    needs_steps: bool
+    name: str = "watcher"
+    needs_history: bool = True
+    seen: list[torch.Tensor] = field(default_factory=list)
+
+    def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
+        self.seen.append(history)
+        return Contiguous().plan(history, cluster)
+
+
+def counts_of(trace: StoredTrace) -> Ints:
+    blocks = list(trace.blocks())
+    return np.concatenate([block.counts for block in blocks if isinstance(block, CountsBlock)])
+
+
+def watch(trace: StoredTrace, num_steps: int, meta: TraceMeta) -> tuple[torch.Tensor, torch.Tensor, Ints]:
+    """What a policy of single steps sees, what one of sums sees, and the keys."""
+    single, whole = Watcher(True), Watcher(False)
+    keys: list[Ints] = []
+    policies = {"single": single, "whole": whole}
+    plan_placements(policies, trace, num_steps, meta, Cluster(4), lambda steps: None, keys)
+    return single.seen[0], whole.seen[0], np.concatenate(keys)
+
+
+@pytest.mark.parametrize(("room", "stride"), [(100, 1), (23, 1), (12, 2), (8, 3), (1, 23)])
+def test_steps_beyond_the_memory_are_left_out_evenly(
+    make_trace: TraceMaker, monkeypatch: pytest.MonkeyPatch, room: int, stride: int
+) -> None:
+    trace = make_trace("counts", steps=30, layers=2, experts=8)
+    step_bytes = 2 * 8 * 8
+    monkeypatch.setattr(planning, "MAX_HISTORY_BYTES", room * step_bytes)
+    monkeypatch.setattr(planning, "BLOCK_BYTES", 5 * step_bytes)
+    counts = counts_of(trace)[:23]
+    single, whole, keys = watch(trace, 23, trace.meta)
+    assert np.array_equal(single.numpy(), counts[::stride])
+    assert np.array_equal(whole.numpy(), counts.sum(0, keepdims=True))
+    assert np.array_equal(keys, step_keys(counts))
+
+
+def test_layers_of_the_trace_are_taken_from_the_history_by_their_numbers(tmp_path: Path) -> None:
+    numbered = TraceMeta("counts", 3, 8, 2, layers=(3, 4, 9))
+    with TraceWriter(tmp_path / "history.parquet", numbered) as writer:
+        writer.append(CountsBlock(np.arange(4), np.arange(4 * 3 * 8).reshape(4, 3, 8)))
+    history = StoredTrace(tmp_path / "history.parquet")
+    asked = replace(numbered, num_layers=2, layers=(4, 9))
+    single, whole, _ = watch(history, history.num_steps, asked)
+    assert np.array_equal(single.numpy(), counts_of(history)[:, 1:])
+    assert np.array_equal(whole.numpy()[0], counts_of(history)[:, 1:].sum(0))
+    with pytest.raises(ValueError, match="--history lacks layer 5"):
+        watch(history, history.num_steps, replace(asked, layers=(4, 5)))
+
+
+def test_keys_follow_content_and_add_up() -> None:
+    counts = np.random.default_rng(0).integers(0, 1000, (50, 3, 16))
+    keys = step_keys(counts)
+    assert len(set(keys.tolist())) == 50
+    assert step_keys(counts.sum(0, keepdims=True))[0] == keys.sum()
+    assert step_keys(np.zeros((2, 3, 16), dtype=np.int64)).tolist() == [0, 0]
+    moved = counts[:1].copy()
+    moved[0, 0, 0] += 1
+    moved[0, 2, 5] -= 1
+    assert step_keys(moved)[0] != keys[0]
