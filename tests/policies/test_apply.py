@@ -43,7 +43,7 @@ def check_conserved(load: Load, counts: torch.Tensor, top_k: int, tokens: torch.
     assert torch.allclose(load.routed_real.sum(-1), load.assignments.double(), rtol=1e-9, atol=1e-9)
     assert torch.allclose(load.tokens, tokens.double())
     assert torch.allclose(load.shared_tokens.sum(-1).double(), tokens.double() * (cost > 0))
-    assert torch.allclose(load.shared, load.shared_tokens * cost)
+    assert torch.allclose(load.shared, load.shared_tokens.double() * cost)
     assert torch.allclose(load.total, load.routed + load.shared)
     assert float(load.routed.min() if load.routed.numel() else 0) >= 0
     # A rank works if and only if one of its experts does, and no expert is lost or invented.
