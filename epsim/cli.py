@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,8 +26,10 @@ from epsim.cli_traces import (
     StepTokensOption,
     TopKOption,
     import_options,
+    seed_option,
 )
 from epsim.cli_traces import app as traces_app
+from epsim.traces.files import check_target, message_line, reason
 
 if TYPE_CHECKING:
     from epsim.policies.stack import PolicyStack
@@ -36,10 +39,21 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
 app.add_typer(traces_app, name="traces")
 app.add_typer(model_app, name="model")
 
-RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks (GPUs) of the expert-parallel group.")]
+# Far beyond any cluster, and small enough that what is made for each rank or slot fits the memory.
+MOST_SLOTS = 1 << 16
+MAX_NAME = 60
+
+RanksOption = Annotated[
+    int, typer.Option("--ranks", min=1, max=MOST_SLOTS, help="Ranks (GPUs) of the expert-parallel group.")
+]
 NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes (hosts) that hold the ranks.")]
-RedundantOption = Annotated[int, typer.Option("--redundant", help="Physical experts a layer beyond the logical ones.")]
-GroupsOption = Annotated[int, typer.Option("--groups", help="Expert groups of the model's router.")]
+RedundantOption = Annotated[
+    int,
+    typer.Option("--redundant", min=0, max=MOST_SLOTS, help="Physical experts a layer beyond the logical ones."),
+]
+GroupsOption = Annotated[
+    int, typer.Option("--groups", min=1, max=MOST_SLOTS, help="Expert groups of the model's router.")
+]
 
 
 def _version(asked: bool) -> None:
@@ -80,7 +94,7 @@ def replay_command(
         str | None,
         typer.Option("--only", metavar="PHASE", help="Of a trace of several phases: prefill or decode alone."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of all draws.")] = 0,
+    seed: Annotated[int, seed_option("Seed of all draws.")] = 0,
     shared_cost: SharedCostOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write results.json, report.md and report.html there.")
@@ -170,6 +184,7 @@ def plan_command(
 
     policy = placement_policy(placement)
     check_format(format_name)
+    check_target(out)
     cluster = Cluster(ranks, nodes, redundant, groups)
     reading = import_options(top_k, experts, model, phase, None, batch, ranks, step_tokens, score_rule)
     recorded = open_trace([Path(trace)], reading)
@@ -195,20 +210,28 @@ def named_stack(text: str) -> tuple[str, PolicyStack]:
     head, equals, tail = text.partition("=")
     if not equals or "(" in head:
         return "", parse_stack(text)
-    if not head.strip() or set(head) & set("+.,"):
-        raise ValueError(f"--policy {text!r}: a name has none of the characters + . , and is not empty")
-    return head.strip(), parse_stack(tail)
+    name = head.strip()
+    if not name or set(name) & set("+.,") or not name.isprintable() or len(name) > MAX_NAME:
+        raise ValueError(
+            f"--policy {text!r}: a name is 1 to {MAX_NAME} characters that can be printed, none of them + . or ,"
+        )
+    return name, parse_stack(tail)
 
 
 def _check_out(out: Path | None) -> None:
     """Before any work: a place that cannot be written is said at once."""
     if out is None:
         return
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: is a file; give a folder")
-    out.mkdir(parents=True, exist_ok=True)
-    if not os.access(out, os.W_OK):
+    try:
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out}: is a file; give a folder")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
+    if not os.access(out, os.W_OK | os.X_OK):
         raise ValueError(f"--out {out}: not writable; give another folder")
+    for name in ("results.json", "report.md", "report.html"):
+        check_target(out / name)
 
 
 class _progress:  # noqa: N801
@@ -234,24 +257,49 @@ def main() -> None:
     """The console script. Mistakes of the user: one line, exit code 2. EPSIM_DEBUG=1 shows the traceback."""
     # Threads of OpenMP that spin while they wait take the cores from those that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    previous = signal.signal(signal.SIGTERM, _stop)
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _leave_quietly()
     except (ValueError, OSError) as error:
         _fail(error, str(error))
+    except MemoryError as error:
+        _fail(error, f"more than fits this machine's memory ({error}): give fewer or smaller steps, ranks or experts")
     except KeyboardInterrupt:
         print("epsim: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
+        if type(error).__name__ == "Abort":  # click's form of an interrupt
+            print("epsim: interrupted", file=sys.stderr)
+            sys.exit(130)
         if not hasattr(error, "format_message"):
             raise
         _fail(error, f"{error.format_message()} (epsim --help and epsim COMMAND --help list what there is)")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _stop(number: int, frame: object) -> None:
+    """A termination unwinds like an interrupt, so that unfinished files go."""
+    sys.exit(128 + number)
+
+
+def _leave_quietly() -> None:
+    """Whoever read the output has seen enough, as `head` has. What is left in the buffer goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
 
 
 def _fail(error: Exception, message: str) -> None:
     if os.environ.get("EPSIM_DEBUG"):
         raise error
-    print(f"epsim: {' '.join(message.split())}", file=sys.stderr)
+    print(f"epsim: {message_line(message)}", file=sys.stderr)
     sys.exit(2)
 
 

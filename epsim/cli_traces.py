@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from epsim.traces.files import check_target, printable
+
 if TYPE_CHECKING:
     from epsim.traces.options import ImportOptions
 
@@ -34,6 +36,10 @@ SharedCostOption = Annotated[
     ),
 ]
 SourceRanksOption = Annotated[int | None, typer.Option("--ranks", help="Source ranks that composed tokens live on.")]
+
+
+def seed_option(words: str) -> Any:
+    return typer.Option("--seed", min=0, max=2**63 - 1, help=words)
 
 
 def import_options(
@@ -80,12 +86,14 @@ def import_command(
     """Read another system's recording and store it as a trace."""
     from epsim.traces.importing import import_trace
 
+    check_target(out)
     options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     trace = import_trace(sources, out, options)
     meta = trace.meta
-    print(f"{out}: {trace.num_steps} steps, {meta.num_layers} layers x {meta.num_experts} experts, {meta.level} level")
+    shape = f"{meta.num_layers} layers x {meta.num_experts} experts, {meta.level} level"
+    print(f"{printable(str(out))}: {trace.num_steps} steps, {shape}")
     for note in meta.notes:
-        print(f"  {note}")
+        print(f"  {printable(note)}")
 
 
 @app.command("show")
@@ -108,7 +116,7 @@ def show_command(
     options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     summary = summarize(open_trace([Path(trace)], options))
     for name, value in summary.lines():
-        print(f"{name}: {value}")
+        print(f"{name}: {printable(value)}")
     print(
         "skew per layer, max / mean over experts: all steps together; mean of the steps; hottest expert; never chosen"
     )
@@ -132,14 +140,16 @@ def synthesize_command(
     phase: PhaseOption = None,
     shared_cost: SharedCostOption = None,
     batch: BatchOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the draws.")] = 0,
+    seed: Annotated[int, seed_option("Seed of the draws.")] = 0,
 ) -> None:
     """Draw token-level steps with the marginals of recordings; the trace is marked as drawn."""
     from epsim.traces.importing import open_trace
     from epsim.traces.synthesize import SynthesisOptions, synthesize
 
     drawing = SynthesisOptions(steps, tokens, ranks, drift, seed=seed)
+    check_target(out)
     options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, None, None)
     topics = [open_trace([source], options) for source in sources]
     trace = synthesize(topics, out, drawing)
-    print(f"{out}: {trace.num_steps} steps of {tokens} tokens drawn from {len(topics)} recording(s), seed {seed}")
+    drawn = f"{trace.num_steps} steps of {tokens} tokens drawn from {len(topics)} recording(s), seed {seed}"
+    print(f"{printable(str(out))}: {drawn}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from epsim.traces.files import check_source, whole_file
 
 Results: TypeAlias = dict[str, Any]
 
@@ -34,33 +33,18 @@ def check_results(results: Mapping[str, Any], where: str = "results") -> None:
 
 def read_results(path: Path) -> Results:
     """Raises FileNotFoundError or ValueError in one line."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; epsim replay --out DIR writes DIR/results.json")
+    check_source(path)
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a results.json ({error})") from None
     check_results(results, str(path))
     assert isinstance(results, dict)
     return results
 
 
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `path`; it takes the place of `path` only if the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_results(results: Results, path: Path) -> None:
     check_results(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")

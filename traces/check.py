@@ -6,8 +6,9 @@ import numpy as np
 
 from epsim.traces.trace import PHASES, Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
-MAX_EXPERTS = 2**15 - 1
-MAX_COUNT = 2**53
+# Assignments of one layer in one step. Times 2^20 (fixed-point fractions) or summed over millions of steps it stays
+# within int64.
+MAX_COUNT = 2**40
 
 
 def check_block(block: Block, meta: TraceMeta, last_step: int | None) -> None:
@@ -34,6 +35,8 @@ def check_steps(steps: Ints, last_step: int | None) -> None:
     if (np.diff(steps) <= 0).any():
         place = int((np.diff(steps) <= 0).argmax())
         raise ValueError(f"steps must ascend, but step {steps[place]} is followed by {steps[place + 1]}")
+    if len(steps) and steps[0] < 0:
+        raise ValueError(f"step {steps[0]} is negative")
     if last_step is not None and len(steps) and steps[0] <= last_step:
         raise ValueError(f"steps must ascend, but step {last_step} is followed by {steps[0]}")
 
@@ -43,11 +46,21 @@ def check_counts(counts: Ints, shape: tuple[int, ...]) -> None:
         raise ValueError(f"counts have shape {list(counts.shape)}, not {list(shape)}")
     if not np.issubdtype(counts.dtype, np.integer):
         raise ValueError(f"counts must be whole numbers, not {counts.dtype}")
-    if counts.size and counts.max() > MAX_COUNT:
-        raise ValueError(f"a count of {counts.max()} is larger than 2^53")
-    if counts.size and counts.min() < 0:
+    if not counts.size:
+        return
+    if counts.min() < 0:
         place = np.argwhere(counts < 0)[0]
         raise ValueError(f"a count is negative ({counts[tuple(place)]}) at place {place[0]} in layer {place[1]}")
+    most = int(counts.max())
+    addends = counts.size // (shape[0] * shape[1])
+    # Sums are looked at only where they could be too large, as they cost a pass over the counts.
+    if most > MAX_COUNT or (most > MAX_COUNT // addends and _largest_sum(counts) > MAX_COUNT):
+        raise ValueError(f"counts up to {most}: a layer has more than 2^40 assignments in one step")
+
+
+def _largest_sum(counts: Ints) -> int:
+    """The largest number of assignments of one step's layer."""
+    return int(counts.sum(axis=tuple(range(2, counts.ndim))).max())
 
 
 def check_ids(ids: Array | Ints, num_experts: int, what: str = "expert id") -> None:
@@ -75,8 +88,6 @@ def check_distinct(ids: Array) -> None:
 
 
 def _check_tokens(block: TokenBlock, meta: TraceMeta) -> None:
-    if meta.num_experts > MAX_EXPERTS:
-        raise ValueError(f"{meta.num_experts} experts a layer: token traces hold at most {MAX_EXPERTS}")
     num_tokens = len(block.token_step)
     for name, array in (("token_step", block.token_step), ("source_rank", block.source_rank)):
         if array.shape != (num_tokens,) or not np.issubdtype(array.dtype, np.integer):

@@ -66,6 +66,9 @@ def to_table(block: Block, meta: TraceMeta, schema: pa.Schema) -> pa.Table:
 def to_block(table: pa.Table, meta: TraceMeta, steps: Ints, scored: bool = True) -> Block:
     """The inverse of `to_table`; steps [S]: the steps that the table's rows belong to; scored: with their scores."""
     if meta.level != "tokens":
+        wanted = np.tile(np.array(meta.layers, dtype=np.int32), len(steps))
+        if not np.array_equal(table["layer"].to_numpy(), wanted):
+            raise ValueError("its rows are not every step's layers in turn")
         counts: Ints = _values(table, "counts").astype(np.int64, copy=False)
         if meta.level == "counts":
             return CountsBlock(steps, counts.reshape(len(steps), meta.num_layers, meta.num_experts))
@@ -99,5 +102,8 @@ def _fixed(array: Array, dtype: type[np.generic], kind: pa.DataType) -> pa.Array
 
 def _values(table: pa.Table, name: str) -> Array:
     # A copy: Arrow's memory is read-only, and PyTorch takes only what it may write to.
-    flat: Array = np.array(table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False))
+    values = table[name].combine_chunks().flatten()
+    if values.null_count:
+        raise ValueError(f"column {name} lacks values")
+    flat: Array = np.array(values.to_numpy(zero_copy_only=False))
     return flat

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from epsim.traces.known_models import SCORE_RULES, ScoreRule
-from epsim.traces.trace import PHASES, Phase
+from epsim.traces.trace import MAX_EXPERTS, MAX_RANKS, MAX_SHARED_COST, PHASES, Phase
 
+MOST = {"--top-k": MAX_EXPERTS, "--experts": MAX_EXPERTS, "--ranks": MAX_RANKS}
 DEFAULT_BATCH = 64
 DEFAULT_RANKS = 16
 DEFAULT_STEP_TOKENS = 1024
@@ -45,15 +46,16 @@ class ImportOptions:
         options = {"--top-k": self.top_k, "--experts": self.num_experts, "--batch": self.batch}
         options |= {"--ranks": self.ranks, "--step-tokens": self.step_tokens}
         for name, value in options.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} {value}: give 1 or more")
+            most = MOST.get(name, 2**31)
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"{name} {value}: give 1 or more" + (f", at most {most}" if value > most else ""))
         if self.top_k is not None and self.num_experts is not None and self.top_k > self.num_experts:
             raise ValueError(f"--top-k {self.top_k} is larger than --experts {self.num_experts}")
         if self.phase is not None:
             check_phase("--phase", self.phase)
         if self.score_rule is not None and self.score_rule not in SCORE_RULES:
             raise ValueError(f"--score-rule {self.score_rule}: give one of {', '.join(SCORE_RULES)}")
-        if self.shared_cost is not None and not 0 <= self.shared_cost < float("inf"):
-            raise ValueError(f"--shared-cost {self.shared_cost}: give a finite number >= 0")
+        if self.shared_cost is not None and not 0 <= self.shared_cost <= MAX_SHARED_COST:
+            raise ValueError(f"--shared-cost {self.shared_cost}: give a number from 0 to {MAX_SHARED_COST:g}")
         if self.batch is not None and self.step_tokens is not None:
             raise ValueError("--batch composes sequences, --step-tokens cuts a stream: give one of them")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -19,8 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from epsim.traces.check import check_block, check_ids
+from epsim.traces.check import check_block
 from epsim.traces.columns import schema_of, to_block, to_table
+from epsim.traces.files import CannotWriteError, check_source, check_target, temporary_beside, umask
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
 FORMAT = "1"
@@ -49,6 +49,7 @@ class TraceWriter:
         self.path = Path(path)
         self.meta = meta
         self.num_steps = 0
+        self._target = check_target(path)
         self._keep = keep_on_interrupt
         self._group_bytes = group_bytes
         self._last_step: int | None = None
@@ -57,13 +58,7 @@ class TraceWriter:
         self._index: list[tuple[int, int, list[int], bool]] = []
         self._schema: pa.Schema | None = None
         self._writer: pq.ParquetWriter | None = None
-        if self.path.is_dir():
-            raise ValueError(f"{self.path} is a folder: give a file to write the trace to")
-        if not self.path.absolute().parent.is_dir():
-            raise FileNotFoundError(f"{self.path.absolute().parent}: no such folder to write {self.path.name} in")
-        handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".part", dir=self.path.absolute().parent)
-        os.close(handle)
-        self._temporary = Path(name)
+        self._temporary = temporary_beside(self._target)
 
     def append(self, block: Block) -> None:
         check_block(block, self.meta, self._last_step)
@@ -112,17 +107,23 @@ class TraceWriter:
                 }
             )
             writer.close()
-            self._temporary.chmod(0o666 & ~_umask())
-            self._temporary.replace(self.path)
-        except BaseException:
+            self._temporary.chmod(0o666 & ~umask())
+            self._temporary.replace(self._target)
+        except BaseException as error:
             self.abort()
+            if isinstance(error, OSError):
+                raise CannotWriteError(self.path, error) from None
             raise
 
     def abort(self) -> None:
         """Throws the work away."""
-        if self._writer is not None and self._writer.is_open:
-            self._writer.close()
-        self._temporary.unlink(missing_ok=True)
+        try:
+            if self._writer is not None and self._writer.is_open:
+                self._writer.close()
+        except OSError:
+            pass  # The disk is full; the file goes anyway.
+        finally:
+            self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -162,7 +163,10 @@ class TraceWriter:
         steps = sum(len(block.steps) for block in self._pending)
         empty = [int(s) for block in self._pending for s in _empty_steps(block)]
         if table.num_rows:
-            self._open().write_table(table, row_group_size=table.num_rows)
+            try:
+                self._open().write_table(table, row_group_size=table.num_rows)
+            except OSError as error:
+                raise CannotWriteError(self.path, error) from None
         self._index.append((steps, table.num_rows, empty, _has_scores(self._pending[0])))
         self._pending, self._pending_bytes = [], 0
 
@@ -172,10 +176,7 @@ class StoredTrace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        if not self.path.exists():
-            raise FileNotFoundError(f"{self.path}: no such file")
-        if self.path.is_dir():
-            raise ValueError(f"{self.path} is a folder, not a trace")
+        check_source(self.path)
         try:
             with pq.ParquetFile(self.path) as file:
                 footer = {k.decode(): v.decode() for k, v in (file.metadata.metadata or {}).items()}
@@ -192,6 +193,8 @@ class StoredTrace:
             self.num_steps = int(footer["epsim.num_steps"])
             index = json.loads(footer["epsim.index"])
             self._index = [(int(s), int(r), [int(x) for x in e], bool(scored)) for s, r, e, scored in index]
+            if any(group[0] < 0 or group[1] < 0 for group in self._index):
+                raise ValueError("a group of fewer than 0 steps or rows")
             names = set(schema.names)
             expected = schema_of(self.meta, "score_ids" in names, "domain" in names, "phase" in names)
             whole = schema.names == expected.names and all(
@@ -210,30 +213,34 @@ class StoredTrace:
         start, stop: places among the trace's steps (0..num_steps), not step numbers. Row groups outside are not read.
         """
         stop = self.num_steps if stop is None else min(stop, self.num_steps)
-        first, group = 0, -1
+        first, group, last = 0, -1, None
         with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
             for num_steps, num_rows, empty, scored in self._index:
                 group += num_rows > 0
                 low, high = max(start - first, 0), min(stop - first, num_steps)
                 if low < high:
-                    block = self._read(file, group if num_rows else None, num_steps, empty, scored)
+                    block = self._read(file, group if num_rows else None, num_steps, empty, scored, last)
+                    last = int(block.steps[-1]) if len(block.steps) else last
                     yield from split_steps(slice_steps(block, low, high), max_bytes)
                 first += num_steps
 
-    def _read(self, file: pq.ParquetFile, group: int | None, num_steps: int, empty: list[int], scored: bool) -> Block:
+    def _read(
+        self, file: pq.ParquetFile, group: int | None, num_steps: int, empty: list[int], scored: bool, last: int | None
+    ) -> Block:
         try:
             table = file.schema_arrow.empty_table() if group is None else file.read_row_group(group)
-            steps: Ints = np.union1d(table["step"].to_numpy(), np.array(empty, dtype=np.int64)).astype(np.int64)
-            block = to_block(table, self.meta, steps, scored)
-            if isinstance(block, TokenBlock):
-                check_ids(block.expert_ids, self.meta.num_experts)
-                if block.source_rank.size and block.source_rank.max() >= max(self.meta.num_source_ranks, 1):
-                    raise ValueError("a source rank is out of range")
-            elif block.counts.size and block.counts.min() < 0:
-                raise ValueError("a count is negative")
+            for name in table.column_names:
+                if table[name].null_count:
+                    raise ValueError(f"column {name} lacks values")
+            found: Ints = table["step"].to_numpy()
+            if (np.diff(found) < 0).any():
+                raise ValueError("its rows are not in order of steps")
+            steps: Ints = np.union1d(found, np.array(empty, dtype=np.int64)).astype(np.int64)
             if len(steps) != num_steps:
                 raise ValueError(f"{len(steps)} steps where {num_steps} are announced")
-        except (pa.ArrowException, OSError, ValueError, IndexError) as error:
+            block = to_block(table, self.meta, steps, scored)
+            check_block(block, self.meta, last)
+        except (pa.ArrowException, OSError, ValueError, IndexError, OverflowError) as error:
             raise ValueError(f"{self.path}: row group {group} is damaged: {one_line(error)}") from None
         return block
 
@@ -316,9 +323,3 @@ def _same_kind(a: pa.DataType, b: pa.DataType) -> bool:
     if pa.types.is_fixed_size_list(a) and pa.types.is_fixed_size_list(b):
         return bool(a.list_size == b.list_size and a.value_type == b.value_type)
     return bool(a == b)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -25,7 +25,10 @@ import numpy.typing as npt
 from epsim.traces.compose import deal
 from epsim.traces.options import DEFAULT_RANKS
 from epsim.traces.store import SMALL_BLOCK, StoredTrace, TraceWriter
-from epsim.traces.trace import Ints, Phase, TokenBlock, TraceMeta
+from epsim.traces.trace import MAX_RANKS, Ints, Phase, TokenBlock, TraceMeta
+
+MAX_DRAWN = 1 << 24
+MAX_STEP_IDS = 1 << 29
 
 Floats = npt.NDArray[np.float64]
 
@@ -47,11 +50,12 @@ class SynthesisOptions:
     def __post_init__(self) -> None:
         for name, value in (
             ("--steps", self.num_steps),
-            ("--tokens", self.tokens_per_step),
+            ("--step-tokens", self.tokens_per_step),
             ("--ranks", self.num_ranks),
         ):
-            if value < 1:
-                raise ValueError(f"{name} {value}: give 1 or more")
+            most = MAX_RANKS if name == "--ranks" else MAX_DRAWN
+            if not 1 <= value <= most:
+                raise ValueError(f"{name} {value}: give 1 to {most}")
         if not 0 <= self.drift <= 1:
             raise ValueError(f"--drift {self.drift}: give 0 (none) to 1 (each step anew)")
         if not 0 <= self.spread < math.inf:
@@ -78,6 +82,13 @@ def synthesize(
                     f"{source.path}: {name} {_short(getattr(source.meta, name))} differs from "
                     f"{_short(getattr(first, name))} of {sources[0].path}: topics must be of one model"
                 )
+    if options.tokens_per_step * first.num_layers * first.top_k > MAX_STEP_IDS:
+        raise ValueError(
+            f"--step-tokens {options.tokens_per_step} x {first.num_layers} layers x top-{first.top_k}: a step must fit "
+            f"the memory: give at most {max(MAX_STEP_IDS // (first.num_layers * first.top_k), 1)}"
+        )
+    if any(Path(target).exists() and Path(target).samefile(source.path) for source in sources):
+        raise ValueError(f"{target} is also a source: write the trace somewhere else")
     topics, capped = [], 0
     for source in sources:
         probabilities, num_capped = inclusion(marginals(source), first.top_k, source.path)

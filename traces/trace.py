@@ -18,6 +18,14 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 LEVELS: tuple[Level, ...] = ("counts", "rank_counts", "tokens")
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed", "training", "unknown")
+ORIGINS: tuple[Origin, ...] = ("recorded", "drawn", "composed")
+
+# Beyond these a file is damaged or hostile: they keep ids within int16, and one step within memory.
+MAX_EXPERTS = 2**15 - 1
+MAX_LAYERS = 2**16
+MAX_RANKS = 2**16
+MAX_STEP_NUMBERS = 2**28
+MAX_SHARED_COST = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +60,48 @@ class TraceMeta:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_types()
         if not self.layers:
             object.__setattr__(self, "layers", tuple(range(self.num_layers)))
-        if self.level not in LEVELS:
-            raise ValueError(f"trace level {self.level!r} is none of {', '.join(LEVELS)}")
+        for name, known in (("level", LEVELS), ("phase", PHASES), ("origin", ORIGINS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"trace {name} {getattr(self, name)!r} is none of {', '.join(known)}")
         if self.num_layers < 1 or self.num_experts < 1:
             raise ValueError(f"a trace needs layers and experts, not {self.num_layers} x {self.num_experts}")
+        for name, most in (("num_layers", MAX_LAYERS), ("num_experts", MAX_EXPERTS), ("num_source_ranks", MAX_RANKS)):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} is {getattr(self, name)}, more than {most}")
+        if self.num_source_ranks < 0 or self.num_scores < 0:
+            raise ValueError(f"num_source_ranks {self.num_source_ranks} and num_scores {self.num_scores} must be >= 0")
+        ranks = self.num_source_ranks if self.level == "rank_counts" else 1
+        if self.num_layers * max(ranks, 1) * self.num_experts > MAX_STEP_NUMBERS:
+            raise ValueError(
+                f"{self.num_layers} layers x {ranks} source ranks x {self.num_experts} experts: a single step has more "
+                f"than {MAX_STEP_NUMBERS} counts"
+            )
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top-k {self.top_k} is outside 1..{self.num_experts}, the number of experts")
         if len(self.layers) != self.num_layers:
             raise ValueError(f"{len(self.layers)} layer numbers given for {self.num_layers} layers")
+        if len(set(self.layers)) != len(self.layers) or min(self.layers) < 0 or max(self.layers) >= 2**31:
+            raise ValueError("layer numbers must be different whole numbers >= 0")
         if self.level == "rank_counts" and self.num_source_ranks < 1:
             raise ValueError("a trace of counts by source rank needs the number of source ranks")
-        if self.shared_cost is not None and not 0 <= self.shared_cost < float("inf"):
-            raise ValueError(f"shared_cost {self.shared_cost} is not a finite number >= 0")
+        if self.shared_cost is not None and not 0 <= self.shared_cost <= MAX_SHARED_COST:
+            raise ValueError(f"shared_cost {self.shared_cost} is outside 0..{MAX_SHARED_COST:g}")
+
+    def _check_types(self) -> None:
+        """A file's JSON may hold anything."""
+        for name in ("num_layers", "num_experts", "top_k", "num_source_ranks", "num_scores"):
+            if type(getattr(self, name)) is not int:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a whole number")
+        for name in ("model", "source", "level", "phase", "origin"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a text")
+        if not all(type(layer) is int for layer in self.layers) or not all(isinstance(n, str) for n in self.notes):
+            raise ValueError("layers must be whole numbers, and notes texts")
+        if self.shared_cost is not None and type(self.shared_cost) not in (int, float):
+            raise ValueError(f"shared_cost is {self.shared_cost!r}, not a number")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -8,6 +8,7 @@ from typing import Any
 
 from epsim.cost.formulas import METRICS
 from epsim.results import Results
+from epsim.traces.files import printable
 from epsim.verdict import label
 
 
@@ -88,7 +89,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
         f"{setting['ranks']} ranks on {setting['nodes']} node(s), {setting['redundant']} redundant experts a layer"
     )
     shared = f"costs {setting['shared_cost']:g} routed assignments a token" if setting["shared_cost"] else "none"
-    return [
+    said = [
         (
             "trace",
             f"{trace['name']} ({trace['origin']}, {trace['level']} level, {trace['phase']}), model {trace['model']}",
@@ -103,6 +104,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
         *(("note", note) for note in trace.get("notes", [])),
         *_stack_notes(results),
     ]
+    return [(name, printable(value)) for name, value in said]
 
 
 def _stack_notes(results: Results) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import warnings
 from importlib import resources
 
 from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
@@ -48,6 +49,8 @@ def _png(draw: object, results: Results) -> str:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
+    # A font lacks some of the world's letters; the picture then shows boxes, and nobody is warned.
+    warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
     figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
     assert callable(draw)
     draw(axes, results)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from epsim.report.markdown import markdown
 from epsim.report.page import page
-from epsim.results import Results, whole_file, write_results
+from epsim.results import Results, write_results
+from epsim.traces.files import whole_file
 
 
 def write_report(results: Results, out: Path) -> None:

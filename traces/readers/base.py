@@ -16,6 +16,9 @@ from epsim.traces.options import ImportOptions
 from epsim.traces.readers.document import Document
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, Level, Phase, TraceMeta
 
+MAX_DEPTH = 16
+MAX_CELLS = 1 << 22
+
 
 @dataclass(frozen=True, slots=True)
 class Recording:
@@ -152,10 +155,9 @@ AXES = {
 def to_numpy(value: Any) -> Array:
     """A tensor, an array or nested lists as an array of numbers; ValueError where it is none."""
     if hasattr(value, "detach"):
-        value = value.detach().to("cpu")
-        if getattr(value, "is_sparse", False) or value.dtype.is_complex:
-            raise ValueError("a tensor of a kind that holds no plain numbers")
-        value = (value.float() if value.dtype.itemsize == 2 and value.dtype.is_floating_point else value).numpy()
+        value = _plain(value)
+    if isinstance(value, list | tuple) and _has_bool(value):
+        raise ValueError("numbers are expected, but true or false is there (bool)")
     try:
         array: Array = np.asarray(value)
     except (ValueError, OverflowError):
@@ -167,18 +169,61 @@ def to_numpy(value: Any) -> Array:
     return array
 
 
+def _plain(tensor: Any) -> Any:
+    """A tensor as an array. Tensors that are sparse, quantized, without data or expanded to many times their storage
+    are none that a recorder writes."""
+    kind = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    strided = str(tensor.layout) == "torch.strided" and not tensor.is_quantized and not tensor.is_meta
+    if not strided or tensor.dtype.is_complex:
+        raise ValueError(f"a tensor of a kind that holds no plain numbers ({kind})")
+    if tensor.numel() > max(4 * tensor.untyped_storage().nbytes(), 1 << 20):
+        raise ValueError(f"a tensor {list(tensor.shape)} that is {tensor.numel()} times the same few numbers")
+    tensor = tensor.detach().to("cpu")
+    narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize <= 2
+    return (tensor.float() if narrow else tensor).numpy()
+
+
+def _has_bool(value: Any, depth: int = 0) -> bool:
+    """Whether true or false stands among the numbers of nested lists: NumPy would take them for 1 and 0."""
+    if depth > MAX_DEPTH:
+        return False
+    if value and isinstance(value[0], list | tuple):
+        return any(_has_bool(item, depth + 1) for item in value if isinstance(item, list | tuple))
+    return bool in set(map(type, value))
+
+
+def half(scores: Any) -> Array:
+    """Scores as float16, in which traces keep them; too large ones become infinite, which the store refuses."""
+    with np.errstate(over="ignore"):
+        kept: Array = np.asarray(scores).astype(np.float16)
+    return kept
+
+
+def check_filled(listed: int, shape: tuple[int, ...], what: str) -> None:
+    """Raises ValueError where a log of few entries claims so many tokens and layers that its table would be nearly
+    empty and huge. listed: entries; shape [T, L, k]."""
+    cells = shape[0] * shape[1]
+    if cells > max(50 * listed, MAX_CELLS):
+        raise ValueError(
+            f"{shape[0]} tokens x {shape[1]} layers, but only {listed} {what}: its token and layer numbers do not "
+            "belong together"
+        )
+
+
 def whole(value: Any, *, first: int = 0, axes: Sequence[str] | None = None) -> Ints:
     """Counts as int64; ValueError with the place where one is NaN, negative, fractional or huge, or layers are ragged.
 
     first: the number of the first step, for the message.
     """
     array: Any = to_numpy(value)
+    if array.dtype.kind == "f" and array.dtype.itemsize < 8:
+        array = array.astype(np.float64)
     bad: Any = ~np.isfinite(array) if array.dtype.kind == "f" else np.zeros(0, dtype=bool)
     problem = "not a finite number"
     if not bad.any():
         bad, problem = array < 0, "negative"
     if not bad.any():
-        bad, problem = array > MAX_COUNT, "larger than 2^53"
+        bad, problem = array > MAX_COUNT, "larger than 2^40"
     if not bad.any() and array.dtype.kind == "f":
         bad, problem = array != np.floor(array), "not a whole number"
     if bad.any():
@@ -193,7 +238,7 @@ def whole(value: Any, *, first: int = 0, axes: Sequence[str] | None = None) -> I
 def ragged(value: Any) -> str:
     """Which of nested lists has another length than its first neighbour."""
     level: list[tuple[tuple[int, ...], Any]] = [((), value)]
-    while level and all(isinstance(item, list | tuple) for _, item in level):
+    while level and len(level[0][0]) < MAX_DEPTH and all(isinstance(item, list | tuple) for _, item in level):
         sizes = {len(item) for _, item in level}
         if len(sizes) > 1:
             expected = len(level[0][1])

@@ -17,12 +17,16 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from epsim.traces.files import CannotWriteError, check_source
 from epsim.traces.store import one_line
 from epsim.traces.trace import Array
 
 Kind: TypeAlias = Literal["parquet", "json", "jsonl", "csv", "text", "yaml", "npz", "npy", "pt", "safetensors"]
 HEAD_BYTES = 1 << 16
-MAX_LINE = 1 << 28
+# A file that is parsed whole takes several times its size in memory; logs are read line by line.
+MAX_LINE = 1 << 26
+MAX_JSON = 1 << 29
+MAX_ARRAYS = 1 << 33
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,13 @@ class Document:
 
     def lines(self) -> Iterator[str]:
         with _open(self.path, self.packed) as file:
-            yield from io.TextIOWrapper(file, encoding="utf-8-sig", errors="strict")
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="strict")
+            number = 0
+            while line := text.readline(MAX_LINE):
+                number += 1
+                if len(line) == MAX_LINE:
+                    raise ValueError(f"{self.path}: line {number} is longer than {MAX_LINE >> 20} MiB: no recording")
+                yield line
 
     def records(self) -> Iterator[tuple[int, Any]]:
         """(line number, JSON value) of each line of a jsonl file, or of each item of a JSON list."""
@@ -65,12 +75,14 @@ def naming(path: Path | str, what: str) -> Iterator[None]:
     """Turns whatever goes wrong inside into one line of ValueError that names the file."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, CannotWriteError):
         raise
     except Exception as error:
         if isinstance(error, ValueError | OSError) and str(path) in str(error):
             raise
         detail = one_line(error)
+        if isinstance(error, MemoryError):
+            raise ValueError(f"{path}: more than fits this machine's memory ({detail}): import it in parts") from None
         if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
             raise ValueError(f"{path}: {detail}") from None
         raise ValueError(f"{path}: not a well-formed {what}: {type(error).__name__}: {detail}") from None
@@ -78,8 +90,7 @@ def naming(path: Path | str, what: str) -> Iterator[None]:
 
 def load_document(path: Path) -> Document:
     """Raises FileNotFoundError, or ValueError that names the file where it is empty, damaged or of no known kind."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such file")
+    check_source(path)
     with naming(path, "file"):
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
@@ -98,7 +109,8 @@ def _load(path: Path, head: bytes) -> Document:
         return _load_zip(path)
     if head[:2] == b"\x1f\x8b":
         with _refusing(path, "gzip file"), gzip.open(path) as file:
-            return _load_text(path, file.read(HEAD_BYTES), packed=True)
+            head = file.read(HEAD_BYTES)
+        return _load_text(path, head, packed=True)
     if head[:1] == b"\x80":
         return Document(path, "pt", _load_torch(path))
     if len(head) > 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 30:
@@ -109,6 +121,9 @@ def _load(path: Path, head: bytes) -> Document:
 def _load_zip(path: Path) -> Document:
     with _refusing(path, "zip file"), zipfile.ZipFile(path) as file:
         names = file.namelist()
+        size = sum(member.file_size for member in file.infolist())
+    if size > MAX_ARRAYS:
+        raise ValueError(f"unpacks to {size >> 30} GiB, more than {MAX_ARRAYS >> 30}: import it in parts")
     if any(name.rsplit("/", 1)[-1] == "data.pkl" for name in names):
         return Document(path, "pt", _load_torch(path, mmap=True))
     if names and all(name.endswith(".npy") for name in names):
@@ -177,7 +192,9 @@ def _load_json(path: Path, head: str, packed: bool) -> Document:
         if isinstance(record, dict) and following[:1] == "{":
             return Document(path, "jsonl", record, packed)
     with _open(path, packed) as file:
-        raw = file.read()
+        raw = file.read(MAX_JSON + 1)
+    if len(raw) > MAX_JSON:
+        return _long_log(path, packed)
     try:
         return Document(path, "json", json.loads(raw.decode("utf-8-sig")), packed)
     except (ValueError, RecursionError) as error:
@@ -191,6 +208,18 @@ def _load_json(path: Path, head: str, packed: bool) -> Document:
     return Document(path, "jsonl", record, packed)
 
 
+def _long_log(path: Path, packed: bool) -> Document:
+    """JSON too large to be parsed whole: only lines of JSON go on from here."""
+    with _open(path, packed) as file:
+        first = file.readline(MAX_LINE)
+    try:
+        return Document(path, "jsonl", json.loads(first.decode("utf-8-sig")), packed)
+    except (ValueError, RecursionError):
+        raise ValueError(
+            f"a JSON document of more than {MAX_JSON >> 20} MiB: save it as lines of JSON, as npz, or in parts"
+        ) from None
+
+
 @contextmanager
 def _refusing(path: Path, what: str) -> Iterator[None]:
     """NumPy's, zipfile's and others' own complaints, in our words."""
@@ -201,6 +230,8 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
     except Exception as error:
         if "allow_pickle" in str(error):
             raise ValueError(f"{what} holds Python objects, which are never loaded: save plain numbers") from None
+        if isinstance(error, MemoryError):
+            raise
         raise ValueError(f"truncated or damaged {what}: {type(error).__name__}: {one_line(error)}") from None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, to_numpy, whole
+from epsim.traces.readers.base import Reader, Recording, check_filled, half, to_numpy, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Array, Ints
@@ -64,10 +64,11 @@ def _read_dump(documents: Sequence[Document], options: ImportOptions) -> Recordi
     if len(np.unique(flat)) != len(flat):
         raise ValueError(f"{documents[0].path}: a (sample, token position, layer) stands in the files twice")
     shape = (len(tokens), len(layers), ids[0].shape[1])
+    check_filled(len(flat), shape, f"entries in {documents[0].path}")
     all_ids = np.full(shape, -1, dtype=np.int16)
     all_scores = np.zeros(shape, dtype=np.float16)
     all_ids[row, place] = np.concatenate(ids)
-    all_scores[row, place] = np.concatenate(scores).astype(np.float16)
+    all_scores[row, place] = half(np.concatenate(scores))
     missing = len(tokens) * len(layers) - len(flat)
     notes = [f"{missing} of {len(tokens) * len(layers)} (token, layer) entries are missing: left empty"]
     joined = Tokens(all_ids, all_scores, sequence=tokens[:, 0])

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, count_blocks, experts_at_least, settle, to_numpy, whole
+from epsim.traces.readers.base import Reader, Recording, count_blocks, experts_at_least, half, settle, to_numpy, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Array, Ints
@@ -58,9 +58,11 @@ def _read_sequences(documents: Sequence[Document], options: ImportOptions) -> Re
                 probs = to_numpy(arrays["topk_probs"])
                 if probs.shape != experts.shape:
                     raise ValueError(f"topk_probs have shape {list(probs.shape)}, expert_ids {list(experts.shape)}")
-                scores.append(probs[inside].astype(np.float16))
+                scores.append(half(probs[inside]))
             sequence.append(np.repeat(np.arange(len(lengths)) + count, lengths))
             paths = arrays.get("source_paths", np.array([document.path.stem] * len(lengths)))
+            if paths.size != len(lengths):
+                raise ValueError(f"source_paths names {paths.size} sequences, there are {len(lengths)}")
             labels = np.array([_dataset(str(path)) for path in paths.reshape(-1)], dtype=object)
             domain.append(labels[sequence[-1] - count])
             count += len(lengths)
@@ -124,7 +126,7 @@ def _read_examples(documents: Sequence[Document], options: ImportOptions) -> Rec
         if ids.ndim != 3 or (ids.size and ids.max() >= 2**15):
             raise ValueError(f"selected_experts make an array {list(ids.shape)} up to {ids.max(initial=0)}")
         known = all(p is not None for token in probs for p in token)
-        scores = to_numpy(probs).astype(np.float16) if known else None
+        scores = half(to_numpy(probs)) if known else None
         if scores is not None and scores.shape != ids.shape:
             raise ValueError("selected_probs do not stand beside selected_experts")
     tokens = Tokens(ids.astype(np.int16), scores, sequence=np.array(sequence), domain=np.array(domain, dtype=object))

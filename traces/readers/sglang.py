@@ -17,7 +17,7 @@ from epsim.traces.readers.base import Reader, Recording, count_blocks, experts_a
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.ranks import PassCounts, rank_recording
 from epsim.traces.readers.tokens import token_recording
-from epsim.traces.trace import Array, Block, Ints, Phase
+from epsim.traces.trace import MAX_EXPERTS, Array, Block, Ints, Phase
 
 PHASE_OF_MODE: dict[int, Phase] = {1: "prefill", 2: "decode", 3: "mixed"}
 
@@ -86,6 +86,8 @@ def _read_records(documents: Sequence[Document], options: ImportOptions) -> Reco
             if not all(isinstance(record, dict) for record in document.content["records"]):
                 raise ValueError("records are not all dictionaries")
     num_experts = max(int(table.max()) for table in tables) + 1
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"{documents[0].path}: its map names expert {num_experts - 1}, beyond {MAX_EXPERTS - 1}")
     notes = ["physical ids made logical by last_physical_to_logical_map (earlier maps are not in the file)"]
     if all("topk_ids_of_layer" in record for d in documents for record in d.content["records"]):
         return _read_per_token(documents, options, tables, num_experts, notes)
@@ -200,7 +202,7 @@ def index_of(record: Any, key: str) -> int:
     """A whole number >= 0 of a record."""
     value: Any = record[key] if isinstance(record, dict) and key in record else None
     value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**62:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
         raise ValueError(f"{key} is {value!r}, not a whole number >= 0")
     return value
 

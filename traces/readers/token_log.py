@@ -10,7 +10,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording
+from epsim.traces.readers.base import Reader, Recording, check_filled
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Ints
@@ -83,7 +83,7 @@ class _Log:
         if weights is not None and not (
             isinstance(weights, list)
             and len(weights) == len(ids)
-            and all(isinstance(w, int | float) and abs(w) < 65504 for w in weights)
+            and all(type(w) in (int, float) and abs(w) < 65504 for w in weights)
         ):
             raise ValueError(f"line {number}: {len(ids)} expert ids need {len(ids)} finite weights")
         position, step, rank = (pick(record, names) for names in (TOKEN, STEP, RANK))
@@ -116,6 +116,8 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
                     log.add(record, number)
                 elif pick(record, IDS) is not None:
                     raise ValueError(f"line {number} has expert ids, but no list of them or no layer")
+                elif pick(record, LAYER) is not None:
+                    raise ValueError(f"line {number} has a layer, but no expert ids")
                 else:
                     log.header.update(record)
     with naming(documents[0].path, "token log"):
@@ -129,6 +131,7 @@ def _assemble(log: _Log, documents: Sequence[Document], options: ImportOptions) 
     place = {layer: i for i, layer in enumerate(layers)}
     top_k = max(len(ids) for _, _, ids, _ in log.entries)
     weighted = all(weights is not None for _, _, _, weights in log.entries)
+    check_filled(len(log.entries), (len(log.rows), len(layers), top_k), "lines")
     ids = np.full((len(log.rows), len(layers), top_k), -1, dtype=np.int16)
     scores = np.zeros(ids.shape, dtype=np.float16) if weighted else None
     for row, layer, chosen, weights in log.entries:
