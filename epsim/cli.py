@@ -56,6 +56,12 @@ GroupsOption = Annotated[
 ]
 
 
+OnlyOption = Annotated[
+    str | None, typer.Option("--only", metavar="PHASE", help="Of a trace of several phases: prefill or decode alone.")
+]
+MinTokensOption = Annotated[int, typer.Option("--min-tokens", min=1, help="Leave out steps with fewer tokens.")]
+
+
 def _version(asked: bool) -> None:
     if asked:
         print(f"epsim {epsim.__version__}")
@@ -90,10 +96,8 @@ def replay_command(
     plan_share: Annotated[
         float, typer.Option("--plan-share", help="Without --history: the share of first steps to plan on.")
     ] = 0.5,
-    only: Annotated[
-        str | None,
-        typer.Option("--only", metavar="PHASE", help="Of a trace of several phases: prefill or decode alone."),
-    ] = None,
+    only: OnlyOption = None,
+    min_tokens: MinTokensOption = 1,
     seed: Annotated[int, seed_option("Seed of all draws.")] = 0,
     shared_cost: SharedCostOption = None,
     out: Annotated[
@@ -127,9 +131,8 @@ def replay_command(
     reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     scored = open_trace([Path(trace)], reading)
     planned = None if history is None else open_trace([Path(history)], reading)
-    if only is not None:
-        scored = _only(scored, only)
-        planned = None if planned is None else _only(planned, only)
+    scored = _selected(scored, only, min_tokens)
+    planned = None if planned is None else _selected(planned, only, min_tokens)
     with _progress("replaying", replay_length(scored, planned)) as advance:
         results = replay(
             scored,
@@ -167,6 +170,8 @@ def plan_command(
         str, typer.Option("--placement", metavar="NAME", help="contiguous, eplb, searched, ...")
     ] = "eplb",
     format_name: Annotated[str, typer.Option("--format", help="sglang, vllm, trtllm or epsim.")] = "epsim",
+    only: OnlyOption = None,
+    min_tokens: MinTokensOption = 1,
     top_k: TopKOption = None,
     experts: ExpertsOption = None,
     model: ModelOption = None,
@@ -187,7 +192,7 @@ def plan_command(
     check_target(out)
     cluster = Cluster(ranks, nodes, redundant, groups)
     reading = import_options(top_k, experts, model, phase, None, batch, ranks, step_tokens, score_rule)
-    recorded = open_trace([Path(trace)], reading)
+    recorded = _selected(open_trace([Path(trace)], reading), only, min_tokens)
     with _progress("planning", recorded.num_steps) as advance:
         placements = plan_placements({placement: policy}, recorded, recorded.num_steps, recorded.meta, cluster, advance)
     planned = placements[placement]
@@ -195,12 +200,15 @@ def plan_command(
     print(f"{out}: {placement} for {ranks} ranks, {planned.num_physical} slots a layer, {format_name} format")
 
 
-def _only(trace: StoredTrace, phase: str) -> StoredTrace:
+def _selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:
+    if only is None and min_tokens <= 1:
+        return trace
     from epsim.traces.importing import temporary_path
     from epsim.traces.options import check_phase
-    from epsim.traces.select import select_phase
+    from epsim.traces.select import select_steps
 
-    return select_phase(trace, check_phase("--only", phase), temporary_path())
+    phase = None if only is None else check_phase("--only", only)
+    return select_steps(trace, temporary_path(), phase, min_tokens)
 
 
 def named_stack(text: str) -> tuple[str, PolicyStack]:
@@ -260,7 +268,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    previous = signal.signal(signal.SIGTERM, _stop)
+    if sys.stdout is None:  # started with stdout closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -281,7 +291,8 @@ def main() -> None:
             raise
         _fail(error, f"{error.format_message()} (epsim --help and epsim COMMAND --help list what there is)")
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     sys.exit(code if isinstance(code, int) else 0)
 
 

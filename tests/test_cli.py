@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,3 +238,58 @@ def test_version_and_interrupt() -> None:
     done = subprocess.run([sys.executable, "-m", "epsim.cli", "--version"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("epsim ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--ranks", "1000000", "--policy", "eplb"], "--ranks"),
+        (["--ranks", "4", "--redundant", str(10**12), "--policy", "eplb"], "--redundant"),
+        (["--ranks", "4", "--policy", "eplb", "--seed", "-1"], "--seed"),
+        (["--ranks", "4", "--policy", "eplb", "--seed", str(2**63)], "--seed"),
+        (["--ranks", "4", "--policy", "eplb", "--shared-cost", "1e308"], "--shared-cost"),
+        (["--ranks", "4", "--policy", "a\x1b[31m=eplb"], "can be printed"),
+        (["--ranks", "4", "--policy", "x" * 99 + "=eplb"], "1 to 60"),
+        (["--ranks", "4", "--policy", "eplb" * 9999], "unknown policy"),
+        (["--ranks", "4", "--policy", "eplb", "--out", "/dev/null/x"], "--out"),
+    ],
+)
+def test_hostile_options(epsim: Epsim, make_trace: TraceMaker, arguments: list[str], word: str) -> None:
+    code, printed, err = epsim("replay", make_trace("counts").path, *arguments)
+    assert (code, printed, err.count("\n")) == (2, "", 1)
+    assert word in err
+    assert len(err) < 800
+    assert err.strip().isprintable()
+
+
+def test_a_pipe_as_target_stays_a_pipe(epsim: Epsim, make_trace: TraceMaker, tmp_path: Path) -> None:
+    trace, pipe = make_trace("counts"), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for command in (["traces", "import"], ["traces", "synthesize"], ["plan", "--ranks", "4"]):
+        code, _, err = epsim(*command, trace.path, "-o", pipe)
+        assert code == 2
+        assert "a device or pipe" in err
+    assert pipe.is_fifo()
+    code, _, err = epsim("traces", "synthesize", trace.path, "-o", trace.path)
+    assert (code, "is also a source" in err) == (2, True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_stopped_command_leaves_nothing(make_trace: TraceMaker, tmp_path: Path, number: int) -> None:
+    trace, out = make_trace("counts"), tmp_path / "out"
+    out.mkdir()
+    arguments = ["traces", "synthesize", trace.path, "-o", out / "t", "--steps", "1000000"]
+    process = subprocess.Popen([sys.executable, "-m", "epsim.cli", *map(str, arguments)], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while not list(out.iterdir()) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not list(out.iterdir())
+
+
+def test_output_cut_short_is_no_error(make_trace: TraceMaker) -> None:
+    command = f"{sys.executable} -m epsim.cli traces show {make_trace('counts').path}"
+    for rest in ("| true", ">&-"):
+        done = subprocess.run(f"{command} {rest}", shell=True, capture_output=True, text=True)
+        assert done.stderr == ""

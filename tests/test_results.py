@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from epsim.cost.formulas import METRICS
-from epsim.results import check_results, read_results, results_schema, whole_file, write_results
+from epsim.results import check_results, read_results, results_schema, write_results
+from epsim.traces.files import whole_file
 
 ROOT = Path(__file__).resolve().parents[1]
 

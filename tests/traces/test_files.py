@@ -63,7 +63,10 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    with pytest.raises(OSError, match=r"t: cannot be written: no space left"), TraceWriter(tmp_path / "t", META) as writer:
+    with (
+        pytest.raises(OSError, match=r"t: cannot be written: no space left"),
+        TraceWriter(tmp_path / "t", META) as writer,
+    ):
         writer.append(BLOCK)
     assert not list(tmp_path.iterdir())
 
