@@ -15,6 +15,7 @@ from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.kernels.split import SplitStructure, prepare, solve_peak
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
+from epsim.placement.eplb import form_in_words
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements, step_keys, to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.stack import PolicyStack
@@ -67,6 +68,7 @@ class _StackRun:
     stack: PolicyStack
     bound: BoundStack
     structure: SplitStructure
+    notes: tuple[str, ...]
     series: dict[str, Series] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     layer_sums: torch.Tensor | None = None
@@ -110,7 +112,7 @@ class _StackRun:
             entry["max_over_mean_by_layer"] = [s / n if n else None for s, n in zip(sums, counts, strict=True)]
             num_loads = max(float(self.layer_sums[1].sum()), 1.0)
             entry["load_over_mean_by_rank"] = (self.rank_sums / num_loads).tolist()
-        entry["notes"] = list(self.bound.notes)
+        entry["notes"] = [*self.notes, *self.bound.notes]
         return entry
 
 
@@ -153,7 +155,10 @@ def replay(
         if placement.version not in structures:
             slots = placement.physical_to_logical
             structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
-        runs.append(_StackRun(name, stack, bind(stack, placement, setting), structures[placement.version]))
+        notes = (form_in_words(placement.num_experts, placement.num_physical, cluster),)
+        follows_eplb = stack.placement.name in ("eplb", "searched")
+        structure = structures[placement.version]
+        runs.append(_StackRun(name, stack, bind(stack, placement, setting), structure, notes if follows_eplb else ()))
 
     def score(block: Block) -> tuple[int, Ints | None, list[_Scores]]:
         counts = to_counts(block, meta.num_experts).counts
@@ -181,6 +186,7 @@ def replay(
             "model": meta.model,
             "phase": meta.phase,
             "num_layers": meta.num_layers,
+            "layers": list(meta.layers),
             "num_experts": meta.num_experts,
             "top_k": meta.top_k,
             "steps_planned": num_history if any(p.needs_history for p in policies.values()) else 0,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import Block, TokenBlock, TraceMeta
@@ -17,6 +18,9 @@ TraceMaker = Callable[..., StoredTrace]
 
 # The tests run in as many processes as there are cores.
 torch.set_num_threads(1)
+# The first example of a property may compile, and the machine may be busy.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture

@@ -35,12 +35,12 @@ def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
 
 
 def regroup_note(meta: TraceMeta, num_ranks: int) -> str:
-    """What `regroup` does to blocks of this trace, in words."""
+    """What `regroup` does to blocks of this trace, in words; empty where it leaves them as they are."""
     recorded = meta.num_source_ranks
     if meta.level == "counts":
         return "source ranks unknown: counts level"
     if recorded == num_ranks:
-        return f"source ranks as {meta.origin}: {num_ranks}"
+        return ""
     if _folds(meta, num_ranks):
         return f"{recorded} source ranks folded to {num_ranks}: {recorded // num_ranks} adjacent ones each"
     if meta.level == "rank_counts":
@@ -53,7 +53,8 @@ def regrouped_meta(meta: TraceMeta, num_ranks: int) -> TraceMeta:
     """The description of what `regroup` makes of a trace, with its words among the notes."""
     if meta.level == "counts":
         return meta
-    notes = (*meta.notes, regroup_note(meta, num_ranks))
+    done = regroup_note(meta, num_ranks)
+    notes = (*meta.notes, done) if done else meta.notes
     if meta.level == "rank_counts" and meta.num_source_ranks != num_ranks and not _folds(meta, num_ranks):
         return dataclasses.replace(meta, level="counts", num_source_ranks=0, notes=notes)
     return dataclasses.replace(meta, num_source_ranks=num_ranks, notes=notes)

@@ -6,41 +6,59 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from epsim.traces.store import SMALL_BLOCK, StoredTrace, TraceWriter
-from epsim.traces.trace import Phase, TokenBlock
+from epsim.traces.trace import Block, Ints, Phase, TokenBlock, TraceMeta
 
 
-def select_phase(trace: StoredTrace, phase: Phase, target: Path) -> StoredTrace:
-    """The steps of one phase, with their numbers, written to target.
+def select_steps(trace: StoredTrace, target: Path, phase: Phase | None = None, min_tokens: int = 1) -> StoredTrace:
+    """The steps of one phase (None: of any) with at least min_tokens tokens, with their numbers, written to target.
 
-    Raises ValueError where the trace holds no step of that phase, or does not tell phases apart.
+    Raises ValueError where no step is left, or the trace does not tell phases apart.
+    At the levels of counts a step's tokens are its fullest layer's assignments / top-k.
     """
-    meta = dataclasses.replace(trace.meta, phase=phase)
+    meta = trace.meta if phase is None else dataclasses.replace(trace.meta, phase=phase)
     with TraceWriter(target, meta) as writer:
         for block in trace.blocks(max_bytes=SMALL_BLOCK):
-            if not isinstance(block, TokenBlock) or block.phase is None:
-                raise ValueError(
-                    f"--only {phase}: the trace does not tell phases apart, all of it is {trace.meta.phase}"
-                )
-            chosen = np.asarray(block.phase == phase, dtype=bool)
-            if not chosen.any():
-                continue
-            token = chosen[block.token_step]
-            place = np.cumsum(chosen) - 1
-            part = dataclasses.replace(
-                block,
-                steps=block.steps[chosen],
-                token_step=place[block.token_step[token]],
-                source_rank=block.source_rank[token],
-                expert_ids=block.expert_ids[token],
-                scores=None if block.scores is None else block.scores[token],
-                score_ids=None if block.score_ids is None else block.score_ids[token],
-                domain=None if block.domain is None else block.domain[token],
-                phase=block.phase[chosen],
-            )
-            writer.append(part)
+            chosen = _num_tokens(block, meta) >= min_tokens
+            if phase is not None:
+                if not isinstance(block, TokenBlock) or block.phase is None:
+                    raise ValueError(
+                        f"--only {phase}: the trace does not tell phases apart, all of it is {trace.meta.phase}"
+                    )
+                chosen &= np.asarray(block.phase == phase, dtype=bool)
+            if chosen.any():
+                writer.append(_take_steps(block, chosen))
+        wanted = f"{phase or ''} steps of at least {min_tokens} tokens".strip()
         if not writer.num_steps:
-            raise ValueError(f"--only {phase}: the trace has no step of that phase")
-        writer.add_note(f"only the {writer.num_steps} {phase} steps of {trace.num_steps}")
+            raise ValueError(f"the trace has no {wanted}: give another --only or --min-tokens")
+        writer.add_note(f"only the {writer.num_steps} {wanted}, of {trace.num_steps} steps")
     return StoredTrace(target)
+
+
+def _num_tokens(block: Block, meta: TraceMeta) -> Ints:
+    """[S]: tokens of each step."""
+    if isinstance(block, TokenBlock):
+        return np.bincount(block.token_step, minlength=len(block.steps))
+    assignments = block.counts.sum(axis=tuple(range(2, block.counts.ndim))).max(axis=1)
+    tokens: Ints = assignments // meta.top_k
+    return tokens
+
+
+def _take_steps(block: Block, chosen: npt.NDArray[np.bool_]) -> Block:
+    """chosen [S] bool."""
+    if not isinstance(block, TokenBlock):
+        return dataclasses.replace(block, steps=block.steps[chosen], counts=block.counts[chosen])
+    token = chosen[block.token_step]
+    return dataclasses.replace(
+        block,
+        steps=block.steps[chosen],
+        token_step=(np.cumsum(chosen) - 1)[block.token_step[token]],
+        source_rank=block.source_rank[token],
+        expert_ids=block.expert_ids[token],
+        scores=None if block.scores is None else block.scores[token],
+        score_ids=None if block.score_ids is None else block.score_ids[token],
+        domain=None if block.domain is None else block.domain[token],
+        phase=None if block.phase is None else block.phase[chosen],
+    )

@@ -34,6 +34,17 @@ def prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nod
     return num_experts // num_nodes < slots_per_rank <= num_experts
 
 
+def form_in_words(num_experts: int, num_physical: int, cluster: Cluster) -> str:
+    """Which form `eplb` takes, and why."""
+    groups, nodes = cluster.num_groups, cluster.num_nodes
+    if nodes == 1:
+        return "eplb takes its global form: one node"
+    if prefers_global(num_experts, num_physical, groups, nodes, cluster.num_ranks):
+        why = hierarchical_obstacle(num_experts, groups, nodes, cluster.num_ranks)
+        return f"eplb takes its global form: {why or 'the hierarchical one would put an expert twice on a rank'}"
+    return f"eplb takes its hierarchical form: {groups} expert groups stay whole on {nodes} nodes"
+
+
 def rebalance_experts(
     weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from epsim.policies.load import Load, joined
 from epsim.policies.rounding import ONE, fixed_point
 from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
+from epsim.policies.waterfill import FEW_TOKENS, Waterfill
 from epsim.traces.trace import Block, CountsBlock, Level, RankCountsBlock, TokenBlock
 
 EXACT = 2**53
@@ -142,7 +143,7 @@ class BoundStack:
         ids = None
         if not split.by_rank or (self.has_shared and self.stack.shared.level == "tokens"):
             assert batch is not None
-            ids = split.physical_ids(batch, fixed, copies, self.setting.seed)
+            ids = split.physical_ids(batch, rank_counts, fixed, copies, self.setting.seed)
         if ids is None or batch is None:
             served = split.quotas(rank_counts, fixed, copies)
         else:
@@ -232,6 +233,8 @@ def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundSta
     notes: tuple[str, ...] = ()
     if setting.shared_cost == 0:
         notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
+    elif isinstance(stack.shared, Waterfill):
+        notes = (f"waterfill leaves source ranks with fewer than {FEW_TOKENS} tokens in a step local, as SGLang does",)
     return BoundStack(stack, Copies(placement), setting, notes)
 
 

@@ -105,9 +105,11 @@ class Split(Protocol):
     """
 
     name: ClassVar[str]
-    level: ClassVar[Level]
     by_rank: ClassVar[bool]
     by_fractions: ClassVar[bool]
+
+    @property
+    def level(self) -> Level: ...
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         """counts [..., L, E] int64 of all source ranks -> [..., L, P] float64: each slot's share of its expert."""
@@ -120,8 +122,11 @@ class Split(Protocol):
         """
         ...
 
-    def physical_ids(self, batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
-        """batch, fixed-point fractions [S, L, P] -> [T, L, k] int64: physical experts, -1 for an empty slot."""
+    def physical_ids(
+        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
+    ) -> torch.Tensor:
+        """batch, rank_counts [S, L, R, E], fixed-point fractions [S, L, P] -> [T, L, k] int64: physical experts, -1 for
+        an empty slot. Of rank_counts a split with `counts=gathered` needs those of all ranks, any other none."""
         ...
 
 

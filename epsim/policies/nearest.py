@@ -62,7 +62,9 @@ class Static:
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         return _served(rank_counts, copies)
 
-    def physical_ids(self, batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
+    def physical_ids(
+        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
+    ) -> torch.Tensor:
         table = copies.once(nearest_slots)
         layer = torch.arange(table.shape[0], device=table.device)[:, None]
         ids = table[layer, batch.source_rank[:, None, None], batch.expert_ids.clamp(min=0)]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
-from epsim.kernels.split import SplitStructure, prepare, solve_batched
+from epsim.kernels.split import SplitStructure, prepare, solve_batched, solve_gathered
 from epsim.policies.base import Batch
 from epsim.policies.copies import Copies, even_fractions
+from epsim.policies.gathered import gathered_quotas, ids_by_quotas
 from epsim.policies.rounding import sampled_ids, systematic_ids, systematic_quotas
 from epsim.traces.trace import Level
 
@@ -24,7 +25,9 @@ class Systematic:
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         return systematic_quotas(rank_counts, fixed, copies)
 
-    def physical_ids(self, batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
+    def physical_ids(
+        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
+    ) -> torch.Tensor:
         return systematic_ids(batch, fixed, copies)
 
 
@@ -38,7 +41,9 @@ class Sampled:
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         raise AssertionError("a draw per token has no quotas")
 
-    def physical_ids(self, batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
+    def physical_ids(
+        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
+    ) -> torch.Tensor:
         return sampled_ids(batch, fixed, copies, seed)
 
 
@@ -71,13 +76,34 @@ def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Lplb(Systematic):
-    """The least largest rank load of each batch, solved exactly (`epsim.kernels.split`), rounded systematically."""
+    """The least largest rank load of each batch, solved exactly (`epsim.kernels.split`).
 
+    counts: `reduced`, each source rank knows the sum over ranks and rounds its own tokens systematically; `gathered`,
+    it knows every rank's counts, and the split itself is whole, its peak exactly ceil(optimum).
+    """
+
+    counts: Literal["reduced", "gathered"] = "reduced"
     name: ClassVar[str] = "lplb"
-    level: ClassVar[Level] = "counts"
+
+    @property
+    def level(self) -> Level:
+        return "rank_counts" if self.counts == "gathered" else "counts"
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         return _least_peak(counts, copies)
+
+    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+        if self.counts == "reduced":
+            return systematic_quotas(rank_counts, fixed, copies)
+        whole = solve_gathered(copies.once(_structure), rank_counts.sum(-2)).split
+        return gathered_quotas(rank_counts, whole, copies)
+
+    def physical_ids(
+        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
+    ) -> torch.Tensor:
+        if self.counts == "reduced":
+            return systematic_ids(batch, fixed, copies)
+        return ids_by_quotas(batch, self.quotas(rank_counts, fixed, copies), copies)
 
 
 @dataclass(frozen=True, slots=True)

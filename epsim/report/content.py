@@ -99,6 +99,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
         ("placements", setting["history"]),
         ("cluster", cluster),
         ("shared expert", shared),
+        *((f"stack {label(entry)}", entry["stack"]) for entry in results["stacks"] if entry.get("name")),
         ("seed, version", f"{setting['seed']}, epsim {setting['version']}"),
         ("command", setting["command"]),
         *(("note", note) for note in trace.get("notes", [])),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import warnings
+from collections.abc import Sequence
 from importlib import resources
 
 from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
@@ -84,20 +85,28 @@ def _causes(axes: object, results: Results) -> None:
 
 
 def _layers(axes: object, results: Results) -> None:
-    _lines(axes, results, "max_over_mean_by_layer", "layer", "peak / mean")
+    layers = results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
+    _lines(axes, results, "max_over_mean_by_layer", layers, "layer", "peak / mean")
 
 
 def _ranks(axes: object, results: Results) -> None:
-    _lines(axes, results, "load_over_mean_by_rank", "rank", "load / mean")
+    _lines(axes, results, "load_over_mean_by_rank", range(results["setting"]["ranks"]), "rank", "load / mean")
 
 
-def _lines(axes: object, results: Results, key: str, across: str, up: str) -> None:
+def _lines(axes: object, results: Results, key: str, places: Sequence[int], across: str, up: str) -> None:
     from matplotlib.axes import Axes
+    from matplotlib.ticker import MaxNLocator
 
     assert isinstance(axes, Axes)
     for number, entry in enumerate(results["stacks"]):
         values = [float("nan") if value is None else value for value in entry.get(key, [])]
-        axes.plot(values, marker="os^vDxP*"[number % 8], markersize=3, linewidth=1, label=_plain(label(entry)))
+        if not values:
+            continue
+        # Lines that coincide stay visible: each is thinner than the one below it.
+        width = 1 + 0.8 * (len(results["stacks"]) - 1 - number)
+        marker = "os^vDxP*"[number % 8]
+        axes.plot(places, values, marker=marker, markersize=width + 2, linewidth=width, label=_plain(label(entry)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.legend(fontsize="x-small")

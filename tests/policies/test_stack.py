@@ -55,7 +55,8 @@ def test_arguments_reach_their_policy_and_defaults_are_left_out() -> None:
     [
         ("eplb+oea", "unknown policy 'oea' in 'eplb+oea', known are placement: contiguous, "),
         ("eplb+waterfill-joint", "unknown policy 'waterfill-joint'"),
-        ("lplb(counts=gathered)", "unknown argument 'counts' in 'lplb(counts=gathered)': it takes none"),
+        ("even(counts=gathered)", "unknown argument 'counts' in 'even(counts=gathered)': it takes none"),
+        ("lplb(counts=scattered)", "unknown value counts=scattered"),
         ("lplb(objective=time)", "unknown argument 'objective'"),
         ("even+lplb", "two policies for split, 'even' and 'lplb'"),
         ("waterfill(candidates=some)", "candidates=some in 'waterfill(candidates=some)': choose visited or all"),

@@ -79,7 +79,7 @@ def work_of(bound_stack: BoundStack, block: TokenBlock, cost: float) -> tuple[Sh
     batch = Batch(torch.from_numpy(block.steps), layers, token_step, source, ids, local_index(token_step, source))
     counts = torch.from_numpy(block.to_rank_counts(placement.num_ranks, placement.num_experts).counts)
     fixed = fixed_point(bound_stack.split.fractions(counts.sum(2), copies), copies)
-    physical = bound_stack.split.physical_ids(batch, fixed, copies, bound_stack.setting.seed)
+    physical = bound_stack.split.physical_ids(batch, counts, fixed, copies, bound_stack.setting.seed)
     ranks = torch.where(physical >= 0, physical // placement.slots_per_rank, -1)
     named = TokenBlock(block.steps, block.token_step, block.source_rank, ranks.numpy())
     by_source = torch.from_numpy(named.to_rank_counts(placement.num_ranks, placement.num_ranks).counts)
