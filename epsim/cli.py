@@ -289,6 +289,9 @@ def main() -> None:
             sys.exit(130)
         if not hasattr(error, "format_message"):
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, asked for by asking nothing
+            print(error.format_message())
+            sys.exit(0)
         _fail(error, f"{error.format_message()} (epsim --help and epsim COMMAND --help list what there is)")
     finally:
         for number, handler in previous.items():

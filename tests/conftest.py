@@ -23,6 +23,11 @@ settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Files made for a test hold the time they were made at, which must not be part of a test's name."""
+    return argname if isinstance(val, bytes) else None
+
+
 @pytest.fixture
 def make_trace(tmp_path: Path) -> TraceMaker:
     """make_trace(level, steps=, layers=, experts=, top_k=, tokens=, ranks=, seed=, name=, **meta): skewed, drifting."""

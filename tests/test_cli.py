@@ -221,6 +221,13 @@ def test_bad_options(epsim: Epsim, make_trace: TraceMaker, arguments: list[str],
     assert word in err
 
 
+@pytest.mark.parametrize("command", [[], ["traces"], ["model"]])
+def test_no_arguments_show_the_help(epsim: Epsim, command: list[str]) -> None:
+    code, printed, err = epsim(*command)
+    assert (code, err) == (0, "")
+    assert "Commands:" in printed
+
+
 @pytest.mark.parametrize("command", [["frobnicate"], ["traces", "frobnicate"], ["plan"]])
 def test_bad_commands(epsim: Epsim, command: list[str]) -> None:
     code, _, err = epsim(*command)

@@ -268,18 +268,22 @@ def test_a_changed_byte_is_noticed_or_harmless(
 
 
 def test_reading_speed(tmp_path: Path) -> None:
-    """At least 150,000 (step, layer) rows of 256 experts a second; the bound is loose, for busy machines."""
+    """Blocks cost little beyond what Arrow takes to decode the file, measured beside it: busy machines slow both."""
     meta = make_meta(num_layers=58, num_experts=256, top_k=8)
     counts = np.random.default_rng(0).poisson(60, (400, 58, 256)).astype(np.int64)
     with TraceWriter(tmp_path / "t.parquet", meta) as writer:
         writer.append(CountsBlock(np.arange(400), counts))
-    best = float("inf")
-    for _ in range(3):
+    ours = decoding = float("inf")
+    for _ in range(4):
         begin = time.perf_counter()
         rows = sum(len(b.steps) * 58 for b in StoredTrace(tmp_path / "t.parquet").blocks())
-        best = min(best, time.perf_counter() - begin)
-    print(f"{rows / best:,.0f} rows/s")
-    assert rows / best > 75_000
+        ours = min(ours, time.perf_counter() - begin)
+        begin = time.perf_counter()
+        pq.read_table(tmp_path / "t.parquet", use_threads=False)
+        decoding = min(decoding, time.perf_counter() - begin)
+    print(f"{rows / ours:,.0f} rows/s, {ours / decoding:.2f} x the decoding alone")
+    assert rows == 400 * 58
+    assert ours < 4 * decoding
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
