@@ -47,10 +47,21 @@ KNOWN_MODELS = (
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The known model that a name such as `deepseek-ai/DeepSeek-V3-0324` begins with, longest first; None if none."""
+    """The known model that a name such as `deepseek-ai/DeepSeek-V3-0324` begins with, longest first, or the only one
+    that begins with the name, as with `qwen1.5-moe`; None if none."""
     plain = _plain(name.rsplit("/", 1)[-1])
     fits = [model for model in KNOWN_MODELS if plain.startswith(_plain(model.name))]
+    if not fits and plain:
+        longer = [model for model in KNOWN_MODELS if _plain(model.name).startswith(plain)]
+        fits = longer if len(longer) == 1 else []
     return max(fits, key=lambda model: len(model.name), default=None)
+
+
+def unknown_model(name: str | None) -> str:
+    """Words for a message: that this --model is not known, and which are; empty where none was given or it is known."""
+    if name is None or find_model(name) is not None:
+        return ""
+    return f" ({name!r} is none of {', '.join(model.name for model in KNOWN_MODELS)})"
 
 
 def _plain(name: str) -> str:

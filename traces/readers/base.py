@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from epsim.traces.check import MAX_COUNT
-from epsim.traces.known_models import find_model
+from epsim.traces.known_models import find_model, unknown_model
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.document import Document
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, Level, Phase, TraceMeta
@@ -93,7 +93,7 @@ def settle(
     if experts is None:
         raise ValueError(
             f"{where}: the file does not say how many experts a layer has (the largest id is {least_experts - 1}): "
-            "give --experts, or --model"
+            f"give --experts, or a known --model{unknown_model(options.model)}"
         )
     if experts < least_experts:
         raise ValueError(f"{where}: expert id {least_experts - 1} is outside 0..{experts - 1} (--experts {experts})")
@@ -106,7 +106,10 @@ def settle(
     chosen = top_k or options.top_k or (known.top_k if known else None)
     if chosen is None:
         hint = " (256 experts: DeepSeek-V3? then --model deepseek-v3)" if experts == 256 and num_layers >= 58 else ""
-        raise ValueError(f"{where}: the file does not say how many experts a token chooses: give --top-k{hint}")
+        raise ValueError(
+            f"{where}: the file does not say how many experts a token chooses: "
+            f"give --top-k, or a known --model{unknown_model(options.model)}{hint}"
+        )
     if chosen > experts:
         raise ValueError(f"{where}: --top-k {chosen} is larger than the {experts} experts of a layer")
     shared = options.shared_cost if options.shared_cost is not None else known.shared_cost if known else None
