@@ -347,3 +347,41 @@ def test_json_of_the_right_keys_and_wrong_values(tmp_path: Path, content: list[d
     path = tmp_path / "wrong"
     path.write_text("\n".join(map(json.dumps, content)))
     survives(path, OPTIONS)
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.ones(2, 4).to_sparse_csr(), "no plain numbers"),
+        (torch.ones(2, 4, device="meta"), "no plain numbers"),
+        (torch.ones(1).expand(1 << 12, 1 << 8, 1 << 12), "the same few numbers"),
+        (endless(), "ragged"),
+        ([[True, 2]], "true or false"),
+    ],
+    ids=["sparse", "meta", "expanded", "endless", "bool"],
+)
+def test_tensors_and_lists_that_hold_no_counts(tmp_path: Path, value: Any, message: str) -> None:
+    assert message in refused(pt({"logical_count": value}), tmp_path)
+
+
+def test_few_lines_that_claim_a_huge_table(tmp_path: Path) -> None:
+    lines = [{"layer": i, "experts": [0, 1], "token_idx": i} for i in range(5000)]
+    assert "do not belong together" in refused(log(*lines), tmp_path)
+    message = refused("layer_id,expert_id,count\n0,100000000,1\n", tmp_path)
+    assert "100000000" in message
+
+
+def test_packed_files_are_unpacked_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_JSON", "MAX_LINE", "MAX_ARRAYS"):
+        monkeypatch.setattr(f"epsim.traces.readers.document.{name}", 1000)
+    bomb = gzip.compress(b'{"logical_count": [[1,' + b" " * 5000 + b"1]]}")
+    assert "save it as lines of JSON" in refused(bomb, tmp_path)
+    long = gzip.compress(b'{"layer": 0, "experts": [0, 1]}\n{"layer": 0, "experts": [0, 1' + b" " * 5000)
+    assert "line 2 is longer" in refused(long, tmp_path)
+    assert "unpacks to" in refused(npz(counts=np.ones((99, 2, 4))), tmp_path)
