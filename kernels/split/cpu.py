@@ -133,8 +133,9 @@ def solve_range(
             load[graph.copy_rank[c]] += x[c]
         even_peak = np.inf if whole else largest(load)
         if start.shape[0]:
+            for r in range(num_ranks):
+                load[r] = fixed[r]
             for c in range(x.size):
-                load[graph.copy_rank[c]] -= x[c]
                 x[c] = 0.0
             for p in range(num_physical):
                 if tables.source[at, p] >= num_experts:

@@ -174,7 +174,7 @@ def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: 
     """Breadth first from the ranks above cap + slack, with pushes along the tree to ranks below cap - slack.
 
     Copies with no more than `tiny` count as empty. Returns 0 where no rank is above, -1 where something was pushed,
-    else the size of the closed set of ranks in seen.queue, whose ranks have seen_rank == mark.
+    else the size of the closed set of ranks, those with seen_rank == mark.
     """
     head, tail = 0, 0
     for r in range(load.size):
@@ -232,11 +232,12 @@ def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: 
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def captive_load(graph: Graph, fixed: Floats, seen: Search, mark: int, size: int) -> float:
-    """The load that cannot leave the closed set of ranks seen.queue[:size], from the demands alone."""
+def captive_load(graph: Graph, fixed: Floats, seen: Search, mark: int) -> float:
+    """The load that cannot leave the closed set of ranks with seen_rank == mark, from the demands alone."""
     captive = 0.0
-    for i in range(size):
-        captive += fixed[seen.queue[i]]
+    for r in range(fixed.size):
+        if seen.seen_rank[r] == mark:
+            captive += fixed[r]
     for k in range(graph.demand.size):
         inside = True
         for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
@@ -288,7 +289,7 @@ def close_gap(
             break
         rounds += 1
         if reached > 0:
-            captive = captive_load(graph, fixed, seen, mark, reached)
+            captive = captive_load(graph, fixed, seen, mark)
             if not whole and captive * size <= numerator * reached:
                 break  # nothing but rounding errors is left: the caller sees whether the gap is closed
             numerator, size = captive, reached

@@ -13,11 +13,17 @@ import torch
 
 from epsim.kernels.split.structure import Floats, SplitStructure
 
-Backend: TypeAlias = Literal["auto", "cpu"]
+Backend: TypeAlias = Literal["auto", "cpu", "cuda"]
+"""auto: on the CUDA device that the loads are on, where CuPy is installed; else on the CPU."""
 
 MAX_SWEEPS = 100_000
 EXACT = 2.0**53
 """Whole numbers below it are exact in float64."""
+REFUSED = {
+    1: "a load is negative, not a number, or too large to sum",
+    2: "loads sum to 2^53 or more, beyond exact integers: scale them down",
+    3: "its layer is none of the placement's",
+}
 CHUNK = 512
 """Problems a thread takes at a time: converted loads stay in its cache."""
 
@@ -30,7 +36,9 @@ class Solution:
     peak [B] float64: the largest rank load of this split. bound [B] float64: no split has a smaller peak.
     bound_numerator, bound_size [B]: bound = load that cannot leave a set of ranks / number of ranks in the set; the
     numerator is exact for integer loads (int64 then, float64 otherwise).
-    sweeps [B] int64: water-filling sweeps and augmenting rounds used. tol: the relative gap asked for.
+    sweeps [B] int64: water-filling sweeps and augmenting rounds used. status [B] int64: 0, or why a problem was refused
+    (a key of `REFUSED`) and has an infinite peak and no split: on CUDA devices, where an error would have to wait for
+    them. tol: the relative gap asked for.
     """
 
     split: torch.Tensor
@@ -39,6 +47,7 @@ class Solution:
     bound_numerator: torch.Tensor
     bound_size: torch.Tensor
     sweeps: torch.Tensor
+    status: torch.Tensor
     tol: float
 
     @property
@@ -62,7 +71,8 @@ def solve(
     problem has. start [B, P]: a split to begin with, such as the last batch's; it is scaled to the new loads.
     A problem that uses up max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`.
     Raises ValueError for shapes that do not fit the structure, for negative loads, for loads whose sum is not finite,
-    and for integer loads that sum to 2^53 or more.
+    and for integer loads that sum to 2^53 or more; on a CUDA device (loads float64, float32, int64 or int32), where
+    nothing waits for it, `Solution.status` and `unproven` tell of such loads. Both forms give the same bits.
     """
     return _solve(structure, loads, layer, tol, start, backend, max_sweeps, want_split=True)
 
@@ -80,15 +90,20 @@ def solve_peak(
 
 
 def solve_batched(
-    structure: SplitStructure, counts: torch.Tensor, tol: float = 1e-4, start: torch.Tensor | None = None
+    structure: SplitStructure,
+    counts: torch.Tensor,
+    tol: float = 1e-4,
+    start: torch.Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Solution:
     """`solve` over leading axes: counts [..., L, E] (start [..., L, P]) -> a Solution of [..., L] problems."""
     lead, layer = _leading(structure, counts)
     flat_start = None if start is None else start.reshape(-1, structure.num_physical)
-    return _reshaped(solve(structure, counts.reshape(-1, structure.num_experts), layer, tol, flat_start), lead)
+    flat = counts.reshape(-1, structure.num_experts)
+    return _reshaped(solve(structure, flat, layer, tol, flat_start, backend), lead)
 
 
-def solve_gathered(structure: SplitStructure, counts: torch.Tensor) -> Solution:
+def solve_gathered(structure: SplitStructure, counts: torch.Tensor, backend: Backend = "auto") -> Solution:
     """The integral split: counts [..., L, E] int64 -> split [..., L, P] int64 whose peak is exactly ceil(M*).
 
     Computed cold and in integers, so that every rank and the simulator find the same one, bit for bit. Raises
@@ -98,7 +113,7 @@ def solve_gathered(structure: SplitStructure, counts: torch.Tensor) -> Solution:
         raise ValueError(f"the integral split needs integer loads, not {counts.dtype}")
     lead, layer = _leading(structure, counts)
     flat = counts.reshape(-1, structure.num_experts)
-    return _reshaped(_solve(structure, flat, layer, 0.0, None, "auto", MAX_SWEEPS, want_split=True, whole=True), lead)
+    return _reshaped(_solve(structure, flat, layer, 0.0, None, backend, MAX_SWEEPS, want_split=True, whole=True), lead)
 
 
 def _leading(structure: SplitStructure, counts: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
@@ -107,7 +122,7 @@ def _leading(structure: SplitStructure, counts: torch.Tensor) -> tuple[tuple[int
     if counts.ndim < 2 or tuple(counts.shape[-2:]) != (num_layers, num_experts):
         raise ValueError(f"counts are {list(counts.shape)}, not [..., {num_layers} layers, {num_experts} experts]")
     lead = tuple(counts.shape[:-1])
-    return lead, torch.arange(num_layers).expand(lead).reshape(-1)
+    return lead, torch.arange(num_layers, device=counts.device).expand(lead).reshape(-1)
 
 
 def _reshaped(flat: Solution, lead: tuple[int, ...]) -> Solution:
@@ -118,6 +133,7 @@ def _reshaped(flat: Solution, lead: tuple[int, ...]) -> Solution:
         bound_numerator=flat.bound_numerator.reshape(lead),
         bound_size=flat.bound_size.reshape(lead),
         sweeps=flat.sweeps.reshape(lead),
+        status=flat.status.reshape(lead),
         tol=flat.tol,
     )
 
@@ -138,14 +154,25 @@ def _solve(
         raise ValueError(f"loads are {list(loads.shape)}, not [problems, {structure.num_experts} experts]")
     if tuple(layer.shape) != (num_problems,) or layer.dtype != torch.int64:
         raise ValueError(f"layer is {list(layer.shape)} {layer.dtype}, not [{num_problems}] int64")
-    if num_problems and not 0 <= int(layer.min()) <= int(layer.max()) < structure.num_layers:
-        raise ValueError(f"layer names one outside 0..{structure.num_layers - 1}")
     if start is not None and tuple(start.shape) != (num_problems, structure.num_physical):
         raise ValueError(f"start is {list(start.shape)}, not [{num_problems}, {structure.num_physical} slots]")
     if not whole and not 1e-9 <= tol < 1:
         raise ValueError(f"tol {tol} is outside 1e-9..1")
-    if backend not in ("auto", "cpu"):
-        raise ValueError(f"split backend {backend!r} is none of auto, cpu")
+    if backend not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"split backend {backend!r} is none of auto, cpu, cuda")
+    too_large = math.inf if loads.is_floating_point() else EXACT
+    if backend == "cuda" or (backend == "auto" and loads.is_cuda):
+        from epsim.kernels.split import cuda
+
+        if cuda.available():
+            there = loads if loads.is_cuda else loads.to("cuda")
+            found = cuda.solve(structure, there, layer, tol, start, max_sweeps, too_large, whole, want_split)
+            split, peak, bound, numerator, size, sweeps, status = (part.to(loads.device) for part in found)
+            return Solution(split, peak, bound, numerator, size, sweeps, status, tol)
+        if backend == "cuda":
+            raise ValueError("split backend cuda needs a CUDA device and CuPy (pip install epsim[gpu]); or use cpu")
+    if num_problems and not 0 <= int(layer.min()) <= int(layer.max()) < structure.num_layers:
+        raise ValueError(f"layer names one outside 0..{structure.num_layers - 1}")
     from epsim.kernels.split import cpu
 
     integral = not loads.is_floating_point()
@@ -164,7 +191,7 @@ def _solve(
             _floats(begin),
             tol,
             max_sweeps,
-            EXACT if integral else math.inf,
+            too_large,
             whole,
             (split[part] if want_split else split[:0]).numpy(),
             peak[part].numpy(),
@@ -178,9 +205,7 @@ def _solve(
     bad = status.nonzero()
     if len(bad):
         worst = int(bad[0, 0])
-        if int(status[worst]) == cpu.TOO_LARGE and integral:
-            raise ValueError(f"problem {worst}: loads sum to 2^53 or more, beyond exact integers: scale them down")
-        raise ValueError(f"problem {worst}: a load is negative, not a number, or too large to sum")
+        raise ValueError(f"problem {worst}: {REFUSED[int(status[worst]) if integral else cpu.BAD_LOAD]}")
     device = loads.device
     # A bound that was rounded up past the peak is still one when lowered to it.
     return Solution(
@@ -190,6 +215,7 @@ def _solve(
         bound_numerator=(numerator.to(torch.int64) if integral else numerator).to(device),
         bound_size=size.to(device),
         sweeps=sweeps.to(device),
+        status=status.to(device),
         tol=tol,
     )
 

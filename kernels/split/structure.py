@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,8 +18,9 @@ class Tables(NamedTuple):
     """The graph of experts and ranks of all layers as flat arrays, int32 but for copy_share.
 
     A *replicated* expert has copies on at least two ranks; the rest are fixed to the one rank that holds them. Slots of
-    one expert on one rank are one *copy*. A layer's replicated experts stand in order of their number of copies, then
-    of their id; its copies by expert, then by rank. All places are counted from the layer's first.
+    one expert on one rank are one *copy*. Of a layer's replicated experts those with two copies come first; of either
+    kind, those of one *colour* (they share no rank) stand together. Its copies stand by expert, then by rank. All
+    places are counted from the layer's first.
 
     fixed_start [L, R + 1], fixed_expert: rank r of layer l holds the fixed experts
         fixed_expert[fixed_start[l, r] : fixed_start[l, r + 1]].
@@ -54,12 +55,14 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitStructure:
-    """A placement made ready for `solve`: physical_to_logical [L, P] int64 (on the CPU), and its tables."""
+    """A placement made ready for `solve`: physical_to_logical [L, P] int64 (on the CPU), and its tables, of which
+    `on_device` keeps the copies on CUDA devices."""
 
     physical_to_logical: torch.Tensor
     num_ranks: int
     num_experts: int
     tables: Tables
+    on_device: dict[torch.device, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_layers(self) -> int:
@@ -105,6 +108,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     experts = np.flatnonzero(num_copies > 1)
     expert_layer = experts // num_experts
     experts = experts[np.lexsort((experts, num_copies[experts], expert_layer))]
+    experts = experts[_by_colour(experts, num_copies[experts], owner, on_rank, expert_layer)]
     expert_start = _starts(expert_layer, num_layers)
     place = np.full(num_layers * num_experts, -1)
     place[experts] = np.arange(len(experts))
@@ -146,6 +150,27 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
         twin=_narrow(np.stack((twins % num_physical, slot_place[twins], slot_mates[twins]), axis=1)),
     )
     return SplitStructure(torch.from_numpy(slots.copy()), num_ranks, num_experts, tables)
+
+
+def _by_colour(experts: Longs, num_copies: Longs, owner: Longs, on_rank: Longs, layer: Longs) -> Longs:
+    """The order of the experts, sorted by layer and number of copies, by (layer, pairs first, colour).
+
+    An expert has the first colour that no earlier one of its kind has on any of its ranks: experts of a colour can be
+    poured at the same time. owner, on_rank: the expert and the rank of all copies, sorted by owner.
+    """
+    colours = np.empty(len(experts), dtype=np.int64)
+    first = np.searchsorted(owner, experts)
+    taken: dict[tuple[int, bool, int], int] = {}  # colours, as bits, on (layer, pair, rank)
+    for i, (at, num, here) in enumerate(zip(first.tolist(), num_copies.tolist(), layer.tolist())):
+        places = [(here, num == 2, rank) for rank in on_rank[at : at + num].tolist()]
+        union = 0
+        for place in places:
+            union |= taken.get(place, 0)
+        colour = ~union & (union + 1)
+        colours[i] = colour.bit_length()
+        for place in places:
+            taken[place] = taken.get(place, 0) | colour
+    return np.lexsort((colours, num_copies > 2, layer))
 
 
 def _narrow(values: npt.NDArray[Any]) -> Ints:

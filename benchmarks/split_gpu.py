@@ -1,0 +1,215 @@
+"""The min-max split on one CUDA device: one layer alone, all layers in a launch, and large batches; equal to the CPU.
+
+    python benchmarks/split_gpu.py [--recordings DIR] [--out benchmarks/results/split_gpu.json]
+
+Problems as in benchmarks/split.py, and the sample trace's own batches on EPLB's placement of their mean. Every problem
+of a row is solved on both devices and compared bit for bit. Times are of replayed CUDA graphs between device events, in
+microseconds, from int64 counts to the split in physical experts: `one` a launch of one problem, a tenth of ten in a
+row, median of three replays, over different problems (cold; `warm`: begun with the last batch's split); `alone` a graph
+of one such launch, event to event; `filled` and `one_round`: stopped before the first and the second round; `layers`
+all layers of a batch in one launch; `batch_ns` nanoseconds a problem in a large one; `whole_ns` of the integral split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import split as on_cpu
+import torch
+
+from epsim.kernels.split import Solution, SplitStructure, prepare, solve, solve_batched, solve_gathered
+from epsim.kernels.split.problems import drifted_counts
+from epsim.placement.eplb import rebalance_experts
+
+ROOT = Path(__file__).resolve().parents[1]
+REPEATS, REPLAYS, SINGLES, BATCH = 10, 3, 1000, 50_000
+
+
+def graph(run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for _ in range(repeats):
+            run()
+    return captured
+
+
+def replay_times(
+    captured: torch.cuda.CUDAGraph, feed: Callable[[int], object], inputs: int, replays: int
+) -> np.ndarray:
+    """Microseconds [inputs], the median of the replays of each after feed(i) has set its input."""
+    marks = []
+    for i in range(inputs):
+        feed(i)
+        captured.replay()
+        for _ in range(replays):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            captured.replay()
+            end.record()
+            marks.append((start, end))
+    torch.cuda.synchronize()
+    times = np.array([start.elapsed_time(end) for start, end in marks]) * 1e3
+    return np.median(times.reshape(inputs, replays), axis=1)
+
+
+def quantiles(times: np.ndarray) -> dict[str, float]:
+    return {
+        "p50": float(np.median(times)),
+        "p99": float(np.quantile(times, 0.99)),
+        "most": float(times.max()),
+    }
+
+
+def same(left: Solution, right: Solution) -> bool:
+    names = ("split", "peak", "bound", "bound_numerator", "bound_size", "sweeps")
+    return all(torch.equal(getattr(left, name).cpu(), getattr(right, name).cpu()) for name in names)
+
+
+def singles(structure: SplitStructure, counts: torch.Tensor, start: torch.Tensor | None) -> dict[str, Any]:
+    """counts [N, E] of layers 0, 1, ... in turn; start [N, P]."""
+    num = min(SINGLES, len(counts))
+    layers = torch.arange(len(counts), device="cuda") % structure.num_layers
+    loads, layer = counts[:1].clone(), layers[:1].clone()
+    begin = None if start is None else start[:1].clone()
+
+    def feed(i: int) -> None:
+        loads.copy_(counts[i : i + 1])
+        layer.copy_(layers[i : i + 1])
+        if begin is not None and start is not None:
+            begin.copy_(start[i : i + 1])
+
+    def run(sweeps: int = 100_000) -> Solution:
+        return solve(structure, loads, layer, start=begin, max_sweeps=sweeps)
+
+    found = {"one": quantiles(replay_times(graph(run, REPEATS), feed, num, REPLAYS) / REPEATS)}
+    if start is None:
+        found["alone"] = quantiles(replay_times(graph(run), feed, num, REPLAYS))
+        for name, sweeps in (("filled", 3), ("one_round", 4)):
+            limited = graph(lambda sweeps=sweeps: run(sweeps), REPEATS)
+            found[name] = quantiles(replay_times(limited, feed, min(num, 200), REPLAYS) / REPEATS)
+    return found
+
+
+def measure(name: str, tokens: int, structure: SplitStructure, counts: torch.Tensor) -> dict[str, Any]:
+    """counts [S, L, E] int64, on the CPU."""
+    device_counts = counts.cuda()
+    flat = device_counts.flatten(0, 1)
+    here, there = solve_batched(structure, counts), solve_batched(structure, device_counts)
+    whole_here, whole_there = solve_gathered(structure, counts), solve_gathered(structure, device_counts)
+    before = torch.roll(there.split, 1, 0)  # the first batch begins with the last one's
+    warm_here = solve_batched(structure, counts, start=before.cpu())
+    warm_there = solve_batched(structure, device_counts, start=before)
+    row: dict[str, Any] = {
+        "name": name,
+        "ranks": structure.num_ranks,
+        "slots": structure.num_physical,
+        "tokens": tokens,
+        "problems": len(flat),
+        "equal": same(here, there),
+        "equal_whole": same(whole_here, whole_there),
+        "equal_warm": same(warm_here, warm_there),
+        "unproven": int(there.unproven.sum()),
+        "gap_most": float((there.peak / there.bound.clamp_min(1e-300) - 1).max()),
+        "sweeps_mean": float(there.sweeps.double().mean()),
+        "sweeps_most": int(there.sweeps.max()),
+        "warm_sweeps_mean": float(warm_there.sweeps.double().mean()),
+    }
+    row |= singles(structure, flat, None)
+    row["warm"] = singles(structure, flat, before.flatten(0, 1))["one"]
+
+    batch = device_counts[:1].clone()
+    layer = torch.arange(structure.num_layers, device="cuda")
+    all_layers = graph(lambda: solve(structure, batch[0], layer), REPEATS)
+    feed_batch: Callable[[int], object] = lambda i: batch.copy_(device_counts[i : i + 1])  # noqa: E731
+    row["layers"] = quantiles(replay_times(all_layers, feed_batch, min(len(counts), 50), REPLAYS) / REPEATS)
+
+    many = device_counts.repeat(-(-BATCH // len(flat)), 1, 1)
+    num_many = many.shape[0] * many.shape[1]
+    for kind, run in (
+        ("batch", lambda: solve_batched(structure, many)),
+        ("whole", lambda: solve_gathered(structure, many)),
+    ):
+        row[f"{kind}_ns"] = float(replay_times(graph(run), lambda i: None, 1, 7)[0]) / num_many * 1e3
+    row["batch_problems"] = num_many
+    return row
+
+
+def sample_problems() -> Iterator[tuple[str, int, SplitStructure, torch.Tensor]]:
+    from epsim.traces.store import StoredTrace
+    from epsim.traces.trace import CountsBlock
+
+    trace = StoredTrace(ROOT / "traces/sample.parquet")
+    experts = trace.meta.num_experts
+    blocks = [b if isinstance(b, CountsBlock) else b.to_counts(experts) for b in trace.blocks()]
+    counts = np.concatenate([b.counts for b in blocks])
+    for num_ranks, redundant in ((16, 16), (16, 32)):
+        slots, _, _ = rebalance_experts(torch.from_numpy(counts.mean(0)), experts + redundant, 1, 1, num_ranks)
+        structure = prepare(slots, num_ranks, experts)
+        yield f"sample, {redundant} redundant", 0, structure, torch.from_numpy(counts.astype(np.int64))
+
+
+def problems(recordings: Path, rng: np.random.Generator) -> Iterator[tuple[str, int, SplitStructure, torch.Tensor]]:
+    (planned, later), source = on_cpu.marginals(recordings, rng)
+    print(f"{torch.cuda.get_device_name()}; real problems: {source}")
+    for num_ranks, redundant, tokens in (
+        (16, 32, 16384),
+        (16, 32, 1024),
+        (16, 16, 16384),
+        (16, 64, 16384),
+        (8, 32, 16384),
+        (32, 32, 16384),
+        (32, 64, 16384),
+        (64, 64, 16384),
+    ):
+        slots, _, _ = rebalance_experts(torch.from_numpy(planned), 256 + redundant, 1, 1, num_ranks)
+        steps = 20 if num_ranks > 32 else 50
+        counts = drifted_counts(planned, later, tokens * on_cpu.TOP_K, steps, rng)
+        yield f"real, {redundant} redundant", tokens, prepare(slots, num_ranks, 256), counts
+    yield from sample_problems()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces/deepseek-v3-sglang")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/split_gpu.json")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng = np.random.default_rng(options.seed)
+    rows = []
+    for problem in problems(options.recordings, rng):
+        row = measure(*problem)
+        rows.append(row)
+        one, alone, layers = row["one"], row["alone"], row["layers"]
+        print(
+            f"{row['name']:22} {row['ranks']:3} ranks {row['tokens']:6} | one {one['p50']:5.1f} {one['p99']:5.1f} "
+            f"{one['most']:5.1f} | alone {alone['p50']:5.1f} {alone['p99']:5.1f} | warm {row['warm']['p50']:5.1f} "
+            f"{row['warm']['p99']:5.1f} | layers {layers['p50']:5.1f} {layers['most']:5.1f} | filled "
+            f"{row['filled']['p50']:5.1f} round {row['one_round']['p50']:5.1f} | ns {row['batch_ns']:6.1f} "
+            f"{row['whole_ns']:6.1f} | equal {row['equal']} {row['equal_whole']} {row['equal_warm']}"
+            + " UNPROVEN"
+            * bool(row["unproven"]),
+            flush=True,
+        )
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {
+            "command": shlex.join(["python", "benchmarks/split_gpu.py", *sys.argv[1:]]),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The split on the GPU gives the CPU form's bits, reports what it refuses, and can be captured."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from epsim.kernels.split import Solution, SplitStructure, cuda, prepare, solve, solve_batched, solve_gathered
+from epsim.kernels.split.problems import chain, clique
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.available(), reason="no CUDA device with CuPy")]
+
+
+def assert_same(there: Solution, here: Solution) -> None:
+    for name in ("split", "peak", "bound", "bound_numerator", "bound_size", "sweeps", "status"):
+        assert getattr(there, name).is_cuda
+        assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
+
+
+def random_structure(num_ranks: int, num_experts: int, rng: np.random.Generator) -> SplitStructure:
+    num_slots = num_ranks * (-(-num_experts // num_ranks) + 4)
+    more = np.minimum(rng.geometric(0.05, num_slots - num_experts) - 1, num_experts - 1)
+    slots = np.concatenate((np.arange(num_experts), more))
+    return prepare(torch.from_numpy(np.stack([rng.permutation(slots) for _ in range(3)])), num_ranks, num_experts)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 13, 16, 32, 33, 64])
+def test_random_placements_are_split_alike(num_ranks: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    structure = random_structure(num_ranks, 4 * num_ranks, rng)
+    for counts in (
+        torch.from_numpy(rng.integers(0, 5000, (40, 3, 4 * num_ranks))),
+        torch.from_numpy(rng.lognormal(0, 2, (40, 3, 4 * num_ranks))),
+    ):
+        here, there = solve_batched(structure, counts), solve_batched(structure, counts.cuda())
+        assert_same(there, here)
+        assert not there.unproven.any()
+        start = torch.roll(here.split, 1, 0)
+        assert_same(
+            solve_batched(structure, counts.cuda(), start=start.cuda()), solve_batched(structure, counts, start=start)
+        )
+
+
+@pytest.mark.parametrize(
+    ("slots", "num_ranks"), [(chain(32), 32), (chain(200), 200), (clique(16), 16), (chain(512), 512)]
+)
+def test_hard_placements_are_split_alike(slots: torch.Tensor, num_ranks: int) -> None:
+    structure = prepare(slots, num_ranks)
+    rng = np.random.default_rng(0)
+    wide = torch.from_numpy(np.floor(10 ** (9 * rng.random((40, 1, structure.num_experts)))).astype(np.int64))
+    assert_same(solve_batched(structure, wide.cuda()), solve_batched(structure, wide))
+    assert_same(solve_gathered(structure, wide.cuda()), solve_gathered(structure, wide))
+
+
+def test_refused_problems_have_a_status_and_the_others_are_solved() -> None:
+    structure = prepare(chain(4), 4)
+    loads = torch.ones(5, 5, dtype=torch.float64)
+    loads[1, 2], loads[2, 0] = -1, torch.nan
+    layer = torch.zeros(5, dtype=torch.int64)
+    layer[3] = 1
+    found = solve(structure, loads.cuda(), layer.cuda())
+    assert found.status.tolist() == [0, 1, 1, 3, 0]
+    assert found.unproven.tolist() == [False, True, True, True, False]
+    assert found.peak[[0, 4]].tolist() == [1.25, 1.25]
+    large = solve(structure, torch.full((1, 5), 2**51, device="cuda"), layer[:1].cuda())
+    assert large.status.tolist() == [2]
+
+
+def test_a_captured_launch_reads_what_its_buffers_hold() -> None:
+    rng = np.random.default_rng(0)
+    structure = random_structure(16, 64, rng)
+    counts = torch.from_numpy(rng.integers(0, 5000, (4, 3, 64)))
+    loads, layer = counts[0].cuda(), torch.arange(3, device="cuda")
+    solve(structure, loads, layer)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        found = solve(structure, loads, layer)
+    for step in counts:
+        loads.copy_(step)
+        captured.replay()
+        torch.cuda.synchronize()
+        assert_same(found, solve(structure, step, layer.cpu()))
