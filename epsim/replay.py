@@ -25,6 +25,8 @@ from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
 from epsim.verdict import best_of, label, verdict
 
+COUNTS_BYTES = 32 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
@@ -165,7 +167,8 @@ def replay(
         scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, shared_cost > 0)
         return len(block.steps), step_keys(counts) if watch else None, scores
 
-    blocks = trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES)
+    max_steps = _steps_a_block(meta, cluster)
+    blocks = trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES, max_steps=max_steps)
     for num_steps, keys, scores in in_parallel(score, blocks):
         if keys is not None:
             scored_keys.append(keys)
@@ -207,6 +210,13 @@ def replay(
         "stacks": entries,
         "verdict": verdict(entries, _tied(entries, runs, bootstrap)),
     }
+
+
+def _steps_a_block(meta: TraceMeta, cluster: Cluster) -> int:
+    """So many that their counts by source rank and physical expert fit the memory set aside, however few tokens."""
+    ranks = 1 if meta.level == "counts" else cluster.num_ranks
+    step_bytes = 8 * meta.num_layers * cluster.num_physical(meta.num_experts) * ranks
+    return max(1, COUNTS_BYTES // step_bytes)
 
 
 def planned_steps(trace: StoredTrace, options: ReplayOptions, history: StoredTrace | None) -> int:

@@ -284,3 +284,16 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 117
+
+
+def test_many_source_ranks_make_small_blocks(make_trace: TraceMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts by source rank take memory however few tokens a step has; how steps are cut changes no figure."""
+    from epsim import replay as module
+
+    trace = make_trace("tokens", steps=8, tokens=4, ranks=4)
+    options = ReplayOptions(Cluster(4, 1, 4), (("", parse_stack("eplb+lplb")),))
+    whole = replay(trace, options)["stacks"][0]["metrics"]
+    step_bytes = 8 * 2 * (8 + 4) * 4
+    monkeypatch.setattr(module, "COUNTS_BYTES", 3 * step_bytes)
+    assert module._steps_a_block(trace.meta, options.cluster) == 3
+    assert replay(trace, options)["stacks"][0]["metrics"] == whole

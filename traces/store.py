@@ -35,6 +35,7 @@ class TraceWriter:
 
     Writes beside `path` and renames on a clean close, so that `path` never holds half a trace. On an exception the
     work is thrown away; with keep_on_interrupt the finished steps are kept as a readable trace, with a note.
+    score_ids: scores come with the ids of their experts, though the first blocks may have no scores.
     `append` raises ValueError where a block does not fit the meta or steps do not ascend.
     """
 
@@ -45,6 +46,7 @@ class TraceWriter:
         *,
         keep_on_interrupt: bool = False,
         group_bytes: int = GROUP_BYTES,
+        score_ids: bool = False,
     ) -> None:
         self.path = Path(path)
         self.meta = meta
@@ -52,6 +54,7 @@ class TraceWriter:
         self._target = check_target(path)
         self._keep = keep_on_interrupt
         self._group_bytes = group_bytes
+        self._score_ids = score_ids
         self._last_step: int | None = None
         self._pending: list[Block] = []
         self._pending_bytes = 0
@@ -65,7 +68,7 @@ class TraceWriter:
         if not len(block.steps):
             return
         if self._schema is None:
-            score_ids = isinstance(block, TokenBlock) and _has_score_ids(block, self.meta)
+            score_ids = isinstance(block, TokenBlock) and (self._score_ids or _has_score_ids(block, self.meta))
             domain = isinstance(block, TokenBlock) and block.domain is not None
             phase = isinstance(block, TokenBlock) and block.phase is not None
             self._schema = schema_of(self.meta, score_ids, domain, phase)
@@ -207,9 +210,12 @@ class StoredTrace:
         if not whole:
             raise ValueError(f"{self.path}: its description does not fit its content (damaged)")
 
-    def blocks(self, start: int = 0, stop: int | None = None, max_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-        """Blocks of whole steps, each of at most max_bytes where a single step is not larger.
+    def blocks(
+        self, start: int = 0, stop: int | None = None, max_bytes: int = BLOCK_BYTES, max_steps: int | None = None
+    ) -> Iterator[Block]:
+        """Blocks of whole steps, each of at most max_bytes where a single step is not larger, and of max_steps.
 
+        max_steps: for readers to whom a step of few tokens is as large as any, as it is where tokens become counts.
         start, stop: places among the trace's steps (0..num_steps), not step numbers. Row groups outside are not read.
         """
         stop = self.num_steps if stop is None else min(stop, self.num_steps)
@@ -221,7 +227,10 @@ class StoredTrace:
                 if low < high:
                     block = self._read(file, group if num_rows else None, num_steps, empty, scored, last)
                     last = int(block.steps[-1]) if len(block.steps) else last
-                    yield from split_steps(slice_steps(block, low, high), max_bytes)
+                    for part in split_steps(slice_steps(block, low, high), max_bytes):
+                        size = max_steps or max(len(part.steps), 1)
+                        for place in range(0, max(len(part.steps), 1), size):
+                            yield slice_steps(part, place, min(place + size, len(part.steps)))
                 first += num_steps
 
     def _read(

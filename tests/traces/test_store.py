@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,13 @@ def test_bad_phase(tmp_path: Path) -> None:
         TraceWriter(tmp_path / "t.parquet", meta) as writer,
     ):
         writer.append(block)
+
+
+@pytest.mark.parametrize("level", ["counts", "rank_counts", "tokens"])
+def test_blocks_of_at_most_so_many_steps(make_trace: Callable[..., StoredTrace], level: str) -> None:
+    trace = make_trace(level, steps=7)
+    whole = next(iter(trace.blocks()))
+    sizes = [len(block.steps) for block in trace.blocks(1, 7, max_steps=4)]
+    assert sizes == [4, 2]
+    joined = np.concatenate([block.steps for block in trace.blocks(max_steps=3)])
+    np.testing.assert_array_equal(joined, whole.steps)
