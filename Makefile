@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 
 replay: $(VENV)/.installed
 	$(BIN)/epsim replay sample --ranks 16 --nodes 2 --redundant 32 --out out \
-		--policy contiguous --policy eplb --policy eplb+lplb --policy searched+lplb --policy eplb+lplb+waterfill
+		--policy contiguous --policy eplb --policy eplb+lplb --policy eplb+lplb+waterfill \
+		--policy searched+lplb --policy "searched+lplb(counts=gathered)+waterfill"
 
 test: $(VENV)/.tested lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
