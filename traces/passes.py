@@ -4,11 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from epsim.traces.trace import Array, Phase, TokenBlock
+
+OBJECT_BYTES = 4096
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The key-value cache that a model is called with, or None. Its argument's name differs between versions."""
+    return next((kwargs[name] for name in ("past_key_values", "cache") if kwargs.get(name) is not None), None)
+
+
+def real_tokens(mask: Any, batch: int, length: int, cache: Any) -> torch.Tensor | None:
+    """[batch, length] bool, new: which tokens of a pass are no padding; None for all.
+
+    mask: [batch, tokens], or, as generate() gives it with a static cache, [batch, 1, length, keys] of True or 0.0 where
+    attended (a dict of these by kind of layer): there a token is real if it attends to itself. Raises ValueError for
+    others.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    if mask is None:
+        return None
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length:
+        # A mask as long as a static cache goes beyond this pass; one of this pass alone has no past.
+        start = past if mask.shape[1] >= past + length else mask.shape[1] - length
+        return mask[:, start : start + length].to(torch.bool, copy=True)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[3] >= past + length:
+        attended = mask if mask.dtype == torch.bool else mask == 0
+        return attended[:, 0].diagonal(past, 1, 2).expand(batch, length).clone()
+    shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+    raise ValueError(f"record: attention_mask {shape} does not tell padding: give [sequences, tokens]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +62,9 @@ class Pass:
     phase: Phase
 
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.ids, self.scores, self.score_ids) if t is not None)
+        """Roughly, with the objects themselves: passes of a token or two are little else."""
+        tensors = [t for t in (self.ids, self.scores, self.score_ids) if t is not None]
+        return OBJECT_BYTES + sum(t.numel() * t.element_size() for t in tensors)
 
     def to_cpu(self) -> Pass:
         """The same pass, off the device."""

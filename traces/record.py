@@ -5,13 +5,16 @@
         model.generate(**inputs)
 
 A forward pass of the model is a step. Padding, by the attention mask, is left out, and so are the tokens that
-generate() feeds to a sequence after its end. A hook that changes the routing must be registered before the recorder,
-which then sees what it returns. The file is written by a thread, beside the next passes.
+generate() feeds to a sequence after its end, where it keeps a cache. A hook that changes the routing must be registered
+before the recorder, which then sees what it returns. The file is written by a thread, beside the next passes.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,10 +24,11 @@ from typing import Any, Literal
 
 import torch
 
-from epsim.traces.passes import Pass
+from epsim.traces.files import check_target, temporary_beside
+from epsim.traces.passes import Pass, cache_of, real_tokens
 from epsim.traces.routers import Router, find_routers, shared_cost
 from epsim.traces.store import TraceWriter
-from epsim.traces.trace import Phase, TraceMeta
+from epsim.traces.trace import PHASES, Phase, TraceMeta
 
 FLUSH_BYTES = 32 << 20
 
@@ -64,6 +68,8 @@ class Recorder:
         self._num_scores = num_scores
         self._num_ranks = num_ranks
         self._stop_ids = stop_ids
+        self._last_step = -1
+        self._inside = False
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._shape = (0, 0)
         self._valid: torch.Tensor | None = None
@@ -78,11 +84,11 @@ class Recorder:
             raise ValueError("record: the model was called without input_ids and without inputs_embeds")
         batch, length = self._shape = (int(tokens.shape[0]), int(tokens.shape[1]))
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[1] < length):
-            shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-            raise ValueError(f"record: attention_mask {shape} does not tell padding: give [sequences, tokens]")
-        self._valid = None if mask is None else mask[:, -length:].bool()
-        if length > 1 or ids is None or not self._stop_ids:
+        cache = cache_of(kwargs)
+        self._valid = real_tokens(mask, batch, length, cache)
+        self._inside = True
+        # What comes first in a cache is a prompt, however short.
+        if length > 1 or ids is None or not self._stop_ids or cache is None or not int(cache.get_seq_length()):
             self._ended = None
             return
         fed_end = torch.isin(ids[:, 0], torch.tensor(sorted(self._stop_ids), device=ids.device))
@@ -95,22 +101,35 @@ class Recorder:
         """Forward hook of the router at this place."""
 
         def hook(module: Any, inputs: Any, output: Any) -> None:
+            if not self._inside:  # Gradient checkpointing, or a part of the model that is called alone.
+                return
             if place in self._seen:
-                raise ValueError(f"record: router {place} ran twice in one pass (gradient checkpointing?)")
-            self._seen[place] = (output[0].detach(), output[-1].detach())
+                raise ValueError(f"record: router {place} ran twice in one pass")
+            first, ids = self._routers[place].choice(output)
+            self._seen[place] = (first.detach(), ids.detach())
 
         return hook
 
     def end(self, model: Any, args: Any, output: Any) -> None:
         """Forward hook of the model: the pass is a finished step."""
+        self._inside = False
         if len(self._seen) < len(self._routers):
-            raise ValueError(f"record: {len(self._seen)} of {len(self._routers)} routers ran in this pass")
+            raise ValueError(
+                f"record: {len(self._seen)} of {len(self._routers)} routers ran in this pass "
+                "(was the model compiled and called before? compile it anew)"
+            )
         batch, length = self._shape
         first = [self._seen[place][0] for place in range(len(self._routers))]
-        ids = torch.stack([self._seen[place][1] for place in range(len(self._routers))])
+        device = first[0].device  # A large model's layers lie on several.
+        ids = torch.stack([self._seen[place][1].to(device) for place in range(len(self._routers))])
         self._seen.clear()
         self.num_experts, self.top_k = int(first[0].shape[-1]), int(ids.shape[-1])
         phase = self.phase or ("training" if model.training else "decode" if length == 1 else "prefill")
+        domains = self._per_sequence("domains", self.domains, ("",) * batch)
+        ranks = self._per_sequence(
+            "source_ranks", self.source_ranks, tuple(b * self._num_ranks // batch for b in range(batch))
+        )
+        self._check(phase, domains, ranks)
         scores = score_ids = None
         if self._num_scores and (self.scored_phases is None or phase in self.scored_phases):
             scores = self._scores(first)
@@ -126,13 +145,12 @@ class Recorder:
                 ids.to(torch.int16),
                 scores,
                 None if score_ids is None else score_ids.to(torch.int16),
-                self._per_sequence("domains", self.domains, ("",) * batch),
-                self._per_sequence(
-                    "source_ranks", self.source_ranks, tuple(b * self._num_ranks // batch for b in range(batch))
-                ),
+                domains,
+                ranks,
                 phase,
             )
         )
+        self._last_step = self.step
         self.step += 1
         self._finished_bytes += self._finished[-1].num_bytes()
         if self._finished_bytes > FLUSH_BYTES:
@@ -140,9 +158,11 @@ class Recorder:
 
     def flush(self) -> None:
         """Hands the finished steps to the writing thread, once it is done with those before."""
-        done, self._finished, self._finished_bytes = [p.to_cpu() for p in self._finished], [], 0
+        # Kept until the last moment: an interruption while waiting must not lose them.
         if self._writing is not None:
             self._writing.result()
+        done = [p.to_cpu() for p in self._finished]
+        self._finished, self._finished_bytes = [], 0
         self._writing = self._thread.submit(self._write, done)
 
     def close(self) -> None:
@@ -165,13 +185,28 @@ class Recorder:
 
     def _scores(self, first: list[torch.Tensor]) -> torch.Tensor:
         """[L, T, E] float32."""
-        return torch.stack([router.scores(output) for router, output in zip(self._routers, first, strict=True)])
+        device = first[0].device
+        each = zip(self._routers, first, strict=True)
+        return torch.stack([router.scores(output).to(device) for router, output in each])
+
+    def _check(self, phase: Phase, domains: tuple[Any, ...], ranks: tuple[Any, ...]) -> None:
+        """What the user has set: at once, not when the writing thread comes to it."""
+        if phase not in PHASES:
+            raise ValueError(f"record: phase {phase!r} is none of {', '.join(PHASES)}")
+        if self.step <= self._last_step:
+            raise ValueError(f"record: step {self.step} follows step {self._last_step}: numbers must ascend from 0")
+        if wrong := [label for label in domains if not isinstance(label, str)]:
+            raise ValueError(f"record: domain {wrong[0]!r} is not a text")
+        if wrong := [rank for rank in ranks if not 0 <= rank < self._num_ranks]:
+            raise ValueError(f"record: source rank {wrong[0]} is outside 0..{self._num_ranks - 1} (num_source_ranks)")
 
     def _per_sequence(self, name: str, given: Sequence[Any] | None, default: tuple[Any, ...]) -> tuple[Any, ...]:
         if given is None:
             return default
         if len(given) != len(default):
-            raise ValueError(f"record: {len(given)} {name} given for a batch of {len(default)} sequences")
+            raise ValueError(
+                f"record: {len(given)} {name} given for a batch of {len(default)} sequences (each beam is a sequence)"
+            )
         return tuple(given)
 
 
@@ -193,18 +228,20 @@ def record(
     num_scores: scores a token and layer, the highest m with their expert ids, or all. num_source_ranks: R.
     phase: of the trace as a whole; each step has its own. stop_ids: tokens that end a sequence under generate(); by
     default those of the model's generation config.
-    An interruption or error leaves a readable trace of the finished steps. Raises ValueError where the model has no
+    An interruption, a termination (SIGTERM) or an error leaves a readable trace of the finished steps. Raises
+    ValueError or FileNotFoundError where `path` cannot be written, ValueError where the model has no
     routers, where their scores are asked for but unknown, and where no pass was recorded.
     """
     if num_source_ranks < 1:
         raise ValueError(f"num_source_ranks {num_source_ranks}: give at least 1")
     if num_scores != "all" and num_scores < 0:
         raise ValueError(f"num_scores {num_scores}: give 0, a number of scores, or 'all'")
+    if phase not in PHASES:
+        raise ValueError(f"phase {phase!r} is none of {', '.join(PHASES)}")
     target = Path(path)
-    if target.is_dir() or not target.absolute().parent.is_dir():
-        raise ValueError(f"{target}: cannot write a trace there")
+    temporary_beside(check_target(path)).unlink()  # Tried now, not after hours of recording.
     routers = find_routers(model)
-    with ExitStack() as files:
+    with _termination_unwinds(), ExitStack() as files:
 
         def open_writer(recorder: Recorder) -> TraceWriter:
             kept = recorder.num_experts if num_scores == "all" else min(num_scores, recorder.num_experts)
@@ -222,7 +259,8 @@ def record(
                 source=source,
                 notes=notes,
             )
-            return files.enter_context(TraceWriter(target, meta, keep_on_interrupt=True))
+            named = 0 < kept < recorder.num_experts
+            return files.enter_context(TraceWriter(target, meta, keep_on_interrupt=True, score_ids=named))
 
         recorder = Recorder(routers, num_scores, num_source_ranks, _stop_ids(model, stop_ids), open_writer)
         handles = [
@@ -238,6 +276,20 @@ def record(
             recorder.close()
     if not recorder.step:
         raise ValueError(f"nothing recorded for {target}: {type(model).__name__} made no forward pass")
+
+
+@contextmanager
+def _termination_unwinds() -> Iterator[None]:
+    """SIGTERM (of Slurm, Kubernetes, timeout) exits like an interrupt, where the program has no handler of its own."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _stop_ids(model: Any, given: Sequence[int] | None) -> set[int]:

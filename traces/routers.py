@@ -49,6 +49,17 @@ class Router:
     module: Any
     experts: Any
 
+    def choice(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """A router's first output [T, E] and expert ids [T, k]. Raises ValueError for routers of another form."""
+        if isinstance(output, tuple) and len(output) == 3:
+            first, _, ids = output
+            if first.ndim == ids.ndim == 2 and not ids.is_floating_point():
+                return first, ids
+        raise ValueError(
+            f"{type(self.module).__name__} does not return (logits [T, E], weights [T, k], expert ids [T, k]) as most "
+            "routers of transformers 5 do: it cannot be recorded"
+        )
+
     def scores(self, first_output: torch.Tensor) -> torch.Tensor:
         """[..., E] -> [..., E] float32: what this router chooses by."""
         name = type(self.module).__name__

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from epsim.traces import record as recording
 from epsim.traces.overhead import measure_overhead
 from epsim.traces.record import record
 from epsim.traces.routers import SCORE_RULES, find_routers
@@ -309,7 +313,7 @@ def test_mistakes(tmp_path: Path) -> None:
         pass
     with pytest.raises(ValueError, match="made no forward pass"), record(model, tmp_path / "t.parquet"):
         pass
-    with pytest.raises(ValueError, match="cannot write"), record(model, tmp_path / "nowhere" / "t.parquet"):
+    with pytest.raises(FileNotFoundError, match="no such folder"), record(model, tmp_path / "nowhere" / "t.parquet"):
         pass
     with pytest.raises(ValueError, match="num_source_ranks 0"), record(model, tmp_path / "t", num_source_ranks=0):
         pass
@@ -331,3 +335,195 @@ def test_overhead_is_told(tmp_path: Path) -> None:
     assert overhead.plain > 0
     assert overhead.writing > 0
     assert str(overhead).startswith("recording adds ")
+
+
+@pytest.mark.parametrize("family", ["Olmoe", "GptOss"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.usefixtures("no_grad")
+def test_static_cache(family: str, attention: str, tmp_path: Path) -> None:
+    """generate() then hands the model a mask of [sequences, 1, tokens, keys], or a dict of these."""
+    model = make_model(family)
+    if family == "Olmoe":
+        model.set_attn_implementation(attention)
+    used = UsedExperts(model)
+    ids = torch.randint(1, 64, (2, 6))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    with record(model, tmp_path / "t.parquet"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, cache_implementation="static")
+    _, blocks = read(tmp_path / "t.parquet")
+    assert [len(b.token_step) for b in blocks] == [10, 2, 2, 2]
+    for step, block in enumerate(blocks):
+        real = np.flatnonzero(mask.numpy()) if step == 0 else [0, 1]
+        np.testing.assert_array_equal(block.expert_ids, used.ids(step)[real])
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_masks_of_every_form(tmp_path: Path) -> None:
+    """Right padding, all padding, a mask that goes beyond the pass, and one that is overwritten after it."""
+    model = make_model("Olmoe")
+    ids = torch.randint(1, 64, (2, 4))
+    right = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    overwritten = right.bool()
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()
+    packed = (right.bool()[:, None, :, None] & right.bool()[:, None, None, :] & causal) | False
+    with record(model, tmp_path / "t.parquet") as recorder:
+        model(input_ids=ids, attention_mask=right)
+        model(input_ids=ids, attention_mask=torch.zeros_like(right))
+        model(input_ids=ids, attention_mask=overwritten)
+        overwritten.fill_(True)
+        model(input_ids=ids, attention_mask=packed)
+        first = model(input_ids=ids, attention_mask=right.flip(1), use_cache=True)
+        model(ids[:, :1], attention_mask=torch.ones(2, 5), past_key_values=first.past_key_values)
+        recorder.begin(model, (ids,), {"attention_mask": torch.tensor([[0, 1, 1, 1, 0, 0]] * 2)})
+        assert recorder._valid is not None
+        assert recorder._valid.tolist() == [[False, True, True, True]] * 2
+        with pytest.raises(ValueError, match=r"attention_mask \[2, 3\] does not tell padding"):
+            recorder.begin(model, (ids,), {"attention_mask": right[:, :3]})
+    _, blocks = read(tmp_path / "t.parquet")
+    assert [len(b.token_step) for b in blocks] == [6, 0, 6, 6, 6, 2]
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_prompts_of_one_token(tmp_path: Path) -> None:
+    """Such a prompt is no continuation of the sequences before it, nor does an end in it end a sequence."""
+    model = make_model("Olmoe")
+    ids = torch.full((3, 1), 5)
+    ends = torch.ones_like(ids)
+    second = int(model.generate(ids, attention_mask=ends, max_new_tokens=2, do_sample=False)[0, 2])
+    for stop in (5, second):
+        model.generation_config.eos_token_id = stop
+        with record(model, tmp_path / "t.parquet"):
+            for _ in range(2):
+                model.generate(ids, attention_mask=ends, min_new_tokens=3, max_new_tokens=3, do_sample=False)
+        sizes = [len(b.token_step) for b in read(tmp_path / "t.parquet")[1]]
+        assert sizes[0] == 3
+        assert sizes == sizes[:3] * 2
+
+
+def test_routers_between_passes_are_not_recorded(tmp_path: Path) -> None:
+    """Gradient checkpointing runs them again in the backward pass; parts of the model may be called alone."""
+    model = make_model("Olmoe").train()
+    model.gradient_checkpointing_enable()
+    used, ids = UsedExperts(model), torch.randint(1, 64, (2, 4))
+    with record(model, tmp_path / "t.parquet"):
+        (model(input_ids=ids).logits.sum() + model(input_ids=ids + 0).logits.sum()).backward()
+        model.model(ids)
+        model.model(ids)
+        used.passes.clear()
+        model(input_ids=ids.flip(0))
+    _, blocks = read(tmp_path / "t.parquet")
+    assert len(blocks) == 3
+    np.testing.assert_array_equal(blocks[2].expert_ids, used.ids(0))
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_the_model_computes_the_same(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        model, ids = make_model(family).to(torch.bfloat16), torch.randint(1, 64, (2, 6))
+        before = model(input_ids=ids).logits
+        with record(model, tmp_path / "t.parquet", num_scores=0 if family == "DeepseekV3" else "all"):
+            assert torch.equal(model(input_ids=ids).logits, before)
+        assert torch.equal(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_as_many_scores_as_experts_chosen_after_steps_without(tmp_path: Path) -> None:
+    model = make_model("Olmoe")
+    with record(model, tmp_path / "t.parquet", num_scores=K) as recorder:
+        recorder.scored_phases = ("decode",)
+        model(input_ids=torch.randint(1, 64, (1, 12)))
+        model(input_ids=torch.randint(1, 64, (4, 1)))
+    first, second = read(tmp_path / "t.parquet")[1]
+    assert first.scores is None
+    assert second.score_ids is not None
+    np.testing.assert_array_equal(second.score_ids, second.expert_ids)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("source_ranks", [0, 2], r"source rank 2 is outside 0..1"),
+        ("domains", ["a", 1], "domain 1 is not a text"),
+        ("phase", "warmup", "phase 'warmup' is none of"),
+        ("step", 0, "step 0 follows step 0"),
+    ],
+)
+@pytest.mark.usefixtures("no_grad")
+def test_wrong_settings_are_told_at_once(setting: str, value: Any, message: str, tmp_path: Path) -> None:
+    """And cost only the pass they were set for."""
+    model, ids = make_model("Olmoe"), torch.randint(1, 64, (2, 4))
+    with record(model, tmp_path / "t.parquet", num_source_ranks=2) as recorder:
+        model(input_ids=ids)
+        before = getattr(recorder, setting)
+        setattr(recorder, setting, value)
+        with pytest.raises(ValueError, match=message):
+            model(input_ids=ids)
+        setattr(recorder, setting, before)
+        model(input_ids=ids)
+    assert len(read(tmp_path / "t.parquet")[1]) == 2
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_paths_are_tried_before_the_first_pass(tmp_path: Path) -> None:
+    model = make_model("Olmoe")
+    for path in (tmp_path, "/dev/full", "/proc/t.parquet", tmp_path / "nowhere" / "t.parquet"):
+        with pytest.raises((ValueError, FileNotFoundError)), record(model, path):
+            pytest.fail("entered")
+    with pytest.raises(ValueError, match="phase 'x' is none of"), record(model, tmp_path / "t", phase="x"):  # type: ignore[arg-type]
+        pytest.fail("entered")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_routers_of_another_form_are_refused(tmp_path: Path) -> None:
+    config = transformers.Llama4TextConfig(
+        **{**SMALL, "num_experts_per_tok": 1}, intermediate_size_mlp=32, num_local_experts=E, moe_layers=[0, 1, 2]
+    )
+    model = transformers.Llama4ForCausalLM(config).eval()
+    with (
+        pytest.raises(ValueError, match=r"Llama4Router does not return .* it cannot be recorded"),
+        record(model, tmp_path / "t.parquet"),
+    ):
+        model(input_ids=torch.randint(1, 64, (1, 4)))
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_termination_keeps_finished_steps(tmp_path: Path) -> None:
+    model, ids = make_model("Olmoe"), torch.randint(1, 64, (2, 4))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with pytest.raises(SystemExit) as stop, record(model, tmp_path / "t.parquet"):
+        model(input_ids=ids)
+        model(input_ids=ids)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert stop.value.code == 128 + signal.SIGTERM
+    assert len(read(tmp_path / "t.parquet")[1]) == 2
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_interruption_while_waiting_for_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that were about to be handed over are finished steps too."""
+    monkeypatch.setattr(recording, "FLUSH_BYTES", 1)
+    model, ids = make_model("Olmoe"), torch.randint(1, 64, (2, 4))
+
+    class Interrupted:
+        def result(self) -> None:
+            recorder._writing = before
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), record(model, tmp_path / "t.parquet") as recorder:
+        model(input_ids=ids)
+        before = recorder._writing
+        recorder._writing = Interrupted()  # type: ignore[assignment]
+        model(input_ids=ids)
+    assert len(read(tmp_path / "t.parquet")[1]) == 2
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_many_small_steps_are_handed_over_in_time(tmp_path: Path) -> None:
+    """A pass of one token is 18 bytes of ids and some kilobytes of objects: the objects count."""
+    model, ids = make_model("Olmoe"), torch.randint(1, 64, (1, 1))
+    with record(model, tmp_path / "t.parquet") as recorder:
+        model(input_ids=ids)
+        assert recorder._finished_bytes >= 4096
