@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 
 from epsim.kernels.split.structure import SplitStructure
 
-KINDS = {torch.int64: 0, torch.float64: 1, torch.int32: 2, torch.float32: 3}
 NUM_INVERSES = 33
 NEAR = 32
 """Up to as many ranks a lane keeps a rank."""
@@ -28,7 +28,7 @@ ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in ("tables", "loads", "layer", "start", "split", "peak", "bound", "numerator")]
     + [(name, np.uint64) for name in ("size", "sweeps", "status")]
     + [("tol", np.float64), ("too_large", np.float64)]
-    + [(name, np.int32) for name in ("problems", "layers", "table_bytes", "kind", "limit", "whole", *SIZES)],
+    + [(name, np.int32) for name in ("problems", "layers", "table_bytes", "integral", "limit", "whole", *SIZES)],
     align=True,
 )
 """split.cu's Arguments."""
@@ -133,6 +133,12 @@ def shared_bytes(sizes: dict[str, int], table_bytes: int) -> int:
     return table_bytes + 8 * words
 
 
+def source() -> str:
+    """split.cu with its own headers in place: CuPy looks up binaries by the text that it is given."""
+    text = Path(__file__).with_name("split.cu").read_text()
+    return re.sub(r'#include "(\w+\.cuh)"', lambda found: Path(__file__).with_name(found[1]).read_text(), text)
+
+
 @functools.cache
 def _kernel(device: int, name: str, shared: int) -> Any:
     import cupy
@@ -148,9 +154,8 @@ def _kernel(device: int, name: str, shared: int) -> Any:
 def _module() -> Any:
     import cupy
 
-    source = Path(__file__).with_name("split.cu").read_text()
     # No contraction: sums and products are rounded as on the CPU.
-    return cupy.RawModule(code=source, options=("--std=c++17", "--fmad=false"))
+    return cupy.RawModule(code=source(), options=("--std=c++17", "--fmad=false"))
 
 
 def _on_device(structure: SplitStructure, device: torch.device) -> tuple[torch.Tensor, dict[str, int]]:
@@ -181,17 +186,16 @@ def solve(
 
     device = loads.device
     tables, sizes = _on_device(structure, device)
-    loads = (loads if loads.dtype in KINDS else loads.double()).detach().contiguous()
+    integral = not loads.is_floating_point()
+    loads = loads.detach().to(torch.int64 if integral else torch.float64).contiguous()
     layer = layer.to(device).contiguous()
     start = None if start is None else start.detach().to(device, torch.float64).contiguous()
     num = len(loads)
-    integral = not loads.is_floating_point()
-    kind = torch.int64 if integral else torch.float64
     split = torch.empty(
         num, structure.num_physical * want_split, dtype=torch.int64 if whole else torch.float64, device=device
     )
     peak, bound = torch.empty(2, num, dtype=torch.float64, device=device)
-    numerator = torch.empty(num, dtype=kind, device=device)
+    numerator = torch.empty(num, dtype=loads.dtype, device=device)
     size, sweeps, status = torch.empty(3, num, dtype=torch.int64, device=device)
     if num:
         table_bytes = tables.shape[1]
@@ -212,7 +216,7 @@ def solve(
             "problems": num,
             "layers": structure.num_layers,
             "table_bytes": table_bytes,
-            "kind": KINDS[loads.dtype],
+            "integral": integral,
             "limit": min(max_sweeps, 2**30),
             "whole": whole,
             **sizes,

@@ -1,4 +1,7 @@
-"""The steps of the split on one layer's graph: pour, level, push along paths, and the certificate (see cpu.py)."""
+"""The steps of the split on one layer's graph: pour, level, push along paths, and the certificate (see cpu.py).
+
+split.cu takes the same steps with the same roundings: what changes here changes there, and its tests compare bits.
+"""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ def solve(
     problem has. start [B, P]: a split to begin with, such as the last batch's; it is scaled to the new loads.
     A problem that uses up max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`.
     Raises ValueError for shapes that do not fit the structure, for negative loads, for loads whose sum is not finite,
-    and for integer loads that sum to 2^53 or more; on a CUDA device (loads float64, float32, int64 or int32), where
-    nothing waits for it, `Solution.status` and `unproven` tell of such loads. Both forms give the same bits.
+    and for integer loads that sum to 2^53 or more; on a CUDA device, where nothing waits
+    for it, `Solution.status` and `unproven` tell of such loads instead. Both forms give the same bits.
     """
     return _solve(structure, loads, layer, tol, start, backend, max_sweeps, want_split=True)
 

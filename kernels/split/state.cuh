@@ -1,0 +1,97 @@
+// split.cu's arguments, a problem's tables and state in shared memory, and arithmetic.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+#define ALL 0xffffffffu
+#define TWIN 0x8000u  // marks a slot whose expert has more on its rank
+
+enum { OK, BAD_LOAD, TOO_LARGE, BAD_LAYER };
+
+const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33;
+
+// The most that any layer has; sections of a layer's table are as long.
+struct Sizes {
+  int ranks, experts, slots, fixed, replicated, copies, waves, twins;
+};
+
+// One layer's table (cuda.py packs it: structure.Tables, and the waves), and a problem's state, in shared memory.
+// x [copies], then the experts' loads: values. Experts of a wave, neighbours in order, share no rank; waves of pairs come first.
+struct Problem {
+  double *share, *values, *x, *fixed, *load, *demand, *inverse;
+  u32 *mask, *used, *reach;
+  u16 *fixed_start, *fixed_expert, *expert, *copy_start, *copy_rank, *copy_expert, *rank_start, *rank_copy, *source;
+  u16 *wave_start, *twin, *queue, *root, *from, *to;
+  int *seen;
+  int ranks, replicated, copies, paired, waves, pair_waves, twins;
+  bool whole;
+};
+
+struct Arguments {
+  const char *tables;   // [layers, table_bytes]
+  const i64 *loads;     // [problems, experts], int64 where integral, else float64
+  const i64 *layer;     // [problems]
+  const double *start;  // [problems, slots], or null
+  void *split;          // [problems, slots], or null; int64 where whole, else float64
+  double *peak, *bound;
+  void *numerator;  // int64 where integral, else float64
+  i64 *size, *sweeps, *status;
+  double tol, too_large;
+  int problems, layers, table_bytes, integral, limit, whole;
+  Sizes n;
+};
+
+struct Bound {
+  double numerator;
+  int size;
+};
+
+template <class T>
+__device__ T *take(char *&at, int count) {
+  T *here = reinterpret_cast<T *>(at);
+  at += (count * sizeof(T) + 7) / 8 * 8;
+  return here;
+}
+
+__device__ char *place_table(Problem &p, char *at, const Sizes &n) {
+  u16 *counts = take<u16>(at, 8);
+  p.replicated = counts[0], p.copies = counts[1], p.paired = counts[2];
+  p.waves = counts[3], p.pair_waves = counts[4], p.twins = counts[5];
+  p.share = take<double>(at, n.copies);
+  p.mask = take<u32>(at, n.replicated);
+  p.fixed_start = take<u16>(at, n.ranks + 1);
+  p.fixed_expert = take<u16>(at, n.fixed);
+  p.expert = take<u16>(at, n.replicated);
+  p.copy_start = take<u16>(at, n.replicated + 1);
+  p.copy_rank = take<u16>(at, n.copies);
+  p.copy_expert = take<u16>(at, n.copies);
+  p.rank_start = take<u16>(at, n.ranks + 1);
+  p.rank_copy = take<u16>(at, n.copies);
+  p.source = take<u16>(at, n.slots);
+  p.wave_start = take<u16>(at, n.waves + 1);
+  p.twin = take<u16>(at, 3 * n.twins);
+  return at;
+}
+
+__device__ double least(double a, double b) { return b < a ? b : a; }
+__device__ double most(double a, double b) { return b > a ? b : a; }
+
+// Of numbers of which one is not negative: their bits are ordered as they are, and integers compare faster.
+__device__ double least_bits(double a, double b) { return __double_as_longlong(b) < __double_as_longlong(a) ? b : a; }
+__device__ double most_bits(double a, double b) { return __double_as_longlong(b) > __double_as_longlong(a) ? b : a; }
+
+// The largest of the lanes' values, which are not negative: their bits are ordered as they are.
+__device__ double warp_most(double value) {
+  i64 bits = __double_as_longlong(value);
+  u32 high = static_cast<u32>(bits >> 32), top = __reduce_max_sync(ALL, high);
+  u32 low = __reduce_max_sync(ALL, high == top ? static_cast<u32>(bits) : 0u);
+  return __longlong_as_double(static_cast<i64>(top) << 32 | low);
+}
+
+// a / n, correctly rounded: Markstein's step from a rounded inverse, at a fraction of a division's time.
+__device__ double divide(const Problem &p, double a, int n) {
+  if (n >= NUM_INVERSES) return a / n;
+  double inverse = p.inverse[n], q = a * inverse;
+  return __fma_rn(__fma_rn(-q, static_cast<double>(n), a), inverse, q);
+}
