@@ -47,6 +47,7 @@ def train_command(
     batch: Annotated[int, typer.Option("--batch", help="Sequences a step.")] = 64,
     length: Annotated[int, typer.Option("--length", help="Tokens a sequence.")] = 512,
     layers: Annotated[int, typer.Option("--layers", help="Layers of the model.")] = 4,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="At its highest.")] = 2e-3,
     dense: Annotated[
         bool, typer.Option("--dense/--no-dense", help="Also train a dense model of equal active size.")
     ] = True,
@@ -63,6 +64,7 @@ def train_command(
         steps=steps,
         batch=batch,
         length=length,
+        learning_rate=learning_rate,
         dense=dense,
         device=device,
         shape=ModelShape(num_layers=layers),

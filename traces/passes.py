@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,4 +104,26 @@ class Pass:
             tokens(self.score_ids),
             np.array(self.domains, dtype=object)[sequence],
             np.array([self.phase], dtype=object),
+        )
+
+
+def blocks_of(passes: Sequence[Pass]) -> Iterator[TokenBlock]:
+    """A block for each run of passes with, or without, scores: one for each small pass would take kilobytes."""
+    for _, run in itertools.groupby(passes, lambda one: one.scores is None):
+        blocks = [one.to_block() for one in run]
+
+        def joined(name: str, blocks: list[TokenBlock] = blocks) -> Any:
+            arrays = [getattr(block, name) for block in blocks]
+            return None if arrays[0] is None else np.concatenate(arrays)
+
+        sizes = [len(block.token_step) for block in blocks]
+        yield TokenBlock(
+            joined("steps"),
+            np.repeat(np.arange(len(blocks)), sizes),
+            joined("source_rank"),
+            joined("expert_ids"),
+            joined("scores"),
+            joined("score_ids"),
+            joined("domain"),
+            joined("phase"),
         )

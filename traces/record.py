@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from epsim.traces.files import check_target, temporary_beside
-from epsim.traces.passes import Pass, cache_of, real_tokens
+from epsim.traces.passes import Pass, blocks_of, cache_of, real_tokens
 from epsim.traces.routers import Router, find_routers, shared_cost
 from epsim.traces.store import TraceWriter
 from epsim.traces.trace import PHASES, Phase, TraceMeta
@@ -178,9 +178,9 @@ class Recorder:
         begun = time.perf_counter()
         if done and self._writer is None:
             self._writer = self._open_writer(self)
-        for finished in done:
+        for block in blocks_of(done):
             assert self._writer is not None
-            self._writer.append(finished.to_block())
+            self._writer.append(block)
         self.seconds_writing += time.perf_counter() - begun
 
     def _scores(self, first: list[torch.Tensor]) -> torch.Tensor:

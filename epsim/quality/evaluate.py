@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import Reroute, keep, reroute_of, rerouted
+from epsim.traces.files import check_target
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
 
@@ -39,6 +40,13 @@ class EvaluateOptions:
     out: Path | None = None
 
     def __post_init__(self) -> None:
+        for name, least in (("sequences", 1), ("generations", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} {getattr(self, name)}: give at least {least}")
+        if self.generations > self.sequences:
+            raise ValueError(f"--generations {self.generations}: there are {self.sequences} sequences to continue")
+        if self.out is not None:
+            check_target(self.out)
         wrong = [b for b in self.batch_sizes if b < 1 or self.sequences % b]
         if wrong or not self.batch_sizes:
             raise ValueError(f"--batch-size {wrong[:1] or 'none'}: give divisors of {self.sequences}, the sequences")
@@ -61,17 +69,14 @@ def loss_in_batches(model: Any, reroute: Reroute, text: torch.Tensor, batch_size
     sums = torch.zeros(3, dtype=torch.float64)
     for first in range(0, len(text), batch_size):
         batch = text[first : first + batch_size].to(model.device)
-        plain = model(input_ids=batch[:, :-1], use_cache=False).logits.double().log_softmax(-1)
+        plain = model(input_ids=batch[:, :-1], use_cache=False).logits
         with rerouted(model, reroute, whole_sequences=True):
-            own = model(input_ids=batch[:, :-1], use_cache=False).logits.double().log_softmax(-1)
-        target = batch[:, 1:].flatten()
-        sums += torch.stack(
-            [
-                F.nll_loss(own.flatten(0, 1), target, reduction="sum"),
-                F.nll_loss(plain.flatten(0, 1), target, reduction="sum"),
-                (plain.exp() * (plain - own)).sum(),
-            ]
-        ).cpu()
+            own = model(input_ids=batch[:, :-1], use_cache=False).logits
+        # Sequence by sequence: a whole batch in double precision is a gigabyte.
+        for p, q, target in zip(plain, own, batch[:, 1:], strict=True):
+            p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+            losses = [F.nll_loss(log, target, reduction="sum") for log in (q, p)]
+            sums += torch.stack([*losses, (p.exp() * (p - q)).sum()]).cpu()
     return Loss(*(sums / (text.shape[0] * (text.shape[1] - 1))).tolist())
 
 
@@ -122,9 +127,15 @@ def evaluate_model(
     model: Any, reroute: Reroute, heldout: dict[str, tokens.Tokens], options: EvaluateOptions
 ) -> dict[str, Any]:
     """{"loss": {domain: {batch size: {cross_entropy, plain, kl}}}, "repetition": {domain: {policy, plain}}}."""
-    domains = options.domains or tuple(heldout)
+    domains = tuple(dict.fromkeys(options.domains)) or tuple(heldout)
     if unknown := sorted(set(domains) - set(heldout)):
         raise ValueError(f"no held-out text of domain {unknown[0]!r}: there is {', '.join(heldout)}")
+    longest = max(options.length, min(64, options.length) + options.generated if options.generations else 0)
+    if longest > model.config.max_position_embeddings:
+        raise ValueError(
+            f"--length {options.length} or --generated {options.generated}: {longest} tokens, but the model has "
+            f"{model.config.max_position_embeddings} positions"
+        )
     text = evaluation_text(heldout, domains, options.sequences, options.length)
     loss: dict[str, Any] = {}
     repetition: dict[str, Any] = {}

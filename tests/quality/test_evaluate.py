@@ -227,3 +227,25 @@ def test_mistakes(model: Any) -> None:
 
     with pytest.raises(ValueError, match="router other cannot act on a live model"):
         reroute_of(Other())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequences": 0, "batch_sizes": (1,)}, "--sequences 0: give at least 1"),
+        ({"generations": -1}, "--generations -1: give at least 0"),
+        ({"generations": 65}, "--generations 65: there are 64 sequences"),
+        ({"seed": -1}, "--seed -1"),
+        ({"out": Path("/nowhere/e.json")}, "no such folder"),
+    ],
+)
+def test_options_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        evaluate.EvaluateOptions(**change)
+
+
+def test_no_more_tokens_than_positions(model: Any) -> None:
+    text = {"a": np.zeros(20_000, dtype=np.uint16)}
+    for change in ({"length": 257, "generations": 0}, {"length": 100, "generated": 193}):
+        with pytest.raises(ValueError, match="257 tokens, but the model has 256 positions"):
+            evaluate.evaluate_model(model, keep, text, evaluate.EvaluateOptions(**change))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from epsim.traces import record as recording
 from epsim.traces.overhead import measure_overhead
 from epsim.traces.record import record
 from epsim.traces.routers import SCORE_RULES, find_routers
-from epsim.traces.store import StoredTrace
+from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock, TraceMeta
 
 transformers = pytest.importorskip("transformers")
@@ -527,3 +527,35 @@ def test_many_small_steps_are_handed_over_in_time(tmp_path: Path) -> None:
     with record(model, tmp_path / "t.parquet") as recorder:
         model(input_ids=ids)
         assert recorder._finished_bytes >= 4096
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_passes_are_joined_to_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handing over after each pass, or all at once: the same trace; and of many passes few blocks are made."""
+    model = make_model("Olmoe")
+    used = UsedExperts(model)
+    appended: list[TokenBlock] = []
+    append = TraceWriter.append
+
+    def watched(self: TraceWriter, block: TokenBlock) -> None:
+        appended.append(block)
+        append(self, block)
+
+    monkeypatch.setattr(TraceWriter, "append", watched)
+    passes = [torch.randint(1, 64, shape) for shape in ((2, 5), (3, 1), (3, 1), (2, 7), (2, 4), (4, 1))]
+    for limit in (1, 1 << 30):
+        monkeypatch.setattr(recording, "FLUSH_BYTES", limit)
+        appended.clear()
+        used.passes.clear()
+        with record(model, tmp_path / "t.parquet", num_scores="all", num_source_ranks=2) as recorder:
+            recorder.scored_phases = ("decode",)
+            for ids in passes:
+                recorder.domains = [f"{len(ids)}.{b}" for b in range(len(ids))]
+                model(input_ids=ids)
+        assert [len(b.steps) for b in appended] == ([1] * 6 if limit == 1 else [1, 2, 2, 1])
+        _, blocks = read(tmp_path / "t.parquet")
+        for step, (block, ids) in enumerate(zip(blocks, passes, strict=True)):
+            np.testing.assert_array_equal(block.expert_ids, used.ids(step))
+            assert block.domain is not None
+            assert block.domain.tolist() == [f"{len(ids)}.{b}" for b in range(len(ids)) for _ in range(ids.shape[1])]
+            assert (block.scores is not None) == (ids.shape[1] == 1)

@@ -135,7 +135,8 @@ def digest(text: str) -> int:
 
 
 def split(found: list[tuple[str, str]], megabytes: float) -> Texts:
-    """Documents in hashed order, equal texts once, up to about `megabytes` of text; one in twenty is held out."""
+    """Documents in hashed order, equal texts once, up to about `megabytes` of text; one in twenty, or else the last,
+    is held out."""
     texts = Texts()
     seen: set[int] = set()
     size = 0
@@ -148,6 +149,8 @@ def split(found: list[tuple[str, str]], megabytes: float) -> Texts:
         size += len(text.encode())
         if size > megabytes * 1e6:
             break
+    if not texts.heldout and len(texts.train) > 1:  # Few documents: the hash may have spared them all.
+        texts.heldout.append(texts.train.pop())
     return texts
 
 

@@ -38,8 +38,9 @@ class RecordOptions:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        if self.cycles < 1:
-            raise ValueError(f"--cycles {self.cycles}: give at least 1")
+        for name, least in (("cycles", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} {getattr(self, name)}: give at least {least}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class FetchOptions:
     vocabulary: int = 8192
 
     def __post_init__(self) -> None:
-        if self.megabytes <= 0:
+        if not 0 < self.megabytes < float("inf"):
             raise ValueError(f"--megabytes {self.megabytes}: give a positive size")
         if not 300 <= self.vocabulary <= 65_536:
             raise ValueError(f"--vocabulary {self.vocabulary}: give 300 to 65536 tokens")
@@ -106,11 +106,15 @@ def load(cache: Path | None = None) -> Corpus:
         raise ValueError(f"no corpus in {folder}: run `epsim model corpus` first (needs apt-get and a Debian mirror)")
     train: dict[str, Tokens] = {}
     heldout: dict[str, Tokens] = {}
-    with np.load(folder / "tokens.npz") as arrays:
-        for key in arrays.files:
-            part, name = key.split(".", 1)
-            (train if part == "train" else heldout)[name] = arrays[key]
-    return Corpus(train, heldout, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    try:
+        with np.load(folder / "tokens.npz") as arrays:
+            for key in arrays.files:
+                part, name = key.split(".", 1)
+                (train if part == "train" else heldout)[name] = arrays[key]
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # The tokenizers library raises nothing more exact.
+        raise ValueError(f"the corpus in {folder} is damaged ({error}): run `epsim model corpus` again") from None
+    return Corpus(train, heldout, tokenizer)
 
 
 def fetch_corpus(options: FetchOptions) -> Path:

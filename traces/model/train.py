@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from transformers import Qwen2MoeForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
+from epsim.traces.files import check_target
 from epsim.traces.model import corpus, tokens
 from epsim.traces.model.config import ModelShape, build_model, count_parameters
 
@@ -50,6 +52,10 @@ class TrainOptions:
         for name in ("steps", "batch", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)}: give at least 1")
+        if self.seed < 0:
+            raise ValueError(f"--seed {self.seed}: give at least 0")
+        if self.learning_rate <= 0:
+            raise ValueError(f"--learning-rate {self.learning_rate}: give more than 0")
         if self.length >= self.shape.max_positions:
             raise ValueError(f"--length {self.length}: the model has {self.shape.max_positions} positions")
 
@@ -175,6 +181,7 @@ def heldout_loss(
 ) -> dict[str, float]:
     """Cross-entropy in nats a token of each domain's held-out text, in windows of `length` tokens."""
     result: dict[str, float] = {}
+    check_heldout(heldout, length)
     for name, ids in heldout.items():
         total, count = 0.0, 0
         for batch in heldout_batches(ids, length, max_tokens, 16):
@@ -182,15 +189,23 @@ def heldout_loss(
             logits = model(batch[:, :-1]).logits
             total += float(F.cross_entropy(logits.flatten(0, 1).double(), batch[:, 1:].flatten(), reduction="sum"))
             count += batch[:, 1:].numel()
-        result[name] = total / max(count, 1)
+        result[name] = total / count
     return result
+
+
+def check_heldout(heldout: dict[str, tokens.Tokens], length: int) -> None:
+    """Raises ValueError where a domain's held-out text does not fill one window."""
+    for name, ids in heldout.items():
+        if len(ids) <= length:
+            raise ValueError(
+                f"held-out text of {name}: {len(ids)} tokens do not fill one window of {length + 1}: "
+                "lower --length, or fetch more with `epsim model corpus --megabytes`"
+            )
 
 
 def heldout_batches(ids: tokens.Tokens, length: int, max_tokens: int, batch: int) -> Iterator[torch.Tensor]:
     """[batch or fewer, length + 1] int64, one window after the other."""
     count = min(len(ids), max_tokens) // (length + 1)
-    if count == 0:
-        raise ValueError(f"held-out text of {len(ids)} tokens does not fill one window of {length + 1}")
     windows = torch.from_numpy(ids[: count * (length + 1)].astype(np.int64)).view(count, length + 1)
     yield from torch.split(windows, batch)
 
@@ -230,7 +245,10 @@ def load_model(cache: Path | None = None, device: str | None = None, dtype: torc
     if not (folder / "config.json").exists():
         raise ValueError(f"no trained model in {folder}: run `epsim model train` first")
     quiet()
-    model: Any = Qwen2MoeForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype)
+    try:
+        model: Any = Qwen2MoeForCausalLM.from_pretrained(folder, attn_implementation="sdpa", dtype=dtype)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"the model in {folder} is damaged ({error}): run `epsim model train` again") from None
     model.config._experts_implementation = "grouped_mm"
     return model.to(choose_device(device)).eval()
 
@@ -261,6 +279,10 @@ def train(options: TrainOptions) -> dict[str, Any]:
     the report: loss curves, held-out cross-entropy by domain of both models, routing skew by layer and domain."""
     device = choose_device(options.device)
     text = tokens.load(options.cache)
+    check_heldout(text.heldout, options.length)
+    if options.report is not None:
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        check_target(options.report)
     shape = replace(options.shape, vocabulary=max(options.shape.vocabulary, text.vocabulary))
     options = replace(options, shape=shape)
     moe = fit(options, text.train, device)
@@ -281,7 +303,6 @@ def train(options: TrainOptions) -> dict[str, Any]:
     if options.dense:
         report["dense"] = describe(fit(options, text.train, device, dense=True), text.heldout, options.length)
     if options.report is not None:
-        options.report.parent.mkdir(parents=True, exist_ok=True)
         options.report.write_text(json.dumps(report, indent=1) + "\n")
     return report
 

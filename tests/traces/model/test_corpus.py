@@ -123,3 +123,35 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert corpus.cache_folder() == tmp_path
     monkeypatch.delenv("EPSIM_CACHE")
     assert corpus.cache_folder() == Path.home() / ".cache" / "epsim"
+
+
+def test_few_documents_still_hold_one_out() -> None:
+    names = [f"n{i}" for i in range(200)]
+    spared = [(n, f"text of {n}") for n in names if corpus.digest(n) % corpus.HELD_OUT_EVERY][:4]
+    texts = corpus.split(spared, 20)
+    assert (len(texts.train), len(texts.heldout)) == (3, 1)
+    assert {*texts.train, *texts.heldout} == {text for _, text in spared}
+    assert corpus.split(spared[:1], 20).heldout == []
+
+
+def test_no_held_out_text_is_trained_on() -> None:
+    """By document: the same text under two names lands on one side."""
+    found = [(f"n{i}", f"text {i % 150}") for i in range(300)]
+    texts = corpus.split(found, 20)
+    assert len(texts.heldout) > 2
+    assert not set(texts.heldout) & set(texts.train)
+    assert len(texts.heldout) + len(texts.train) == 150
+
+
+@pytest.mark.parametrize("name", ["tokens.npz", "tokenizer.json"])
+def test_damaged_corpus(name: str, cache: Path) -> None:
+    folder = tokens.fetch_corpus(tokens.FetchOptions(cache=cache, vocabulary=400))
+    (folder / name).write_bytes((folder / name).read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"the corpus in .* is damaged .*run `epsim model corpus` again"):
+        tokens.load(cache)
+
+
+@pytest.mark.parametrize("megabytes", [-1, float("nan"), float("inf")])
+def test_sizes_that_cannot_be(megabytes: float) -> None:
+    with pytest.raises(ValueError, match="--megabytes"):
+        tokens.FetchOptions(megabytes=megabytes)

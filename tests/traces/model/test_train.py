@@ -229,6 +229,9 @@ def test_prompts_are_never_given_twice() -> None:
     [
         (lambda: train.TrainOptions(steps=0), "--steps 0"),
         (lambda: train.TrainOptions(length=4096), "--length 4096"),
+        (lambda: train.TrainOptions(seed=-1), "--seed -1"),
+        (lambda: train.TrainOptions(learning_rate=0.0), "--learning-rate 0"),
+        (lambda: sample.RecordOptions(Path("x"), seed=-1), "--seed -1"),
         (lambda: ModelShape(num_layers=0), "--layers 0"),
         (lambda: ModelShape(top_k=65), "top-k 65"),
         (lambda: ModelShape(hidden=510), "hidden size 510"),
@@ -238,3 +241,25 @@ def test_prompts_are_never_given_twice() -> None:
 def test_mistakes(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_what_would_fail_after_training_fails_before(text: tokens.Corpus, tmp_path: Path) -> None:
+    short = tokens.Corpus(text.train, {"east": text.heldout["east"][:20]}, text.tokenizer)
+    for made, report, message in (
+        (short, None, "held-out text of east: 20 tokens do not fill one window of 25"),
+        (text, Path("/dev/full"), "a device or pipe"),
+    ):
+        tokens.save(made, tmp_path / "corpus")
+        with pytest.raises(ValueError, match=message):
+            train.train(dataclasses.replace(OPTIONS, cache=tmp_path, steps=10**9, report=report))
+
+
+def test_damaged_model(text: tokens.Corpus, trained: train.Trained, tmp_path: Path) -> None:
+    trained.model.save_pretrained(train.model_folder(tmp_path))
+    weights = train.model_folder(tmp_path) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ValueError, match=r"the model in .* is damaged .*run `epsim model train` again"):
+        train.load_model(tmp_path, "cpu")
+    weights.unlink()
+    with pytest.raises(ValueError, match="is damaged"):
+        train.load_model(tmp_path, "cpu")
