@@ -23,11 +23,16 @@ integral solution wherever it has one.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numba import njit
 
+from epsim.kernels.split import flow
 from epsim.kernels.split.flow import Graph, Search, close_gap, largest, rescale, water_fill
 from epsim.kernels.split.structure import Floats, Ints, Longs, Tables
 
@@ -35,7 +40,7 @@ OK, BAD_LOAD, TOO_LARGE = 0, 1, 2
 NUM_SWEEPS = 3
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floats) -> tuple[float, float]:
     """Sums each rank's fixed experts into fixed [R]; returns their total, and the least load seen if below zero."""
     total, low = 0.0, 0.0
@@ -50,7 +55,7 @@ def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floa
     return total, low
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def write_split(source: Ints, twin: Ints, values: Floats, split: Floats, whole: bool) -> None:
     """split [P] from the experts' and the copies' loads; slots of one copy share it evenly."""
     for p in range(split.size):
@@ -63,8 +68,8 @@ def write_split(source: Ints, twin: Ints, values: Floats, split: Floats, whole: 
             split[p] /= mates
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def solve_range(
+@njit(nogil=True, error_model="numpy")
+def _solve_range(
     loads: Floats,
     layer: Longs,
     tables: Tables,
@@ -168,3 +173,21 @@ def solve_range(
             continue
         twin = tables.twin[tables.twin_start[at] : tables.twin_start[at + 1]]
         write_split(tables.source[at], twin, values, split[b], whole)
+
+
+def _cached(stamp: str) -> Callable[..., None]:
+    """_solve_range, compiled once for this stamp and kept on disk.
+
+    numba's cache looks at a function's own file alone, and would go on using what it compiled from an older flow.py. A
+    variable of the enclosing function is part of its key.
+    """
+
+    @njit(cache=True, nogil=True, error_model="numpy")
+    def solve_range(*arguments: Any) -> None:
+        if stamp != "":
+            _solve_range(*arguments)
+
+    return solve_range
+
+
+solve_range = _cached(hashlib.sha256(Path(flow.__file__).read_bytes()).hexdigest())

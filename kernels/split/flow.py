@@ -41,7 +41,7 @@ class Search(NamedTuple):
     queue: Ints
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
     """One sweep over the replicated experts; x [copies] and load [R] are updated. `whole`: in integers."""
     ranks = graph.copy_rank
@@ -95,7 +95,7 @@ def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
         load[ranks[lowest]] += rest
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def rescale(graph: Graph, x: Floats) -> None:
     """Makes each expert's copies lie in [0, demand] and sum to it: in proportion, evenly where all are zero."""
     for k in range(graph.demand.size):
@@ -122,7 +122,7 @@ def rescale(graph: Graph, x: Floats) -> None:
         x[largest] = rest
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) -> None:
     """Moves each set of ranks that partly used copies connect towards its mean, along a spanning tree.
 
@@ -172,7 +172,7 @@ def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) ->
             load[graph.copy_rank[c]] += amount
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: float, seen: Search, mark: int) -> int:
     """Breadth first from the ranks above cap + slack, with pushes along the tree to ranks below cap - slack.
 
@@ -234,7 +234,7 @@ def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: 
     return -1 if pushed else tail
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def captive_load(graph: Graph, fixed: Floats, seen: Search, mark: int) -> float:
     """The load that cannot leave the closed set of ranks with seen_rank == mark, from the demands alone."""
     captive = 0.0
@@ -250,7 +250,7 @@ def captive_load(graph: Graph, fixed: Floats, seen: Search, mark: int) -> float:
     return captive
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def close_gap(
     graph: Graph,
     fixed: Floats,
@@ -301,7 +301,7 @@ def close_gap(
     return numerator, size, rounds
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@njit(nogil=True, error_model="numpy")
 def largest(load: Floats) -> float:
     found: float = load[0]
     for r in range(1, load.size):

@@ -242,4 +242,5 @@ def test_a_shared_expert_that_costs_nothing_changes_nothing(draw_problem: DrawPr
         load = on_placement.load(part)
         assert not bool(load.shared.any())
         assert torch.equal(load.total, load.routed.double())
-    assert bound("waterfill", placement).notes == ()
+    assert ["fewer than 64 tokens" in note for note in bound("waterfill", placement).notes] == [True]
+    assert bound("local", placement).notes == ()
