@@ -114,7 +114,7 @@ class TraceWriter:
             self._temporary.replace(self._target)
         except BaseException as error:
             self.abort()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, CannotWriteError):
                 raise CannotWriteError(self.path, error) from None
             raise
 

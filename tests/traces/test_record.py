@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -559,3 +560,20 @@ def test_passes_are_joined_to_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert block.domain is not None
             assert block.domain.tolist() == [f"{len(ids)}.{b}" for b in range(len(ids)) for _ in range(ids.shape[1])]
             assert (block.scores is not None) == (ids.shape[1] == 1)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_full_disk(tmp_path: Path) -> None:
+    """Told once, and nothing stays behind."""
+    model = make_model("Olmoe")
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(OSError, match="nothing is left") as error, record(model, tmp_path / "t.parquet"):
+            model(input_ids=torch.randint(1, 64, (8, 100)))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(error.value).count("nothing is left") == 1
+    assert not list(tmp_path.iterdir())
