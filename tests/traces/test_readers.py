@@ -185,7 +185,7 @@ def test_what_is_missing_is_asked_for_by_option(write_format: Write, format_name
 def test_models_fill_in(tmp_path: Path) -> None:
     path = tmp_path / "l.json"
     path.write_text(json.dumps({"logical_count": np.ones((61, 256)).tolist()}))
-    with pytest.raises(ValueError, match=r"--top-k .*--model deepseek-v3"):
+    with pytest.raises(ValueError, match=r"--top-k, .*--model deepseek-v3"):
         open_trace(path)
     meta = open_trace(path, ImportOptions(model="deepseek-ai/DeepSeek-V3-0324")).meta
     assert (meta.top_k, meta.shared_cost, meta.model) == (8, 1.0, "deepseek-ai/DeepSeek-V3-0324")
