@@ -38,7 +38,7 @@ def tokens_of(trace: StoredTrace, name: str) -> Any:
 
 @pytest.mark.parametrize("path", sorted((FOLDER / "deepseek-v3-sglang").glob("*.json")), ids=lambda p: p.stem)
 def test_deepseek(path: Path) -> None:
-    with pytest.raises(ValueError, match=r"give --top-k .*--model deepseek-v3"):
+    with pytest.raises(ValueError, match=r"give --top-k, .*--model deepseek-v3"):
         open_trace(path)
     trace = open_trace(path, ImportOptions(model="deepseek-v3"))
     raw = np.array(json.loads(path.read_text())["logical_count"])
