@@ -3,7 +3,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev,models
-PIP_ARGS := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+ifdef TORCH_INDEX
+export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX)
+endif
 BIN := $(VENV)/bin
 
 .PHONY: replay test quick lint clean
@@ -28,11 +30,11 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e .
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.tested: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
 	touch $@
 
 clean:

@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """S steps, L layers, R ranks; CONTRACT.md section 1.
+    """S steps, L layers, R ranks; docs/contract.md section 1.
 
     routed [S, L, R]: (token, expert) assignments that a rank serves; int64 where rounded, float64 where real-valued.
     routed_real [S, L, R] float64: the same before rounding or drawing.

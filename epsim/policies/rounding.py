@@ -1,4 +1,5 @@
-"""From a real-valued split to whole tokens: CONTRACT.md section 4. After `fixed_point` all arithmetic is on integers.
+"""From a real-valued split to whole tokens: docs/contract.md section 4. After `fixed_point` all arithmetic is on
+integers.
 
 Systematic rounding: of n tokens of an expert on a source rank, token j gets the point ((j << 20) + offset) // n and
 goes to the copy in whose interval of the cumulative fractions the point falls. Offsets differ by source rank, evenly

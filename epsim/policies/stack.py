@@ -1,4 +1,4 @@
-"""A policy stack and its text form (CONTRACT.md section 3): item+item+..., item = name or name(key=value,...)."""
+"""A policy stack and its text form (docs/contract.md section 3): item+item+..., item = name or name(key=value,...)."""
 
 from __future__ import annotations
 
