@@ -27,6 +27,7 @@ from epsim.cli_traces import (
     TopKOption,
     import_options,
     seed_option,
+    working,
 )
 from epsim.cli_traces import app as traces_app
 from epsim.traces.files import check_target, message_line, reason
@@ -129,10 +130,9 @@ def replay_command(
         shlex.join(["epsim", *sys.argv[1:]]),
     )
     reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
-    scored = open_trace([Path(trace)], reading)
-    planned = None if history is None else open_trace([Path(history)], reading)
-    scored = _selected(scored, only, min_tokens)
-    planned = None if planned is None else _selected(planned, only, min_tokens)
+    with working("reading"):
+        scored = _selected(open_trace([Path(trace)], reading), only, min_tokens)
+        planned = None if history is None else _selected(open_trace([Path(history)], reading), only, min_tokens)
     with _progress("replaying", replay_length(scored, planned)) as advance:
         results = replay(
             scored,
@@ -192,7 +192,8 @@ def plan_command(
     check_target(out)
     cluster = Cluster(ranks, nodes, redundant, groups)
     reading = import_options(top_k, experts, model, phase, None, batch, ranks, step_tokens, score_rule)
-    recorded = _selected(open_trace([Path(trace)], reading), only, min_tokens)
+    with working("reading"):
+        recorded = _selected(open_trace([Path(trace)], reading), only, min_tokens)
     with _progress("planning", recorded.num_steps) as advance:
         placements = plan_placements({placement: policy}, recorded, recorded.num_steps, recorded.meta, cluster, advance)
     planned = placements[placement]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,14 @@ SourceRanksOption = Annotated[int | None, typer.Option("--ranks", help="Source r
 
 def seed_option(words: str) -> Any:
     return typer.Option("--seed", min=0, max=2**63 - 1, help=words)
+
+
+def working(words: str) -> AbstractContextManager[object]:
+    """A sign of work of unknown length on stderr, shown only where somebody looks."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    return console.status(words) if console.is_terminal else nullcontext()
 
 
 def import_options(
@@ -88,7 +97,8 @@ def import_command(
 
     check_target(out)
     options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
-    trace = import_trace(sources, out, options)
+    with working("importing"):
+        trace = import_trace(sources, out, options)
     meta = trace.meta
     shape = f"{meta.num_layers} layers x {meta.num_experts} experts, {meta.level} level"
     print(f"{printable(str(out))}: {trace.num_steps} steps, {shape}")
@@ -114,7 +124,8 @@ def show_command(
     from epsim.traces.show import summarize
 
     options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
-    summary = summarize(open_trace([Path(trace)], options))
+    with working("reading"):
+        summary = summarize(open_trace([Path(trace)], options))
     for name, value in summary.lines():
         print(f"{name}: {printable(value)}")
     print(
@@ -149,7 +160,8 @@ def synthesize_command(
     drawing = SynthesisOptions(steps, tokens, ranks, drift, seed=seed)
     check_target(out)
     options = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, None, None)
-    topics = [open_trace([source], options) for source in sources]
-    trace = synthesize(topics, out, drawing)
+    with working("drawing"):
+        topics = [open_trace([source], options) for source in sources]
+        trace = synthesize(topics, out, drawing)
     drawn = f"{trace.num_steps} steps of {tokens} tokens drawn from {len(topics)} recording(s), seed {seed}"
     print(f"{printable(str(out))}: {drawn}")
