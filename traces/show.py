@@ -31,7 +31,8 @@ class LayerSkew:
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
     """tokens_per_step: (least, median, most) of assignments / top-k over steps, by each step's fullest layer.
-    domains: (label, tokens), most tokens first, where the trace labels its tokens."""
+    domains: (label, tokens), most tokens first, where the trace labels its tokens; phases: (phase, steps), where it
+    tells them apart."""
 
     meta: TraceMeta
     num_steps: int
@@ -42,6 +43,7 @@ class TraceSummary:
     file_bytes: int
     skew: tuple[LayerSkew, ...]
     domains: tuple[tuple[str, int], ...]
+    phases: tuple[tuple[str, int], ...]
 
     def lines(self) -> list[tuple[str, str]]:
         """(what, value) pairs for people, notes last."""
@@ -54,7 +56,7 @@ class TraceSummary:
         rows = [
             ("model", meta.model),
             ("source", f"{meta.source or 'unknown'} ({meta.origin})"),
-            ("phase", meta.phase),
+            ("phase", meta.phase + "".join(f", {count:,} {name} steps" for name, count in self.phases)),
             ("level", meta.level),
             ("steps", steps),
             ("layers", f"{meta.num_layers} ({_spans(meta.layers)})"),
@@ -79,12 +81,15 @@ def summarize(trace: StoredTrace) -> TraceSummary:
     ratio_steps = np.zeros(meta.num_layers, dtype=np.int64)
     tokens: list[Ints] = []
     domains: Counter[str] = Counter()
+    phases: Counter[str] = Counter()
     first = last = None
     for block in trace.blocks(max_bytes=SMALL_BLOCK):
         if isinstance(block, TokenBlock):
             counts = block.to_counts(meta.num_experts).counts
             if block.domain is not None:
                 domains.update(str(name) for name in block.domain)
+            if block.phase is not None:
+                phases.update(str(name) for name in block.phase)
         else:
             counts = block.counts.sum(axis=2) if block.counts.ndim == 4 else block.counts
         total += counts.sum(axis=0)
@@ -117,6 +122,7 @@ def summarize(trace: StoredTrace) -> TraceSummary:
             for i, (layer, row) in enumerate(zip(meta.layers, total))
         ),
         tuple(domains.most_common()),
+        tuple(phases.most_common()),
     )
 
 

@@ -77,4 +77,6 @@ def test_show_tells_how_it_is_made(capsys: pytest.CaptureFixture[str], monkeypat
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0
-    assert "epsim model corpus && epsim model train && epsim model record" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "epsim model corpus && epsim model train && epsim model record" in printed
+    assert "phase: mixed, 336 decode steps, 24 prefill steps" in printed
