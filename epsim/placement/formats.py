@@ -22,6 +22,7 @@ import torch
 import yaml
 
 from epsim.placement.base import Placement
+from epsim.traces.files import whole_file
 
 FORMATS = ("epsim", "sglang", "vllm", "trtllm")
 
@@ -56,12 +57,8 @@ def write_placement(
         text = json.dumps(_to_sglang(placement, layers, num_model_layers))
     else:
         text = json.dumps(_to_vllm(placement) if format_name == "vllm" else _to_epsim(placement, layers))
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text + "\n")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(path) as temporary:
+        temporary.write_text(text + "\n")
 
 
 def _to_epsim(placement: Placement, layers: Sequence[int]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import Reroute, keep, reroute_of, rerouted
-from epsim.traces.files import check_target
+from epsim.traces.files import check_target, whole_file
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
 
@@ -169,5 +169,6 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
         **evaluate_model(model, reroute, tokens.load(options.cache).heldout, options),
     }
     if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        with whole_file(options.out) as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
     return result

@@ -20,7 +20,7 @@ from transformers import Qwen2MoeForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
-from epsim.traces.files import check_target
+from epsim.traces.files import check_target, whole_file
 from epsim.traces.model import corpus, tokens
 from epsim.traces.model.config import ModelShape, build_model, count_parameters
 
@@ -303,7 +303,8 @@ def train(options: TrainOptions) -> dict[str, Any]:
     if options.dense:
         report["dense"] = describe(fit(options, text.train, device, dense=True), text.heldout, options.length)
     if options.report is not None:
-        options.report.write_text(json.dumps(report, indent=1) + "\n")
+        with whole_file(options.report) as temporary:
+            temporary.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
