@@ -9,8 +9,10 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -243,23 +245,16 @@ def _check_out(out: Path | None) -> None:
         check_target(out / name)
 
 
-class _progress:  # noqa: N801
-    """A progress bar on stderr, shown only where somebody looks."""
+@contextmanager
+def _progress(words: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, shown only where somebody looks; gives the function that advances it."""
+    from rich.console import Console
+    from rich.progress import Progress
 
-    def __init__(self, words: str, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(words, total=total)
-
-    def __enter__(self) -> Any:
-        self._bar.start()
-        return lambda steps: self._bar.advance(self._task, steps)
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(words, total=total)
+        yield lambda steps: bar.advance(task, steps)
 
 
 def main() -> None:

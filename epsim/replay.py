@@ -15,7 +15,6 @@ from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.kernels.split import SplitStructure, prepare, solve_peak
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
-from epsim.placement.eplb import form_in_words
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements, step_keys, to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.stack import PolicyStack
@@ -157,10 +156,9 @@ def replay(
         if placement.version not in structures:
             slots = placement.physical_to_logical
             structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
-        notes = (form_in_words(placement.num_experts, placement.num_physical, cluster),)
-        follows_eplb = stack.placement.name in ("eplb", "searched")
+        notes = stack.placement.notes(placement.num_experts, cluster)
         structure = structures[placement.version]
-        runs.append(_StackRun(name, stack, bind(stack, placement, setting), structure, notes if follows_eplb else ()))
+        runs.append(_StackRun(name, stack, bind(stack, placement, setting), structure, notes))
 
     def score(block: Block) -> tuple[int, Ints | None, list[_Scores]]:
         counts = to_counts(block, meta.num_experts).counts

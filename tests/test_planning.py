@@ -29,6 +29,9 @@ class Watcher:
     needs_history: bool = True
     seen: list[torch.Tensor] = field(default_factory=list)
 
+    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
+        return ()
+
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         self.seen.append(history)
         return Contiguous().plan(history, cluster)

@@ -139,6 +139,10 @@ class PlacementPolicy(Protocol):
         """Whether single steps matter, not only their sum."""
         ...
 
+    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
+        """What a reader of results under this policy should know."""
+        ...
+
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         """history [S, L, E]: counts of the steps planned on (S >= 1). Raises ValueError where no placement fits."""
         ...

@@ -28,6 +28,9 @@ class Contiguous:
     def needs_steps(self) -> bool:
         return False
 
+    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
+        return ()
+
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         """history [S, L, E]: only its layers and experts are read; S may be 0."""
         num_layers, num_experts = history.shape[-2:]

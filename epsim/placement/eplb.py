@@ -34,17 +34,6 @@ def prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nod
     return num_experts // num_nodes < slots_per_rank <= num_experts
 
 
-def form_in_words(num_experts: int, num_physical: int, cluster: Cluster) -> str:
-    """Which form `eplb` takes, and why."""
-    groups, nodes = cluster.num_groups, cluster.num_nodes
-    if nodes == 1:
-        return "eplb takes its global form: one node"
-    if prefers_global(num_experts, num_physical, groups, nodes, cluster.num_ranks):
-        why = hierarchical_obstacle(num_experts, groups, nodes, cluster.num_ranks)
-        return f"eplb takes its global form: {why or 'the hierarchical one would put an expert twice on a rank'}"
-    return f"eplb takes its hierarchical form: {groups} expert groups stay whole on {nodes} nodes"
-
-
 def rebalance_experts(
     weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -114,6 +103,19 @@ class Eplb:
     @property
     def needs_steps(self) -> bool:
         return False
+
+    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
+        """Which form `auto` takes, and why."""
+        if self.form != "auto":
+            return ()
+        groups, nodes, ranks = cluster.num_groups, cluster.num_nodes, cluster.num_ranks
+        if nodes == 1:
+            return ("eplb takes its global form: one node",)
+        if prefers_global(num_experts, cluster.num_physical(num_experts), groups, nodes, ranks):
+            why = hierarchical_obstacle(num_experts, groups, nodes, ranks)
+            why = why or "the hierarchical one would put an expert twice on a rank"
+            return (f"eplb takes its global form: {why}",)
+        return (f"eplb takes its hierarchical form: {groups} expert groups stay whole on {nodes} nodes",)
 
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         num_experts = history.shape[-1]

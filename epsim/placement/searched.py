@@ -90,6 +90,9 @@ class Searched:
     def needs_steps(self) -> bool:
         return True
 
+    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
+        return Eplb().notes(num_experts, cluster)
+
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         start = Eplb().plan(history, cluster)
         sizes = (start.num_experts, start.num_physical, cluster.num_groups, cluster.num_nodes, start.num_ranks)

@@ -15,7 +15,6 @@ from epsim.policies.load import Load, joined
 from epsim.policies.rounding import ONE, fixed_point
 from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
-from epsim.policies.waterfill import FEW_TOKENS, Waterfill
 from epsim.traces.trace import Block, CountsBlock, Level, RankCountsBlock, TokenBlock
 
 EXACT = 2**53
@@ -230,11 +229,9 @@ def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundSta
     """Prepares a stack for a placement, once. Raises ValueError where the setting does not fit the placement."""
     if len(setting.layers) != placement.num_layers:
         raise ValueError(f"{len(setting.layers)} layer numbers given for a placement of {placement.num_layers} layers")
-    notes: tuple[str, ...] = ()
+    notes = stack.shared.notes
     if setting.shared_cost == 0:
         notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
-    elif isinstance(stack.shared, Waterfill):
-        notes = (f"waterfill leaves source ranks with fewer than {FEW_TOKENS} tokens in a step local, as SGLang does",)
     return BoundStack(stack, Copies(placement), setting, notes)
 
 

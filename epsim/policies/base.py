@@ -85,9 +85,11 @@ class SharedWork:
 
 
 class SharedDispatch(Protocol):
-    """Where a token's shared expert is computed. `level`: the coarsest trace it works on."""
+    """Where a token's shared expert is computed. `level`: the coarsest trace it works on; `notes`: what a reader of
+    results under it should know."""
 
     name: ClassVar[str]
+    notes: ClassVar[tuple[str, ...]]
 
     @property
     def level(self) -> Level: ...

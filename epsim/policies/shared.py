@@ -16,6 +16,7 @@ class Local:
     """On the token's own rank."""
 
     name: ClassVar[str] = "local"
+    notes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def level(self) -> Level:

@@ -38,6 +38,9 @@ class Waterfill:
     load: Literal["routed", "routed+local"] = "routed"
     counts: Literal["global", "local"] = "global"
     name: ClassVar[str] = "waterfill"
+    notes: ClassVar[tuple[str, ...]] = (
+        f"waterfill leaves source ranks with fewer than {FEW_TOKENS} tokens in a step local, as SGLang does",
+    )
 
     @property
     def level(self) -> Level:
