@@ -205,6 +205,7 @@ class BoundStack:
             routed=by_source.sum(2),
             routed_by_source=by_source,
             tokens=tokens,
+            node_of_rank=self.copies.node_of_rank,
             batch=batch,
             expert_ranks=ranks,
         )

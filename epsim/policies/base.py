@@ -68,8 +68,9 @@ class SharedWork:
     routed [S, L, R] int64: assignments that each rank serves, from all source ranks.
     routed_by_source [S, L, R, R] int64: the same by source rank; a rank that acts alone needs only its own right.
     tokens [S, L, R] int64: tokens of each source rank.
+    node_of_rank [R] int64.
     batch, expert_ranks [T, L, k] int64: the tokens and the ranks that serve their routed experts, -1 for an empty slot;
-    None at rank-count level, where a source rank's tokens are all alike.
+    None at rank-count level, where a source rank's tokens are all alike. The batch may be one source rank's alone.
     """
 
     cost: float
@@ -80,13 +81,19 @@ class SharedWork:
     routed: torch.Tensor
     routed_by_source: torch.Tensor
     tokens: torch.Tensor
+    node_of_rank: torch.Tensor
     batch: Batch | None
     expert_ranks: torch.Tensor | None
 
+    def present(self) -> torch.Tensor:
+        """[T, L] bool: whether a layer has the token, that is any routed expert for it."""
+        assert self.batch is not None
+        return (self.batch.expert_ids >= 0).any(-1)
+
 
 class SharedDispatch(Protocol):
-    """Where a token's shared expert is computed. `level`: the coarsest trace it works on; `notes`: what a reader of
-    results under it should know."""
+    """Where a token's shared expert is computed. `level`: the coarsest trace it works on; where that is `tokens`, it
+    looks at the ranks of a token's routed experts. `notes`: what a reader of results under it should know."""
 
     name: ClassVar[str]
     notes: ClassVar[tuple[str, ...]]
@@ -96,6 +103,12 @@ class SharedDispatch(Protocol):
 
     def served(self, work: SharedWork) -> torch.Tensor:
         """-> [S, L, R, R] int64: shared-expert tokens by source rank and the rank that serves them."""
+        ...
+
+    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+        """-> [T, L] int64: the rank that serves the shared expert of each of the batch's tokens, -1 where the layer has
+        no such token. `work` needs the batch, of all source ranks or of one: a token goes to the same rank either way,
+        and `served` counts them."""
         ...
 
 

@@ -24,3 +24,7 @@ class Local:
 
     def served(self, work: SharedWork) -> torch.Tensor:
         return torch.diag_embed(work.tokens)
+
+    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+        assert work.batch is not None
+        return torch.where(work.present(), work.batch.source_rank[:, None], -1)

@@ -47,13 +47,10 @@ class Waterfill:
         return "tokens" if self.candidates == "visited" else "rank_counts"
 
     def token_ranks(self, work: SharedWork) -> torch.Tensor:
-        """[T, L] int64: the rank that computes a token's shared expert, -1 where the layer has no such token.
-
-        `work` needs the batch, and for `visited` the ranks of its routed experts; the batch may be one source rank's.
-        """
+        """As `SharedDispatch.token_ranks`; `visited` also needs the ranks of the tokens' routed experts."""
         batch = work.batch
         assert batch is not None
-        present = (batch.expert_ids >= 0).any(-1)
+        present = work.present()
         token, layer = present.nonzero(as_tuple=True)
         place = (batch.token_step[token], layer, batch.source_rank[token])
         visited = None

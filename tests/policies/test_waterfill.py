@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack
-from epsim.policies.base import Batch, SharedWork, local_index
+from epsim.policies.base import Batch, SharedDispatch, SharedWork, local_index
 from epsim.policies.hashing import draw, slot_key, token_key
 from epsim.policies.rounding import fixed_point
+from epsim.policies.shared import Local
 from epsim.policies.waterfill import Waterfill
 from epsim.traces.trace import CountsBlock, RankCountsBlock, TokenBlock
 
@@ -96,13 +98,14 @@ def work_of(bound_stack: BoundStack, block: TokenBlock, cost: float) -> tuple[Sh
         by_source.sum(2),
         by_source,
         tokens,
+        placement.node_of_rank,
         batch,
         ranks,
     )
     return work, physical
 
 
-POLICIES = [
+POLICIES: list[Waterfill] = [
     Waterfill(candidates, load, counts)  # type: ignore[arg-type]
     for candidates, load, counts in itertools.product(
         ("visited", "all"), ("routed", "routed+local"), ("global", "local")
@@ -175,7 +178,8 @@ def test_one_rank_alone_sends_its_tokens_to_the_same_ranks(draw_problem: DrawPro
     batch = work.batch
     assert batch is not None
     assert work.expert_ranks is not None
-    for policy in POLICIES:
+    policies: list[SharedDispatch] = [*POLICIES, Local()]
+    for policy in policies:
         together = policy.token_ranks(work)
         for rank in range(4):
             own = batch.source_rank == rank
@@ -184,8 +188,8 @@ def test_one_rank_alone_sends_its_tokens_to_the_same_ranks(draw_problem: DrawPro
             alone = Batch(batch.steps, batch.layers, token_step, source, batch.expert_ids[own], local)
             by_source = torch.zeros_like(work.routed_by_source)
             by_source[:, :, rank] = work.routed_by_source[:, :, rank]
-            own_work = SharedWork(
-                1.0, 7, 2, work.steps, work.layers, work.routed, by_source, work.tokens, alone, work.expert_ranks[own]
+            own_work = dataclasses.replace(
+                work, routed_by_source=by_source, batch=alone, expert_ranks=work.expert_ranks[own]
             )
             assert torch.equal(policy.token_ranks(own_work), together[own])
 
@@ -194,7 +198,8 @@ def alone_work(routed: list[int], tokens: list[int], batch: Batch | None, ranks:
     """One step and layer; loads by source rank play no part."""
     zero, load = torch.zeros(1, dtype=torch.int64), torch.tensor(routed)[None, None]
     by_source = torch.zeros(1, 1, len(routed), len(routed), dtype=torch.int64)
-    return SharedWork(1.0, 0, 2, zero, zero, load, by_source, torch.tensor(tokens)[None, None], batch, ranks)
+    node, waiting = torch.zeros(len(routed), dtype=torch.int64), torch.tensor(tokens)[None, None]
+    return SharedWork(1.0, 0, 2, zero, zero, load, by_source, waiting, node, batch, ranks)
 
 
 def test_water_fills_the_valley_up_to_the_line() -> None:
@@ -244,3 +249,15 @@ def test_a_shared_expert_that_costs_nothing_changes_nothing(draw_problem: DrawPr
         assert torch.equal(load.total, load.routed.double())
     assert ["fewer than 64 tokens" in note for note in bound("waterfill", placement).notes] == [True]
     assert bound("local", placement).notes == ()
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, Local()])
+def test_served_counts_the_tokens_of_each_rank(draw_problem: DrawProblem, bound: Bound, policy: SharedDispatch) -> None:
+    placement, block = draw_problem(11, tokens=300, blanks=True)
+    work, _ = work_of(bound("even", placement), block, 1.0)
+    ranks, served = policy.token_ranks(work), policy.served(work)
+    assert work.batch is not None
+    assert torch.equal(ranks >= 0, (torch.from_numpy(block.expert_ids) >= 0).any(-1))
+    for step, layer, source, rank in itertools.product(range(3), range(2), range(4), range(4)):
+        own = (work.batch.token_step == step) & (work.batch.source_rank == source)
+        assert int(served[step, layer, source, rank]) == int((ranks[own, layer] == rank).sum())
