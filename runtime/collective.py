@@ -1,0 +1,40 @@
+"""The few collectives that balancing needs, counted, in the forms that a device offers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+
+class Collective:
+    """Sums and gathers small int64 tensors over the expert-parallel group; without a group, a group of one.
+
+    calls: how often each was called, so that tests can hold that a policy which needs none makes none.
+    """
+
+    name = "torch"
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.size = dist.get_world_size(group) if dist.is_initialized() else 1
+        self.calls: Counter[str] = Counter()
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """int64 [...] -> the sum over ranks, in place where it can be."""
+        self.calls["all_reduce"] += 1
+        if self.size > 1:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """int64 [...] -> [R, ...]."""
+        self.calls["all_gather"] += 1
+        gathered = values.new_empty(self.size, *values.shape)
+        if self.size > 1:
+            dist.all_gather_into_tensor(gathered.view(-1), values.contiguous().view(-1), group=self.group)
+        else:
+            gathered[0] = values
+        return gathered

@@ -1,0 +1,73 @@
+"""What a layer is at, how long each part takes, and errors that name both."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeAlias
+
+import torch
+
+PHASES = ("route", "balance", "dispatch", "experts", "combine")
+"""In this order in every layer. A running relocation has the phase `relocate` of its own, between steps."""
+Mark: TypeAlias = "torch.cuda.Event | float"
+
+
+class PhaseError(ValueError):
+    """Something that went wrong on one rank: its text begins `rank R, step S, layer L, phase P: `."""
+
+    def __init__(self, rank: int, step: int, layer: int, phase: str, what: str) -> None:
+        super().__init__(f"rank {rank}, step {step}, layer {layer}, phase {phase}: {what}")
+        self.rank, self.step, self.layer, self.phase = rank, step, layer, phase
+
+
+class PhaseClock:
+    """Follows one rank through its phases; several layers share one.
+
+    phase, step, layer: what it is at now, readable from any thread ("idle" between layers).
+    timed: whether times are kept: by events on the current CUDA stream (no synchronisation), else by the host's clock.
+    """
+
+    def __init__(self, rank: int, device: torch.device, timed: bool = False) -> None:
+        self.rank, self.device, self.timed = rank, device, timed
+        self.phase, self.step, self.layer = "idle", -1, -1
+        self._marks: list[tuple[int, int, str, Mark]] = []
+
+    def enter(self, phase: str, step: int | None = None, layer: int | None = None) -> None:
+        """The next phase begins (or "idle", after the last one)."""
+        if step is not None:
+            self.step = step
+        if layer is not None:
+            self.layer = layer
+        self.phase = phase
+        if self.timed and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._marks.append((self.step, self.layer, phase, self._now()))
+
+    def error(self, what: str) -> PhaseError:
+        return PhaseError(self.rank, self.step, self.layer, self.phase, what)
+
+    def times(self) -> dict[tuple[int, int, str], float]:
+        """(step, layer, phase) -> microseconds since the last call; on CUDA this waits for the device."""
+        if self._marks and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        found: dict[tuple[int, int, str], float] = {}
+        for (step, layer, phase, begin), (_, _, _, end) in zip(self._marks, self._marks[1:]):
+            if phase != "idle":
+                key = (step, layer, phase)
+                found[key] = found.get(key, 0.0) + _microseconds(begin, end)
+        self._marks.clear()
+        return found
+
+    def _now(self) -> Mark:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _microseconds(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return (end - begin) * 1e6
+    assert not isinstance(end, float)
+    return begin.elapsed_time(end) * 1e3
