@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 import epsim
-from epsim.cost.formulas import METRICS
 from epsim.cost.metrics import Values, layer_metrics
-from epsim.cost.statistics import BlockBootstrap, Series
+from epsim.cost.statistics import BlockBootstrap
+from epsim.cost.summary import StackSummary, load_over_mean, tied_with_best
 from epsim.kernels.split import SplitStructure, prepare, solve_peak
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
@@ -22,7 +22,7 @@ from epsim.results import SCHEMA_VERSION, Results
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
-from epsim.verdict import best_of, label, verdict
+from epsim.verdict import verdict
 
 COUNTS_BYTES = 32 * 2**20
 
@@ -65,56 +65,13 @@ class _Scores:
 class _StackRun:
     """One stack under replay, and what it has gathered so far."""
 
-    name: str
-    stack: PolicyStack
     bound: BoundStack
     structure: SplitStructure
-    notes: tuple[str, ...]
-    series: dict[str, Series] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-    layer_sums: torch.Tensor | None = None
-    rank_sums: torch.Tensor | None = None
+    summary: StackSummary
 
     def score(self, block: Block, optimum: torch.Tensor, shared: bool) -> _Scores:
         load = self.bound.load(block)
-        metrics = layer_metrics(load, optimum, shared)
-        total = load.total.double()
-        return _Scores(metrics, (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1)))
-
-    def add(self, scores: _Scores) -> None:
-        for key, value in scores.metrics.items():
-            if isinstance(value, str):
-                self.reasons[key] = value
-            else:
-                self.series.setdefault(key, Series()).add(value.numpy())
-        max_over_mean = scores.metrics["max_over_mean"]
-        assert isinstance(max_over_mean, torch.Tensor)
-        layers = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
-        self.layer_sums = layers if self.layer_sums is None else self.layer_sums + layers
-        self.rank_sums = scores.load_over_mean if self.rank_sums is None else self.rank_sums + scores.load_over_mean
-
-    def entry(self, bootstrap: BlockBootstrap, first: _StackRun) -> Results:
-        metrics: Results = {}
-        versus_first: Results = {}
-        for key in (*self.series, *self.reasons):
-            unit = METRICS[key.removeprefix("routed_")].unit
-            summary = self.series[key].summary() if key in self.series else None
-            if summary is None:
-                reason = self.reasons.get(key, "no layer of any step has tokens")
-                metrics[key] = dict.fromkeys(("mean", "p50", "p95", "p99", "max")) | {"unit": unit, "reason": reason}
-                continue
-            metrics[key] = summary | {"unit": unit}
-            if key in first.series:
-                versus_first[key] = bootstrap.difference(self.series[key], first.series[key])
-        entry: Results = {"stack": str(self.stack)} | ({"name": self.name} if self.name else {})
-        entry |= {"metrics": metrics, "versus_first": versus_first}
-        if self.layer_sums is not None and self.rank_sums is not None:
-            sums, counts = self.layer_sums.tolist()
-            entry["max_over_mean_by_layer"] = [s / n if n else None for s, n in zip(sums, counts, strict=True)]
-            num_loads = max(float(self.layer_sums[1].sum()), 1.0)
-            entry["load_over_mean_by_rank"] = (self.rank_sums / num_loads).tolist()
-        entry["notes"] = [*self.notes, *self.bound.notes]
-        return entry
+        return _Scores(layer_metrics(load, optimum, shared), load_over_mean(load.total.double()))
 
 
 def replay(
@@ -156,9 +113,9 @@ def replay(
         if placement.version not in structures:
             slots = placement.physical_to_logical
             structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
-        notes = stack.placement.notes(placement.num_experts, cluster)
-        structure = structures[placement.version]
-        runs.append(_StackRun(name, stack, bind(stack, placement, setting), structure, notes))
+        bound = bind(stack, placement, setting)
+        notes = (*stack.placement.notes(placement.num_experts, cluster), *bound.notes)
+        runs.append(_StackRun(bound, structures[placement.version], StackSummary(name, stack, notes)))
 
     def score(block: Block) -> tuple[int, Ints | None, list[_Scores]]:
         counts = to_counts(block, meta.num_experts).counts
@@ -171,12 +128,13 @@ def replay(
         if keys is not None:
             scored_keys.append(keys)
         for run, own in zip(runs, scores, strict=True):
-            run.add(own)
+            run.summary.add(own.metrics, own.load_over_mean)
         progress(num_steps)
 
     num_scored = trace.num_steps - num_planned
     bootstrap = BlockBootstrap(num_scored, options.seed)
-    entries = [run.entry(bootstrap, runs[0]) for run in runs]
+    summaries = [run.summary for run in runs]
+    entries = [summary.entry(bootstrap, summaries[0]) for summary in summaries]
     return {
         "schema": SCHEMA_VERSION,
         "trace": {
@@ -206,7 +164,7 @@ def replay(
             "command": options.command,
         },
         "stacks": entries,
-        "verdict": verdict(entries, _tied(entries, runs, bootstrap)),
+        "verdict": verdict(entries, tied_with_best(entries, summaries, bootstrap)),
     }
 
 
@@ -246,20 +204,6 @@ def _score(block: Block, step_counts: Ints, runs: Sequence[_StackRun], shared: b
         solution = solve_peak(structure, counts.reshape(-1, num_experts), layer)
         optima[id(structure)] = solution.bound.reshape(num_steps, num_layers)
     return [run.score(block, optima[id(run.structure)], shared) for run in runs]
-
-
-def _tied(entries: Sequence[Results], runs: Sequence[_StackRun], bootstrap: BlockBootstrap) -> list[str]:
-    """Names of the stacks that the scored steps do not tell from the best one."""
-    place = best_of(entries)
-    if place is None:
-        return []
-    tied = []
-    for entry, run in zip(entries, runs, strict=True):
-        interval = bootstrap.difference(run.series["max_over_mean"], runs[place].series["max_over_mean"])
-        low = interval["low"]
-        if run is not runs[place] and low is not None and low <= 0:
-            tied.append(label(entry))
-    return tied
 
 
 def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:

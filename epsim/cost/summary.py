@@ -1,0 +1,80 @@
+"""One stack's entry of results.json, gathered block by block, whether its loads were replayed or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from epsim.cost.formulas import METRICS
+from epsim.cost.metrics import Values
+from epsim.cost.statistics import BlockBootstrap, Series
+from epsim.policies.stack import PolicyStack
+from epsim.verdict import best_of, label
+
+
+class StackSummary:
+    """Gathers one stack's metrics over blocks of steps."""
+
+    def __init__(self, name: str, stack: PolicyStack, notes: Sequence[str]) -> None:
+        self.name, self.stack, self.notes = name, stack, tuple(notes)
+        self.series: dict[str, Series] = {}
+        self.reasons: dict[str, str] = {}
+        self._layer_sums: torch.Tensor | None = None
+        self._rank_sums: torch.Tensor | None = None
+
+    def add(self, metrics: Mapping[str, Values], load_over_mean: torch.Tensor) -> None:
+        """metrics of a block of steps, and each rank's load over the mean load, summed over their pairs [R]."""
+        for key, value in metrics.items():
+            if isinstance(value, str):
+                self.reasons[key] = value
+            else:
+                self.series.setdefault(key, Series()).add(value.numpy())
+        max_over_mean = metrics["max_over_mean"]
+        assert isinstance(max_over_mean, torch.Tensor)
+        layers = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
+        self._layer_sums = layers if self._layer_sums is None else self._layer_sums + layers
+        self._rank_sums = load_over_mean if self._rank_sums is None else self._rank_sums + load_over_mean
+
+    def entry(self, bootstrap: BlockBootstrap, first: StackSummary) -> dict[str, Any]:
+        metrics: dict[str, Any] = {}
+        versus_first: dict[str, Any] = {}
+        for key in (*self.series, *self.reasons):
+            unit = METRICS[key.removeprefix("routed_")].unit
+            summary = self.series[key].summary() if key in self.series else None
+            if summary is None:
+                reason = self.reasons.get(key, "no layer of any step has tokens")
+                metrics[key] = dict.fromkeys(("mean", "p50", "p95", "p99", "max")) | {"unit": unit, "reason": reason}
+                continue
+            metrics[key] = summary | {"unit": unit}
+            if key in first.series:
+                versus_first[key] = bootstrap.difference(self.series[key], first.series[key])
+        entry: dict[str, Any] = {"stack": str(self.stack)} | ({"name": self.name} if self.name else {})
+        entry |= {"metrics": metrics, "versus_first": versus_first}
+        if self._layer_sums is not None and self._rank_sums is not None:
+            sums, counts = self._layer_sums.tolist()
+            entry["max_over_mean_by_layer"] = [s / n if n else None for s, n in zip(sums, counts, strict=True)]
+            num_loads = max(float(self._layer_sums[1].sum()), 1.0)
+            entry["load_over_mean_by_rank"] = (self._rank_sums / num_loads).tolist()
+        entry["notes"] = list(self.notes)
+        return entry
+
+
+def load_over_mean(total: torch.Tensor) -> torch.Tensor:
+    """total [S, L, R] float64 -> [R]: each rank's load over the mean of its layer, summed over steps and layers."""
+    return (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1))
+
+
+def tied_with_best(entries: Sequence[dict[str, Any]], runs: Sequence[StackSummary], boot: BlockBootstrap) -> list[str]:
+    """Names of the stacks that the steps do not tell from the best one."""
+    place = best_of(entries)
+    if place is None:
+        return []
+    tied = []
+    for entry, run in zip(entries, runs, strict=True):
+        interval = boot.difference(run.series["max_over_mean"], runs[place].series["max_over_mean"])
+        low = interval["low"]
+        if run is not runs[place] and low is not None and low <= 0:
+            tied.append(label(entry))
+    return tied
