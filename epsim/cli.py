@@ -103,6 +103,9 @@ def replay_command(
     min_tokens: MinTokensOption = 1,
     seed: Annotated[int, seed_option("Seed of all draws.")] = 0,
     shared_cost: SharedCostOption = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Where splits are solved: cpu or cuda; the results are the same.")
+    ] = "cpu",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write results.json, report.md and report.html there.")
     ] = None,
@@ -120,7 +123,7 @@ def replay_command(
     _check_out(out)
 
     from epsim.placement.base import Cluster
-    from epsim.replay import ReplayOptions, replay, replay_length
+    from epsim.replay import ReplayOptions, check_device, replay, replay_length
     from epsim.traces.importing import open_trace
 
     options = ReplayOptions(
@@ -130,6 +133,7 @@ def replay_command(
         shared_cost,
         plan_share,
         shlex.join(["epsim", *sys.argv[1:]]),
+        check_device(device),
     )
     reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     with working("reading"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ import epsim
 from epsim.cost.metrics import Values, layer_metrics
 from epsim.cost.statistics import BlockBootstrap
 from epsim.cost.summary import StackSummary, load_over_mean, tied_with_best
-from epsim.kernels.split import SplitStructure, prepare, solve_peak
+from epsim.kernels.split import SplitStructure, cuda, prepare, solve_peak
+from epsim.kernels.split.solver import REFUSED
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements, step_keys, to_counts
@@ -26,13 +28,16 @@ from epsim.verdict import verdict
 
 COUNTS_BYTES = 32 * 2**20
 
+Device: TypeAlias = Literal["cpu", "cuda"]
+
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     """policies: (name or "", stack) in the order of the report; the first is what the others are compared with.
 
     shared_cost: None takes the trace's; plan_share: part of the trace that placements are planned on where there is no
-    history, the rest being scored.
+    history, the rest being scored. device: where splits are solved; both give the same results, bit for bit. All else
+    is done on the CPU, where sums of real numbers have one order.
     """
 
     cluster: Cluster
@@ -41,6 +46,7 @@ class ReplayOptions:
     shared_cost: float | None = None
     plan_share: float = 0.5
     command: str = ""
+    device: Device = "cpu"
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -51,6 +57,20 @@ class ReplayOptions:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
             raise ValueError(f"--policy {twice} is given twice: name each with NAME=STACK")
+
+
+def check_device(name: str) -> Device:
+    """The device of that name. Raises ValueError where there is none."""
+    if name == "cpu":
+        return "cpu"
+    if name != "cuda":
+        raise ValueError(f"--device {name}: choose cpu or cuda")
+    if not cuda.available():
+        raise ValueError(
+            "--device cuda needs a CUDA device that PyTorch sees, and CuPy (pip install epsim[gpu]): "
+            "leave --device out to solve on the CPU, with the same results"
+        )
+    return "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +125,7 @@ def replay(
     keys_wanted = history_keys if history is not None else None
     placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, keys_wanted)
     watch = bool(history_keys)
-    setting = Setting(seed=options.seed, shared_cost=shared_cost, top_k=meta.top_k, layers=meta.layers)
+    setting = Setting(options.seed, shared_cost, meta.top_k, meta.layers, options.device)
     structures: dict[str, SplitStructure] = {}
     runs = []
     for name, stack in options.policies:
@@ -119,7 +139,7 @@ def replay(
 
     def score(block: Block) -> tuple[int, Ints | None, list[_Scores]]:
         counts = to_counts(block, meta.num_experts).counts
-        scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, shared_cost > 0)
+        scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, setting)
         return len(block.steps), step_keys(counts) if watch else None, scores
 
     max_steps = _steps_a_block(meta, cluster)
@@ -194,16 +214,18 @@ def replay_length(trace: StoredTrace, history: StoredTrace | None) -> int:
     return trace.num_steps + (history.num_steps if history is not None else 0)
 
 
-def _score(block: Block, step_counts: Ints, runs: Sequence[_StackRun], shared: bool) -> list[_Scores]:
+def _score(block: Block, step_counts: Ints, runs: Sequence[_StackRun], setting: Setting) -> list[_Scores]:
     """block: regrouped to the cluster's ranks; step_counts [S, L, E]: its counts."""
     counts = torch.from_numpy(step_counts)
     num_steps, num_layers, num_experts = counts.shape
     layer = torch.arange(num_layers).repeat(num_steps)
     optima: dict[int, torch.Tensor] = {}
     for structure in {id(run.structure): run.structure for run in runs}.values():
-        solution = solve_peak(structure, counts.reshape(-1, num_experts), layer)
+        solution = solve_peak(structure, counts.reshape(-1, num_experts), layer, backend=setting.backend)
+        if solution.status.any():  # from a GPU; the CPU form has raised this itself
+            raise ValueError(REFUSED[int(solution.status.max())])
         optima[id(structure)] = solution.bound.reshape(num_steps, num_layers)
-    return [run.score(block, optima[id(run.structure)], shared) for run in runs]
+    return [run.score(block, optima[id(run.structure)], setting.shared_cost > 0) for run in runs]
 
 
 def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:

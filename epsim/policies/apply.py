@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from epsim.kernels.split import Backend
 from epsim.placement.base import Placement
 from epsim.policies.base import Batch, SharedWork, Split, local_index
 from epsim.policies.copies import Copies
@@ -28,12 +29,14 @@ class Setting:
 
     seed: of all draws. shared_cost: work of the shared expert in routed assignments, 0 for none.
     top_k: routed experts a token chooses. layers: the model's number of each layer, which draws depend on.
+    backend: which form of `epsim.kernels.split` solves splits; all give the same bits.
     """
 
     seed: int
     shared_cost: float
     top_k: int
     layers: tuple[int, ...]
+    backend: Backend = "auto"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,7 +236,7 @@ def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundSta
     notes = stack.shared.notes
     if setting.shared_cost == 0:
         notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
-    return BoundStack(stack, Copies(placement), setting, notes)
+    return BoundStack(stack, Copies(placement, setting.backend), setting, notes)
 
 
 def _sums(counts: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 
+from epsim.kernels.split import Backend
 from epsim.placement.base import Placement
 
 T = TypeVar("T")
@@ -18,10 +19,12 @@ class Copies:
     expert [L, P] int64: the expert of each place of that order (ascending). slot [L, P]: its physical expert.
     first [L, E]: the place of an expert's first copy. number [L, E]: how many copies it has.
     redundant: whether any expert has several. rank_of_slot [P], node_of_rank [R]: the placement's.
+    backend: which form of `epsim.kernels.split` solves their split.
     """
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, backend: Backend = "auto") -> None:
         self.placement = placement
+        self.backend = backend
         self.slot = placement.physical_to_logical.argsort(dim=1, stable=True)
         self.expert = placement.physical_to_logical.gather(1, self.slot)
         self.number = placement.copies

@@ -70,7 +70,7 @@ def _structure(copies: Copies) -> SplitStructure:
 def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
     """counts [..., L, E] -> fractions [..., L, P] of the least peak; even where an expert has no tokens."""
     load = copies.per_slot(counts)
-    split = solve_batched(copies.once(_structure), counts).split
+    split = solve_batched(copies.once(_structure), counts, backend=copies.backend).split
     return torch.where(load > 0, split / load.clamp(min=1), _even(counts, copies))
 
 
@@ -95,7 +95,7 @@ class Lplb(Systematic):
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         if self.counts == "reduced":
             return systematic_quotas(rank_counts, fixed, copies)
-        whole = solve_gathered(copies.once(_structure), rank_counts.sum(-2)).split
+        whole = solve_gathered(copies.once(_structure), rank_counts.sum(-2), copies.backend).split
         return gathered_quotas(rank_counts, whole, copies)
 
     def physical_ids(
