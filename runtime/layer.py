@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from epsim.placement.base import Placement
+from epsim.policies.apply import Setting
 from epsim.policies.stack import PolicyStack
+from epsim.runtime.balance import Assignment, Balancer
+from epsim.runtime.collective import Collective
 from epsim.runtime.exchange.base import Exchange
+from epsim.runtime.exchange.choose import choose_exchange
+from epsim.runtime.experts import Experts
 from epsim.runtime.phases import PhaseClock
+from epsim.runtime.routers import Router, Routing, make_router
 from epsim.runtime.shapes import LayerShape
+from epsim.runtime.weights import RandomWeights, WeightSource
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,8 +27,9 @@ class LayerRecord:
     """What a call of a layer did on this rank; tensors are on the layer's device.
 
     layer: the model's number. placement_version: `Placement.version` of the one in force.
-    ids [T, k] int64: logical experts, -1 for none. physical [T, k] int64: physical experts, numbered as the placement's.
-    shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None without a shared expert.
+    ids [T, k] int64: logical experts, -1 for none; weights [T, k], shared_weight [T] float32: theirs.
+    physical [T, k] int64: physical experts, numbered as the placement's.
+    shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None without one.
     received [slots_per_rank] int64: rows that each of this rank's routed slots served, from all ranks; received_shared
     [] int64: of its shared slot.
     """
@@ -31,6 +38,8 @@ class LayerRecord:
     layer: int
     placement_version: str
     ids: torch.Tensor
+    weights: torch.Tensor
+    shared_weight: torch.Tensor
     physical: torch.Tensor
     shared_rank: torch.Tensor | None
     received: torch.Tensor
@@ -40,12 +49,26 @@ class LayerRecord:
 class ExpertParallelMoE(torch.nn.Module):
     """Route -> balance -> dispatch -> experts -> combine.
 
-    Attributes: shape, router, balancer, exchange, experts, clock; record: of the last call, None before it;
-    observers: called with each record.
+    record: of the last call, None before it. observers: called with each record.
     """
 
-    record: LayerRecord | None
-    observers: list[Callable[[LayerRecord], None]]
+    def __init__(
+        self,
+        shape: LayerShape,
+        layer: int,
+        router: Router,
+        balancer: Balancer,
+        exchange: Exchange,
+        experts: Experts,
+        clock: PhaseClock,
+    ) -> None:
+        super().__init__()
+        self.shape, self.layer = shape, layer
+        self.router, self.balancer, self.exchange, self.experts, self.clock = router, balancer, exchange, experts, clock
+        self.record: LayerRecord | None = None
+        self.observers: list[Callable[[LayerRecord], None]] = []
+        self.bad_scores: torch.Tensor
+        self.register_buffer("bad_scores", torch.zeros((), dtype=torch.bool, device=clock.device))
 
     def forward(
         self,
@@ -58,13 +81,83 @@ class ExpertParallelMoE(torch.nn.Module):
         """hidden [T, H] of this rank -> [T, H]. Collective. T may be 0.
 
         forced_ids [T, k] int64: a trace's experts in place of the router's choice, -1 for none; the router weighs them.
-        token_ids [T] int64: for a router that hashes them.
+        token_ids [T] int64: for a router that hashes them. Raises PhaseError for what does not fit, and, on CPUs, for
+        scores that are not numbers; on a GPU `raise_if_bad` tells, so that nothing waits.
         """
-        raise NotImplementedError
+        clock = self.clock
+        clock.enter("route", step, self.layer)
+        routing = self._route(hidden, token_ids, forced_ids)
+        clock.enter("balance")
+        try:
+            assignment = self.balancer.assign(routing.ids, step)
+        except ValueError as error:
+            raise clock.error(str(error)) from error
+        clock.enter("dispatch")
+        weights = routing.weights
+        if self.shape.has_shared:
+            weights = torch.cat([weights, routing.shared_weight[:, None]], dim=1)
+        received = self.exchange.dispatch(hidden, assignment.slots, weights)
+        clock.enter("experts")
+        outputs, counts = self.experts(received)
+        clock.enter("combine")
+        output = self.exchange.combine(outputs, received)
+        clock.enter("idle")
+        self._keep(step, routing, assignment, counts)
+        return output
 
     def raise_if_bad(self) -> None:
-        """Raises PhaseError where scores of a call since the last check were not numbers."""
-        raise NotImplementedError
+        """Raises PhaseError where scores of a call since the last check were not numbers. Waits for the device."""
+        if bool(self.bad_scores):
+            self.bad_scores.zero_()
+            self.clock.enter("route", layer=self.layer)
+            raise self._bad_scores()
+
+    def _route(self, hidden: torch.Tensor, token_ids: torch.Tensor | None, forced_ids: torch.Tensor | None) -> Routing:
+        shape = self.shape
+        if hidden.ndim != 2 or hidden.shape[1] != shape.hidden:
+            raise self.clock.error(f"hidden states are {list(hidden.shape)}, not [tokens, {shape.hidden}]")
+        if forced_ids is not None:
+            self._check_forced(forced_ids, len(hidden))
+        try:
+            routing: Routing = self.router(hidden, token_ids, forced_ids)
+        except ValueError as error:
+            raise self.clock.error(str(error)) from error
+        if hidden.is_cuda:
+            self.bad_scores |= ~routing.finite
+        elif not bool(routing.finite):
+            raise self._bad_scores()
+        return routing
+
+    def _check_forced(self, forced_ids: torch.Tensor, num_tokens: int) -> None:
+        if tuple(forced_ids.shape) != (num_tokens, self.shape.top_k) or forced_ids.dtype != torch.int64:
+            raise self.clock.error(
+                f"forced ids are {list(forced_ids.shape)} {forced_ids.dtype}, "
+                f"not [{num_tokens}, {self.shape.top_k}] int64"
+            )
+        # On a GPU this would wait for the device: the job checks a trace's ids before they go there.
+        inside = (forced_ids >= -1) & (forced_ids < self.shape.num_experts)
+        if not forced_ids.is_cuda and not bool(inside.all()):
+            raise self.clock.error(f"a forced id is outside 0..{self.shape.num_experts - 1} (or -1 for none)")
+
+    def _bad_scores(self) -> Exception:
+        return self.clock.error("router scores are not finite: check the hidden states and the router's weights")
+
+    def _keep(self, step: int, routing: Routing, assignment: Assignment, counts: torch.Tensor) -> None:
+        num_slots = self.experts.num_slots
+        self.record = LayerRecord(
+            step=step,
+            layer=self.layer,
+            placement_version=self.balancer.version,
+            ids=routing.ids,
+            weights=routing.weights,
+            shared_weight=routing.shared_weight,
+            physical=assignment.physical,
+            shared_rank=assignment.shared_rank,
+            received=counts[:num_slots],
+            received_shared=counts[num_slots:].sum(),
+        )
+        for observer in self.observers:
+            observer(self.record)
 
 
 def build_layer(
@@ -79,10 +172,41 @@ def build_layer(
     dtype: torch.dtype,
     exchange: str | Exchange = "auto",
     max_tokens: int = 4096,
-    weights: Any = None,
-    router: Any = None,
+    weights: WeightSource | None = None,
+    router: Router | None = None,
     spare_slots: int = 0,
     clock: PhaseClock | None = None,
+    collective: Collective | None = None,
 ) -> ExpertParallelMoE:
-    """All parts of a layer for one placement [1, P] of it. Collective. See runtime/README.md."""
-    raise NotImplementedError
+    """All parts of a layer for the placement [1, P] of it. Collective.
+
+    exchange: `auto`, `deep_ep`, `torch`, or one to share among layers. max_tokens: the most of a rank in a step.
+    weights, router: drawn from the seed where not given. spare_slots: rows for experts that a relocation moves.
+    Raises ValueError where shape, placement, stack or exchange do not fit.
+    """
+    if placement.num_experts != shape.num_experts:
+        raise ValueError(f"the placement is for {placement.num_experts} experts, {shape.name} has {shape.num_experts}")
+    collective = collective or Collective(group)
+    clock = clock or PhaseClock(collective.rank, device)
+    setting = Setting(seed=seed, shared_cost=shape.shared_cost, top_k=shape.top_k, layers=(layer,))
+    here = Placement(
+        placement.physical_to_logical.to(device), placement.num_experts, placement.num_ranks, placement.num_nodes
+    )
+    balancer = Balancer(stack, here, setting, collective)
+    if isinstance(exchange, str):
+        exchange = choose_exchange(
+            exchange,
+            group=group,
+            device=device,
+            dtype=dtype,
+            hidden=shape.hidden,
+            slots_per_rank=balancer.slots_per_rank,
+            columns=shape.top_k + shape.has_shared,
+            max_tokens=max_tokens,
+        )
+    first = collective.rank * here.slots_per_rank
+    local = placement.physical_to_logical[0, first : first + here.slots_per_rank].tolist()
+    weights = weights or RandomWeights(shape, seed, device, dtype)
+    experts = Experts(shape, layer, local, weights, device, dtype, spare_slots)
+    router = router or make_router(shape, layer, seed, device, dtype)
+    return ExpertParallelMoE(shape, layer, router, balancer, exchange, experts, clock)

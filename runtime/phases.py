@@ -60,7 +60,7 @@ class PhaseClock:
     def _now(self) -> Mark:
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -70,4 +70,4 @@ def _microseconds(begin: Mark, end: Mark) -> float:
         assert isinstance(end, float)
         return (end - begin) * 1e6
     assert not isinstance(end, float)
-    return begin.elapsed_time(end) * 1e3
+    return float(begin.elapsed_time(end)) * 1e3

@@ -1,6 +1,6 @@
 """What an exchange is: tokens go to the ranks that serve them, and what those computed comes back summed.
 
-Slots are numbered over all ranks: rank r has local slots 0..slots_per_rank-1, the shared expert's last where a layer has
+Slots are numbered over all ranks: rank r has local slots 0..slots_per_rank-1, the shared expert's last where there is
 one, and slot number r * slots_per_rank + local. A row is a token on a rank that serves any of its slots: a token goes
 to a rank once, however many of its experts are there.
 """

@@ -1,0 +1,153 @@
+"""From a rank's expert ids to physical experts and the shared expert's ranks, by the policies the simulator scores.
+
+A rank knows its own tokens only. What a policy needs of the others' is one small collective each: the sum of counts
+[E] (`reduced`) or all counts [R, E] (`gathered`) for the split, the ranks' loads and tokens [2, R] for a shared
+dispatch that looks at them; policies that need neither make none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from epsim.placement.base import Placement
+from epsim.policies.apply import BoundStack, Setting, bind
+from epsim.policies.base import Batch, Dense, SharedDispatch, SharedWork, Split, TopK
+from epsim.policies.nearest import Static
+from epsim.policies.rounding import fixed_point
+from epsim.policies.shared import Local
+from epsim.policies.splits import Even, Random
+from epsim.policies.stack import PolicyStack
+from epsim.runtime.collective import Collective
+
+Needs: TypeAlias = Literal["none", "reduced", "gathered"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assignment:
+    """physical [T, k] int64: physical experts, -1 for none. shared_rank [T] int64: -1 for none; None without a shared
+    expert. slots [T, K] int64: both as the exchange numbers them, the shared one in the last column."""
+
+    physical: torch.Tensor
+    shared_rank: torch.Tensor | None
+    slots: torch.Tensor
+
+
+def needs_of_split(split: Split) -> Needs:
+    """Which counts of other ranks a split looks at."""
+    if isinstance(split, (Even, Random, Static)):
+        return "none"
+    needs: Needs = getattr(split, "counts", "reduced")
+    return needs
+
+
+def needs_of_shared(shared: SharedDispatch) -> bool:
+    """Whether a shared dispatch looks at loads and tokens of the whole group."""
+    return not isinstance(shared, Local) and getattr(shared, "counts", "global") == "global"
+
+
+class Balancer:
+    """A stack on one layer's placement, on one rank of the group.
+
+    placement: [1, P], version: its name. setting: with this layer's number alone. split_needs, shared_needs: the
+    collectives it makes.
+    """
+
+    def __init__(self, stack: PolicyStack, placement: Placement, setting: Setting, collective: Collective) -> None:
+        if placement.num_layers != 1:
+            raise ValueError(f"a layer's balancer needs the placement of one layer, not of {placement.num_layers}")
+        if placement.num_ranks != collective.size:
+            raise ValueError(f"the placement is for {placement.num_ranks} ranks, the group has {collective.size}")
+        if not isinstance(stack.router, TopK) or not isinstance(stack.reader, Dense):
+            raise ValueError(f"{str(stack)!r}: the runtime runs router topk and reader dense only")
+        self.bound: BoundStack = bind(stack, placement, setting)
+        self.placement, self.collective, self.version = placement, collective, placement.version
+        self.split_needs: Needs = needs_of_split(self.bound.split)
+        self.shared_needs = self.bound.has_shared and needs_of_shared(stack.shared)
+        copies, device = self.bound.copies, placement.physical_to_logical.device
+        self._layers = torch.tensor(setting.layers, device=device)
+        self._fixed = None
+        if self.split_needs == "none":
+            nothing = torch.zeros(1, 1, placement.num_experts, dtype=torch.int64, device=device)
+            self._fixed = fixed_point(self.bound.split.fractions(nothing, copies), copies)
+
+    @property
+    def slots_per_rank(self) -> int:
+        """As the exchange counts them: the shared expert's slot among them."""
+        return self.placement.slots_per_rank + self.bound.has_shared
+
+    def on(self, placement: Placement) -> Balancer:
+        """The same stack on another placement."""
+        return Balancer(self.bound.stack, placement, self.bound.setting, self.collective)
+
+    def assign(self, ids: torch.Tensor, step: int) -> Assignment:
+        """ids [T, k] int64 of this rank's tokens, -1 for none. Collective where the policies need one."""
+        batch = self._batch(ids, step)
+        physical = self._physical(batch)
+        shared_rank = self._shared(batch, physical) if self.bound.has_shared else None
+        return Assignment(physical[:, 0], shared_rank, self._slots(physical[:, 0], shared_rank))
+
+    def _batch(self, ids: torch.Tensor, step: int) -> Batch:
+        number = torch.arange(len(ids), device=ids.device)
+        return Batch(
+            steps=torch.tensor([step], device=ids.device),
+            layers=self._layers,
+            token_step=torch.zeros_like(number),
+            source_rank=torch.full_like(number, self.collective.rank),
+            expert_ids=ids[:, None],
+            local=number,
+        )
+
+    def _physical(self, batch: Batch) -> torch.Tensor:
+        """-> [T, 1, k]"""
+        split, copies, fixed = self.bound.split, self.bound.copies, self._fixed
+        rank_counts = torch.empty(0, dtype=torch.int64, device=batch.expert_ids.device)
+        if fixed is None:
+            num_experts = self.placement.num_experts
+            own = torch.bincount(batch.expert_ids.flatten() + 1, minlength=num_experts + 1)[1:]
+            if self.split_needs == "gathered":
+                rank_counts = self.collective.all_gather(own)[None, None]
+                counts = rank_counts.sum(2)
+            else:
+                counts = self.collective.all_reduce(own)[None, None]
+            fixed = fixed_point(split.fractions(counts, copies), copies)
+        return split.physical_ids(batch, rank_counts, fixed, copies, self.bound.setting.seed)
+
+    def _shared(self, batch: Batch, physical: torch.Tensor) -> torch.Tensor:
+        """-> [T]"""
+        num_ranks, rank = self.collective.size, self.collective.rank
+        ranks = torch.where(physical >= 0, physical // self.placement.slots_per_rank, -1)
+        loads = torch.zeros(1, 1, num_ranks, num_ranks, dtype=torch.int64, device=ranks.device)
+        loads[0, 0, rank] = torch.bincount(ranks.flatten() + 1, minlength=num_ranks + 1)[1:]
+        tokens = torch.zeros(1, 1, num_ranks, dtype=torch.int64, device=ranks.device)
+        tokens[0, 0, rank] = (batch.expert_ids >= 0).any(-1).sum()
+        routed = loads.sum(2)
+        if self.shared_needs:
+            both = self.collective.all_reduce(torch.stack([routed[0, 0], tokens[0, 0]]))
+            routed, tokens = both[None, None, 0], both[None, None, 1]
+        setting = self.bound.setting
+        work = SharedWork(
+            cost=setting.shared_cost,
+            seed=setting.seed,
+            top_k=setting.top_k,
+            steps=batch.steps,
+            layers=batch.layers,
+            routed=routed,
+            routed_by_source=loads,
+            tokens=tokens,
+            node_of_rank=self.bound.copies.node_of_rank,
+            batch=batch,
+            expert_ranks=ranks,
+        )
+        return self.bound.stack.shared.token_ranks(work)[:, 0]
+
+    def _slots(self, physical: torch.Tensor, shared_rank: torch.Tensor | None) -> torch.Tensor:
+        if shared_rank is None:
+            return physical
+        # A rank's shared slot follows its routed ones.
+        shifted = torch.where(physical >= 0, physical + physical // self.placement.slots_per_rank, -1)
+        last = self.slots_per_rank - 1
+        shared = torch.where(shared_rank >= 0, shared_rank * self.slots_per_rank + last, -1)
+        return torch.cat([shifted, shared[:, None]], dim=1)

@@ -1,0 +1,121 @@
+"""Dispatch and combine by DeepEP's kernels over NVLink (github.com/deepseek-ai/DeepEP, `Buffer`, normal mode)."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epsim.runtime.exchange.base import Received
+
+RANKS = (2, 4, 8)
+MOST_SLOTS = 128
+MOST_COLUMNS = 32
+MOST_HIDDEN = 8184
+BLOCK = 128
+"""Values that share a scale in float8."""
+
+
+def load() -> Any:
+    """The module, or a text that says why it cannot be used. Generations differ: what counts is its `Buffer`."""
+    try:
+        module = importlib.import_module("deep_ep")
+    except Exception as error:  # Its libraries fail to load in many ways, not by ImportError alone.
+        return f"import deep_ep fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
+    if not hasattr(module, "Buffer"):
+        return f"this deep_ep ({getattr(module, '__version__', 'of unknown version')}) has no Buffer"
+    return module
+
+
+def obstacle(
+    device: torch.device, dtype: torch.dtype, size: int, hidden: int, slots_per_rank: int, columns: int
+) -> str | None:
+    """Why deep_ep cannot serve, or None."""
+    if device.type != "cuda":
+        return "it needs GPUs"
+    if size not in RANKS:
+        return f"{size} ranks, and inside a node it serves {', '.join(map(str, RANKS))}"
+    if slots_per_rank > MOST_SLOTS:
+        return f"{slots_per_rank} experts a rank, the shared one among them, and it serves {MOST_SLOTS}"
+    if columns > MOST_COLUMNS:
+        return f"{columns} experts a token, and it serves {MOST_COLUMNS}"
+    if dtype != torch.bfloat16 or hidden > MOST_HIDDEN or hidden % 8:
+        return f"hidden {hidden} of {dtype}, and it serves bfloat16 up to {MOST_HIDDEN}, a multiple of 8"
+    found = load()
+    return found if isinstance(found, str) else None
+
+
+class DeepEPExchange:
+    """One buffer, shared by all layers of a shape.
+
+    fp8: dispatch in float8 (combine stays bfloat16). fixed_size: rows as many as the worst case has, R * max_tokens;
+    then nothing waits for the device, and a layer can be captured in a CUDA graph.
+    """
+
+    name = "deep_ep"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        slots_per_rank: int,
+        hidden: int,
+        max_tokens: int,
+        fp8: bool = False,
+        fixed_size: bool = False,
+        why: str = "asked for",
+    ) -> None:
+        module = load()
+        assert not isinstance(module, str), module
+        if fp8 and hidden % BLOCK:
+            raise ValueError(f"hidden size {hidden} is no multiple of {BLOCK}, the block that shares a scale in float8")
+        group = group or dist.group.WORLD
+        assert group is not None
+        self.size, self.slots_per_rank, self.fp8, self.why = dist.get_world_size(group), slots_per_rank, fp8, why
+        self.worst = self.size * max_tokens if fixed_size else 0
+        self.max_tokens, self.host_sync = max_tokens, not fixed_size
+        configs = (module.Buffer.get_dispatch_config(self.size), module.Buffer.get_combine_config(self.size))
+        num_bytes = max(config.get_nvl_buffer_size_hint(hidden * 2, self.size) for config in configs)
+        self.buffer = module.Buffer(group=group, num_nvl_bytes=num_bytes, num_rdma_bytes=0)
+
+    def dispatch(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> Received:
+        """hidden [T, H] bfloat16, slots [T, K] int64, weights [T, K] float32."""
+        if len(hidden) > self.max_tokens:
+            raise ValueError(f"{len(hidden)} tokens, more than max_tokens {self.max_tokens}")
+        self._num_tokens = len(hidden)
+        if not len(hidden):  # An idle rank sends one row nowhere: wrappers have crashed on none.
+            hidden = hidden.new_zeros(1, hidden.shape[1])
+            slots, weights = slots.new_full((1, slots.shape[1]), -1), weights.new_zeros(1, weights.shape[1])
+        payload: Any = hidden.contiguous()
+        if self.fp8:
+            from epsim.runtime.grouped import to_float8
+
+            payload = to_float8(payload)
+        per_rank, _, per_slot, in_rank, _ = self.buffer.get_dispatch_layout(slots, self.size * self.slots_per_rank)
+        got, got_slots, got_weights, _, handle, _ = self.buffer.dispatch(
+            payload,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_slot,
+            topk_idx=slots,
+            topk_weights=weights,
+            num_worst_tokens=self.worst,
+        )
+        rows, scales = got if self.fp8 else (got, None)
+        return Received(rows, scales, got_slots, got_weights, (handle, self._num_tokens))
+
+    def combine(self, outputs: torch.Tensor, received: Received) -> torch.Tensor:
+        handle, num_tokens = received.handle
+        total: torch.Tensor = self.buffer.combine(outputs, handle)[0]
+        return total[:num_tokens]
+
+    def close(self) -> None:
+        """Frees the buffer; before the process group is destroyed."""
+        del self.buffer
+
+
+def bytes_sent(num_rows: int, hidden: int, fp8: bool) -> int:
+    """Of `num_rows` rows (tokens by ranks) in dispatch: values and scales."""
+    return num_rows * (hidden + 4 * math.ceil(hidden / BLOCK) if fp8 else 2 * hidden)

@@ -1,0 +1,111 @@
+"""The experts of one rank: weights by local slot, and what rows of tokens become under them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from epsim.runtime.exchange.base import Received
+from epsim.runtime.shapes import LayerShape
+from epsim.runtime.weights import Weights, WeightSource
+
+
+class Experts(torch.nn.Module):
+    """Local slots 0..S-1 hold routed experts; slot S is the shared one, where the shape has one.
+
+    Weights lie in rows, which slots point to, so that a moved expert can arrive in a spare row and take its slot's
+    place at once. gate_up [rows, 2 I, H], down [rows, H, I]; row_of_slot [S + shared] int64; the shared expert's
+    weights are the last row, or apart (`shared_gate_up`, `shared_down`) where its width is another.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        layer: int,
+        local_experts: list[int],
+        weights: WeightSource,
+        device: torch.device,
+        dtype: torch.dtype,
+        spare: int = 0,
+    ) -> None:
+        """local_experts: the logical expert of each local slot. spare: rows for experts that arrive while running."""
+        super().__init__()
+        self.shape, self.layer, self.num_slots, self.dtype = shape, layer, len(local_experts), dtype
+        self.apart = shape.has_shared and shape.shared_intermediate != shape.intermediate
+        together = shape.has_shared and not self.apart
+        num_rows = self.num_slots + spare + together
+        size = (num_rows, 2 * shape.intermediate, shape.hidden)
+        self.gate_up: torch.Tensor
+        self.down: torch.Tensor
+        self.row_of_slot: torch.Tensor
+        self.register_buffer("gate_up", torch.zeros(size, device=device, dtype=dtype))
+        self.register_buffer(
+            "down", torch.zeros(num_rows, shape.hidden, shape.intermediate, device=device, dtype=dtype)
+        )
+        for row, expert in enumerate(local_experts):
+            self._put(row, weights.routed(layer, expert))
+        if together:
+            self._put(num_rows - 1, weights.shared(layer))
+        if self.apart:
+            gate_up, down = weights.shared(layer)
+            self.shared_gate_up: torch.Tensor
+            self.shared_down: torch.Tensor
+            self.register_buffer("shared_gate_up", gate_up.to(device, dtype)[None].contiguous())
+            self.register_buffer("shared_down", down.to(device, dtype)[None].contiguous())
+        rows = [*range(self.num_slots), num_rows - 1] if shape.has_shared else [*range(self.num_slots)]
+        self._rows = rows
+        self.register_buffer("row_of_slot", torch.tensor(rows, device=device))
+        self.spare_rows = list(range(self.num_slots, self.num_slots + spare))
+
+    def _put(self, row: int, weights: Weights) -> None:
+        gate_up, down = weights
+        self.gate_up[row].copy_(gate_up)
+        self.down[row].copy_(down)
+
+    def bytes_of(self, slot: int | None = None, row: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """A slot's or a row's weights, as two flat views of bytes."""
+        at = row if slot is None else self._rows[slot]
+        assert at is not None
+        return self.gate_up[at].view(-1).view(torch.uint8), self.down[at].view(-1).view(torch.uint8)
+
+    def switch(self, rows: dict[int, int]) -> None:
+        """Slots take the weights of these rows, which were spare; those they had become spare."""
+        for slot, row in rows.items():
+            self.spare_rows.remove(row)
+            self.spare_rows.append(self._rows[slot])
+            self._rows[slot] = row
+        # In place: a captured graph reads this table.
+        self.row_of_slot.copy_(torch.tensor(self._rows))
+
+    def forward(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> outputs [N, H]: each row's weighted sum over its local slots; counts [S + shared] int64 of rows a slot
+        served."""
+        if received.hidden.is_cuda:
+            from epsim.runtime import grouped
+
+            return grouped.compute(self, received)
+        return self._plain(received)
+
+    def _plain(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, slots = received.hidden.to(self.dtype), received.slots
+        total = torch.zeros(hidden.shape, dtype=torch.float32)
+        num_slots = self.num_slots + self.shape.has_shared
+        counts = torch.bincount(slots.flatten() + 1, minlength=num_slots + 1)[1:]
+        for slot in counts.nonzero()[:, 0].tolist():
+            row, column = (slots == slot).nonzero(as_tuple=True)
+            gate_up, down = self._weights(slot)
+            output = mlp(hidden[row], gate_up, down)
+            total.index_add_(0, row, output.float() * received.weights[row, column, None])
+        return total.to(self.dtype), counts
+
+    def _weights(self, slot: int) -> Weights:
+        if self.apart and slot == self.num_slots:
+            return self.shared_gate_up[0], self.shared_down[0]
+        row = self._rows[slot]
+        return self.gate_up[row], self.down[row]
+
+
+def mlp(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """hidden [n, H], gate_up [2 I, H], down [H, I] -> [n, H]: silu(gate) * up, projected down."""
+    gate, up = F.linear(hidden, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)

@@ -1,0 +1,232 @@
+"""A new placement while the layer runs: weights move in chunks between steps, and a slot changes over only whole.
+
+Slots that change are taken in waves, as many a rank as it has spare rows; the placement after each wave holds every
+expert. In a wave the arriving experts' weights go to spare rows, at most `bytes_per_step` into and out of any rank in a
+step; when all have arrived, every rank, at the same step, points the slots to their new rows and takes the wave's
+placement. So tokens meet old or new experts, never a half-moved one, and nothing is copied at the change. All ranks
+make the same plan from the same placements; nothing is negotiated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from epsim.placement.base import Placement
+from epsim.runtime.balance import Balancer
+from epsim.runtime.layer import ExpertParallelMoE
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The weights in physical expert `source` become those of physical expert `target`."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes begin..end of a move: of a wave's `move`-th."""
+
+    move: int
+    begin: int
+    end: int
+
+
+def plan_waves(old: list[int], new: list[int], num_ranks: int, spare: int) -> list[list[int]]:
+    """Slots that change in each wave. old, new [P]: the experts in each slot.
+
+    A slot whose expert has its last copy there takes with it a slot where that expert arrives. Raises ValueError where
+    `spare` rows a rank do not suffice.
+    """
+    per_rank = len(old) // num_ranks
+    now, pending = list(old), [slot for slot in range(len(old)) if old[slot] != new[slot]]
+    waves: list[list[int]] = []
+    while pending:
+        wave: list[int] = []
+        after = list(now)
+        for slot in pending:
+            if slot in wave:
+                continue
+            trial, result = [*wave, slot], list(after)
+            result[slot] = new[slot]
+            lost = now[slot]
+            while lost not in result:
+                arriving = next(other for other in pending if other not in trial and new[other] == lost)
+                trial.append(arriving)
+                result[arriving] = lost
+                lost = now[arriving]
+            used = [0] * num_ranks
+            for chosen in trial:
+                used[chosen // per_rank] += 1
+            if max(used) <= spare:
+                wave, after = trial, result
+        if not wave:
+            raise ValueError(
+                f"{spare} spare slots a rank do not suffice for this relocation: give more, {per_rank} always do"
+            )
+        waves.append(wave)
+        now = after
+        pending = [slot for slot in pending if slot not in wave]
+    return waves
+
+
+def plan_moves(now: list[int], new: list[int], wave: list[int], per_rank: int) -> list[Move]:
+    """Where each arriving expert comes from: a copy on the same rank, else the rank that gives least so far."""
+    given: dict[int, int] = {}
+    moves = []
+    for target in wave:
+        holders = [slot for slot, expert in enumerate(now) if expert == new[target]]
+        own = [slot for slot in holders if slot // per_rank == target // per_rank]
+        source = own[0] if own else min(holders, key=lambda slot: (given.get(slot // per_rank, 0), slot))
+        if not own:
+            given[source // per_rank] = given.get(source // per_rank, 0) + 1
+        moves.append(Move(source, target))
+    return moves
+
+
+def plan_pieces(moves: list[Move], per_rank: int, num_bytes: int, most: int) -> list[list[Piece]]:
+    """Steps of pieces: into and out of every rank at most `most` bytes in each, in order of moves."""
+    left = dict.fromkeys(range(len(moves)), 0)
+    steps: list[list[Piece]] = []
+    while left:
+        into: dict[int, int] = {}
+        out: dict[int, int] = {}
+        step = []
+        for place, begin in list(left.items()):
+            source, target = moves[place].source // per_rank, moves[place].target // per_rank
+            size = min(num_bytes - begin, most - into.get(target, 0), most - out.get(source, 0))
+            if size <= 0:
+                continue
+            into[target], out[source] = into.get(target, 0) + size, out.get(source, 0) + size
+            step.append(Piece(place, begin, begin + size))
+            left[place] = begin + size
+            if begin + size == num_bytes:
+                del left[place]
+        steps.append(step)
+    return steps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wave:
+    moves: list[Move]
+    steps: list[list[Piece]]
+    balancer: Balancer
+
+
+class Relocation:
+    """A layer on its way to a new placement [1, P]. Collective to make: all ranks must name the same placement.
+
+    num_steps: calls of `advance` that it takes. done: whether the new placement is in force.
+    """
+
+    def __init__(self, layer: ExpertParallelMoE, placement: Placement, bytes_per_step: int) -> None:
+        """Raises ValueError where the placement does not fit, ranks name different ones, or spare slots are too few."""
+        balancer, experts = layer.balancer, layer.experts
+        if bytes_per_step < 1:
+            raise ValueError(f"bytes per step {bytes_per_step}: give at least 1")
+        old = balancer.placement
+        same = (placement.num_layers, placement.num_physical, placement.num_experts, placement.num_ranks)
+        if same != (1, old.num_physical, old.num_experts, old.num_ranks):
+            raise ValueError(
+                f"a placement of {placement.num_layers} layers, {placement.num_physical} slots, "
+                f"{placement.num_experts} experts and {placement.num_ranks} ranks cannot follow one of 1 layer, "
+                f"{old.num_physical} slots, {old.num_experts} experts and {old.num_ranks} ranks"
+            )
+        self.layer, self.collective = layer, balancer.collective
+        self._check_agreement(placement, bytes_per_step)
+        self.per_rank = old.slots_per_rank
+        now, new = old.physical_to_logical[0].tolist(), placement.physical_to_logical[0].tolist()
+        gate_up, down = experts.bytes_of(row=0)
+        self._parts = (gate_up.numel(), gate_up.numel() + down.numel())
+        self._waves: list[Wave] = []
+        for slots in plan_waves(now, new, old.num_ranks, len(experts.spare_rows)):
+            moves = plan_moves(now, new, slots, self.per_rank)
+            for slot in slots:
+                now[slot] = new[slot]
+            table = torch.tensor([now], device=old.physical_to_logical.device)
+            there = Placement(table, old.num_experts, old.num_ranks, old.num_nodes)
+            steps = plan_pieces(moves, self.per_rank, self._parts[1], bytes_per_step)
+            self._waves.append(Wave(moves, steps, balancer.on(there)))
+        self.num_steps = sum(len(wave.steps) for wave in self._waves)
+        self._wave, self._step = 0, 0
+        self._rows: dict[int, int] = {}
+
+    @property
+    def done(self) -> bool:
+        return self._wave == len(self._waves)
+
+    def advance(self, step: int) -> int:
+        """Moves the next pieces, between two steps; the wave's last pieces change its slots over. Collective.
+
+        Returns the bytes that came into this rank.
+        """
+        if self.done:
+            return 0
+        clock, wave = self.layer.clock, self._waves[self._wave]
+        clock.enter("relocate", step, self.layer.layer)
+        if not self._rows:
+            own = [move.target for move in wave.moves if move.target // self.per_rank == self.collective.rank]
+            self._rows = dict(zip(own, self.layer.experts.spare_rows))
+        received = self._transfer(wave, wave.steps[self._step])
+        self._step += 1
+        if self._step == len(wave.steps):
+            self.layer.experts.switch({slot % self.per_rank: row for slot, row in self._rows.items()})
+            self.layer.balancer = wave.balancer
+            self._wave, self._step, self._rows = self._wave + 1, 0, {}
+        clock.enter("idle")
+        return received
+
+    def _transfer(self, wave: Wave, pieces: list[Piece]) -> int:
+        rank, operations, received = self.collective.rank, [], 0
+        for piece in pieces:
+            move = wave.moves[piece.move]
+            source, target = move.source // self.per_rank, move.target // self.per_rank
+            if rank not in (source, target):
+                continue
+            given = self._bytes(piece, slot=move.source % self.per_rank) if rank == source else []
+            taken = self._bytes(piece, row=self._rows[move.target]) if rank == target else []
+            received += sum(part.numel() for part in taken)
+            if source == target:
+                for here, there in zip(given, taken):
+                    there.copy_(here)
+                continue
+            operations += [self._operation(dist.isend, part, target) for part in given]
+            operations += [self._operation(dist.irecv, part, source) for part in taken]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        return received
+
+    def _operation(self, kind: object, part: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, part, group=self.collective.group, group_peer=peer)  # type: ignore[arg-type]
+
+    def _bytes(self, piece: Piece, slot: int | None = None, row: int | None = None) -> list[torch.Tensor]:
+        """The piece of a slot's or row's weights: of gate and up, of down, or of both."""
+        gate_up, down = self.layer.experts.bytes_of(slot, row)
+        cut = self._parts[0]
+        parts = [gate_up[piece.begin : min(piece.end, cut)], down[max(piece.begin - cut, 0) : max(piece.end - cut, 0)]]
+        return [part for part in parts if part.numel()]
+
+    def _check_agreement(self, placement: Placement, bytes_per_step: int) -> None:
+        """One small collective; on NCCL it also opens the connections, before any step waits for them."""
+        if self.collective.size == 1:
+            return
+        device = self.layer.experts.gate_up.device
+        name = int(placement.version, 16) ^ (bytes_per_step << 4)
+        mine = torch.tensor([name % 2**48], dtype=torch.int64, device=device)
+        names = [torch.empty_like(mine) for _ in range(self.collective.size)]
+        dist.all_gather(names, mine, group=self.collective.group)
+        different = [rank for rank, other in enumerate(names) if int(other) != int(names[0])]
+        if different:
+            raise ValueError(f"rank {different[0]} was given another placement or bound to relocate to than rank 0")
+        right, left = (
+            (self.collective.rank + 1) % self.collective.size,
+            (self.collective.rank - 1) % self.collective.size,
+        )
+        first = [self._operation(dist.isend, mine, right), self._operation(dist.irecv, torch.empty_like(mine), left)]
+        for work in dist.batch_isend_irecv(first):
+            work.wait()

@@ -1,0 +1,157 @@
+"""Which experts a token takes, and with what weights: the rules of the models that the layer shapes stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from epsim.runtime.shapes import LayerShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """ids [T, k] int64: logical experts, -1 for none; weights [T, k] float32, 0 there.
+
+    shared_weight [T] float32: of the shared expert's output. finite [] bool: whether all scores were numbers.
+    """
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    shared_weight: torch.Tensor
+    finite: torch.Tensor
+
+
+class Router(torch.nn.Module):
+    """A linear layer's logits, scored, the best k chosen, and those weighed. Rules override `score` and `choose`.
+
+    weight [E, H]; bias [E] float32: added to the scores for choosing only; gate [H] or None: of the shared expert.
+    """
+
+    def __init__(self, shape: LayerShape, weight: torch.Tensor, gate: torch.Tensor | None = None) -> None:
+        super().__init__()
+        if tuple(weight.shape) != (shape.num_experts, shape.hidden):
+            raise ValueError(f"router weight is {list(weight.shape)}, not [{shape.num_experts}, {shape.hidden}]")
+        self.shape = shape
+        self.weight: torch.Tensor
+        self.gate: torch.Tensor | None
+        self.register_buffer("weight", weight)
+        self.register_buffer("gate", gate)
+
+    def score(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits [T, E] float32 -> scores [T, E] float32, which weights are made of."""
+        raise NotImplementedError
+
+    def choose(self, scores: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        """scores [T, E], token_ids [T] int64 -> [T, k] int64."""
+        return scores.topk(self.shape.top_k, dim=-1).indices
+
+    def forward(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, forced_ids: torch.Tensor | None = None
+    ) -> Routing:
+        """hidden [T, H] -> Routing. forced_ids [T, k] take the place of the choice, and are weighed by the scores."""
+        logits = F.linear(hidden, self.weight).float()
+        scores = self.score(logits)
+        ids = self.choose(scores, token_ids) if forced_ids is None else forced_ids
+        weights = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+        if self.shape.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        shared = hidden.new_ones(len(hidden), dtype=torch.float32)
+        if self.gate is not None:
+            shared = F.linear(hidden, self.gate[None]).float().sigmoid()[:, 0]
+        return Routing(ids, weights * self.shape.scaling, shared, scores.isfinite().all())
+
+
+class SoftmaxTopK(Router):
+    """Probabilities, the k largest (Qwen, OLMoE, Mixtral)."""
+
+    def score(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.softmax(-1)
+
+
+class SigmoidGroups(Router):
+    """DeepSeek-V3 (modeling_deepseek.py, MoEGate "noaux_tc"): chosen by sigmoid plus bias, weighed by the sigmoid.
+
+    Of `groups` equal groups of experts those `top_groups` stay whose two largest biased scores have the largest sum.
+    """
+
+    def __init__(
+        self, shape: LayerShape, weight: torch.Tensor, bias: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(shape, weight, gate)
+        if tuple(bias.shape) != (shape.num_experts,):
+            raise ValueError(f"router bias is {list(bias.shape)}, not [{shape.num_experts}]")
+        self.bias: torch.Tensor
+        self.register_buffer("bias", bias.float())
+
+    def score(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.sigmoid()
+
+    def choose(self, scores: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        biased = scores + self.bias
+        if self.shape.top_groups < self.shape.groups:
+            grouped = biased.reshape(len(biased), self.shape.groups, self.shape.num_experts // self.shape.groups)
+            best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+            kept = torch.zeros_like(best_two, dtype=torch.bool)
+            kept.scatter_(1, best_two.topk(self.shape.top_groups, dim=-1).indices, True)
+            biased = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        return super().choose(biased, token_ids)
+
+
+class TokenHash(Router):
+    """DeepSeek-V4's first layers: a table tells each token id's experts; scores sqrt(softplus) only weigh them.
+
+    table [vocabulary, k] int64.
+    """
+
+    def __init__(
+        self, shape: LayerShape, weight: torch.Tensor, table: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(shape, weight, gate)
+        if table.ndim != 2 or table.shape[1] != shape.top_k or not len(table):
+            raise ValueError(f"the hash router's table is {list(table.shape)}, not [vocabulary, {shape.top_k}]")
+        self.table: torch.Tensor
+        self.register_buffer("table", table)
+
+    def score(self, logits: torch.Tensor) -> torch.Tensor:
+        return F.softplus(logits).sqrt()
+
+    def choose(self, scores: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
+        if token_ids is None:
+            raise ValueError("a router that hashes the token's id needs token_ids [T]")
+        if token_ids.shape[0] != scores.shape[0]:
+            raise ValueError(f"{token_ids.shape[0]} token ids given for {scores.shape[0]} tokens")
+        # On a GPU this would wait for the device, which checks the index itself.
+        outside = (token_ids < 0) | (token_ids >= len(self.table))
+        if not token_ids.is_cuda and bool(outside.any()):
+            worst = int(token_ids[outside][0])
+            raise ValueError(f"token id {worst} is outside 0..{len(self.table) - 1}, the hash router's table")
+        return self.table[token_ids]
+
+
+def hash_table(vocabulary: int, shape: LayerShape, seed: int, layer: int) -> torch.Tensor:
+    """[vocabulary, k] int64: k different experts for every token id, all equally likely."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    parts = [
+        torch.rand(size, shape.num_experts, generator=generator).topk(shape.top_k, dim=1).indices
+        for size in (min(4096, vocabulary - first) for first in range(0, vocabulary, 4096))
+    ]
+    return torch.cat(parts)
+
+
+def make_router(
+    shape: LayerShape, layer: int, seed: int, device: torch.device, dtype: torch.dtype, vocabulary: int = 4096
+) -> Router:
+    """The shape's router with weights drawn from (seed, layer), the same on every rank."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    weight = torch.randn(shape.num_experts, shape.hidden, generator=generator) / shape.hidden**0.5
+    weight = weight.to(device, dtype)
+    gate = torch.randn(shape.hidden, generator=generator) / shape.hidden**0.5
+    shared_gate = gate.to(device, dtype) if shape.shared_gate else None
+    if shape.router == "sigmoid-groups":
+        bias = torch.randn(shape.num_experts, generator=generator) * 0.01
+        return SigmoidGroups(shape, weight, bias.to(device), shared_gate)
+    if shape.router == "hash":
+        return TokenHash(shape, weight, hash_table(vocabulary, shape, seed, layer).to(device), shared_gate)
+    return SoftmaxTopK(shape, weight, shared_gate)

@@ -1,0 +1,91 @@
+"""An expert's weights by its logical number: the same wherever it is placed."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from epsim.runtime.routers import Router, SoftmaxTopK
+from epsim.runtime.shapes import LayerShape, shape_of_config
+from epsim.traces.routers import find_routers
+
+Weights: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""gate_up [2 I, H]: the gate's projection above that of up; down [H, I]."""
+
+
+class WeightSource(Protocol):
+    def routed(self, layer: int, expert: int) -> Weights: ...
+
+    def shared(self, layer: int) -> Weights: ...
+
+
+class RandomWeights:
+    """Normal, scaled by the width of their inputs; drawn on `device` from (seed, layer, expert) alone."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        seed: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.shape, self.seed = shape, seed
+        self.device, self.dtype = device or torch.device("cpu"), dtype
+
+    def routed(self, layer: int, expert: int) -> Weights:
+        return self._draw(layer, expert, self.shape.intermediate)
+
+    def shared(self, layer: int) -> Weights:
+        return self._draw(layer, self.shape.num_experts, self.shape.shared_intermediate)
+
+    def _draw(self, layer: int, number: int, intermediate: int) -> Weights:
+        generator = torch.Generator(self.device)
+        generator.manual_seed(((self.seed % 2**20) << 40) + (layer << 20) + number)
+
+        def draw(rows: int, columns: int) -> torch.Tensor:
+            values = torch.randn(rows, columns, generator=generator, device=self.device, dtype=torch.float32)
+            scaled: torch.Tensor = values / columns**0.5
+            return scaled.to(self.dtype)
+
+        return draw(2 * intermediate, self.shape.hidden), draw(self.shape.hidden, intermediate)
+
+
+class ModelWeights:
+    """Those of a transformers model of Qwen2-MoE's class, by the model's own layer numbers.
+
+    shape: of its layers. router(layer): its real router.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.shape = shape_of_config(model.config.to_dict(), type(model).__name__)
+        self._blocks: dict[int, dict[str, Any]] = {}
+        by_module = {id(found.module): found.layer for found in find_routers(model)}
+        for block in model.modules():
+            children = dict(block.named_children())
+            if id(children.get("gate")) in by_module:
+                self._blocks[by_module[id(children["gate"])]] = children
+        self.layers = tuple(sorted(self._blocks))
+
+    def routed(self, layer: int, expert: int) -> Weights:
+        experts = self._block(layer)["experts"]
+        return experts.gate_up_proj[expert].detach(), experts.down_proj[expert].detach()
+
+    def shared(self, layer: int) -> Weights:
+        shared = self._block(layer)["shared_expert"]
+        gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
+        return gate_up.detach(), shared.down_proj.weight.detach()
+
+    def router(self, layer: int, device: torch.device, dtype: torch.dtype) -> Router:
+        block = self._block(layer)
+        gate = None
+        if self.shape.shared_gate:
+            gate = block["shared_expert_gate"].weight.detach()[0].to(device, dtype)
+        return SoftmaxTopK(self.shape, block["gate"].weight.detach().to(device, dtype), gate)
+
+    def _block(self, layer: int) -> dict[str, Any]:
+        if layer not in self._blocks:
+            raise ValueError(
+                f"the model has no mixture-of-experts layer {layer}, only {', '.join(map(str, self.layers))}"
+            )
+        return self._blocks[layer]
