@@ -1,0 +1,22 @@
+// What only a device has: shared memory of a launch's size, and blocks of a cluster that read each other's.
+
+extern __shared__ uint4 shared_memory[];
+
+__device__ u32 block_of_cluster() {
+  u32 block;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+  return block;
+}
+
+// All threads of the cluster have come, and see what the others wrote before.
+__device__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// What another block of the cluster has at the place of its shared memory where this block has `mine`.
+__device__ u32 read_of_block(const u32 *mine, u32 block) {
+  u32 here = static_cast<u32>(__cvta_generic_to_shared(mine)), there, value;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
+  return value;
+}

@@ -1,0 +1,92 @@
+// From a batch's top-k ids to physical experts, as a source rank sees it, equal to epsim/policies integer for integer:
+// count, then (after the collective and the split) assign; total, quotas and serve between them where the stack needs
+// them. cuda.py says when.
+//
+// tests/kernels/dispatch/grid.h compiles this file for the host, a fiber a thread.
+
+#include "state.cuh"
+
+#include "device.cuh"
+
+#include "count.cuh"
+
+#include "ends.cuh"
+
+#include "ranks.cuh"
+
+#include "water.cuh"
+
+// The slot of a token's expert.
+__device__ int slot_of(const Arguments &a, const u32 *end, u64 key, u32 word, int token, int j) {
+  u32 expert = word >> ORDINAL_BITS, index = word & ((1u << ORDINAL_BITS) - 1);
+  if (a.follow == STATIC) return a.nearest[a.rank * a.experts + expert];
+  int first = a.first[expert];
+  if (a.first[expert + 1] - first == 1) return a.slot[first];
+  u32 point = index;
+  if (a.follow == SAMPLED)
+    point = static_cast<u32>(draw(a, key, token, j, BITS));
+  else if (a.follow == SYSTEMATIC)
+    point = static_cast<u32>(((static_cast<u64>(index) << BITS) + offset(a, a.rank, expert)) / a.own[expert]);
+  return a.slot[copy_at(a, end, expert, point)];
+}
+
+// A block takes as many whole tokens at a time as it has threads for their top-k.
+extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_constant__ Arguments a) {
+  char *at = reinterpret_cast<char *>(shared_memory);
+  int k = a.top_k, per_block = THREADS / k, local = threadIdx.x / k, j = threadIdx.x % k;
+  bool fits = local < per_block;
+  auto word_at = [&](int token) {
+    return fits && token < a.tokens ? a.words[static_cast<i64>(token) * k + j] : NONE;
+  };
+  int begin = blockIdx.x * per_block;
+  u32 word = word_at(begin + local);  // on its way while the ends are found
+  u32 *end = take<u32>(at, a.slots);
+  find_ends(a, end);
+  Water water = place_water(a, at);
+  int *visited = take<int>(at, THREADS);
+  i64 *weight = take<i64>(at, THREADS);
+  bool fills = a.shared == VISITED || a.shared == EVERY;
+  if (fills) {
+    find_loads(a, end, water);
+    find_weights(a, water);
+    fills = a.own[a.experts] >= FEW_TOKENS;
+  }
+  u64 key = a.follow == SAMPLED || fills ? rank_key(a) : 0;
+  int on_rank = slots_per_rank(a);
+  for (; begin < a.tokens; begin += gridDim.x * per_block) {
+    int token = begin + local;
+    bool here = fits && token < a.tokens;
+    int slot = word == NONE ? -1 : slot_of(a, end, key, word, token, j), rank = slot < 0 ? -1 : slot / on_rank;
+    word = word_at(token + gridDim.x * per_block);
+    if (here) a.physical[static_cast<i64>(token) * k + j] = slot;
+    if (a.shared == NO_SHARED) continue;
+    if (here) a.slots_out[static_cast<i64>(token) * (k + 1) + j] = slot < 0 ? -1 : slot + rank;
+    visited[threadIdx.x] = rank;
+    __syncthreads();
+    const int *ranks = visited + local * k;
+    bool some = false, again = rank == a.rank;
+    for (int i = 0; here && i < k; ++i) {
+      some = some || ranks[i] >= 0;
+      again = again || (i < j && ranks[i] == rank);
+    }
+    if (a.shared == VISITED) {
+      weight[threadIdx.x] = rank < 0 || again ? 0 : water.weight[rank];
+      __syncthreads();
+    }
+    auto give = [&](int chosen) {
+      a.shared_rank[token] = chosen;
+      a.slots_out[static_cast<i64>(token) * (k + 1) + k] = chosen < 0 ? -1 : chosen * (on_rank + 1) + on_rank;
+    };
+    if (here && (!some || !fills)) {
+      if (j == 0) give(some ? a.rank : -1);
+    } else if (here && a.shared == EVERY) {
+      if (j == 0) give(choose_of_all(a, water, draw(a, key, token, k, 63)));
+    } else if (here) {
+      u64 number = draw(a, key, token, k, 63);
+      int chosen = rank < 0 ? -1 : choose_of_visited(a, water, ranks, weight + local * k, j, number);
+      if (j == 0 && chosen < 0) chosen = choose_of_visited(a, water, ranks, weight + local * k, k, number);
+      if (chosen >= 0) give(chosen);
+    }
+    __syncthreads();
+  }
+}

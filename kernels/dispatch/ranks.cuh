@@ -1,0 +1,133 @@
+// What the counts of all ranks say: their sum, this rank's part of an integral split, and what every rank serves.
+
+const int LINES = THREADS / 32;
+
+// loads = the sum of rows over ranks; a block has 32 experts, its warps have ranks in turn.
+extern "C" __global__ void __launch_bounds__(THREADS) total(const __grid_constant__ Arguments a) {
+  char *at = reinterpret_cast<char *>(shared_memory);
+  i64 *part = take<i64>(at, THREADS);
+  int lane = threadIdx.x % 32, line = threadIdx.x / 32, e = blockIdx.x * 32 + lane;
+  i64 sum = 0;
+  if (e <= a.experts)
+#pragma unroll 4
+    for (int r = line; r < a.ranks; r += LINES) sum += a.rows[static_cast<i64>(r) * (a.experts + 1) + e];
+  part[threadIdx.x] = sum;
+  __syncthreads();
+  if (line || e > a.experts) return;
+  for (int i = 1; i < LINES; ++i) sum += part[32 * i + lane];
+  a.loads[e] = sum;
+}
+
+__device__ int least(int a, int b) { return b < a ? b : a; }
+__device__ int most(int a, int b) { return b > a ? b : a; }
+__device__ int overlap(int a, int a_end, int b, int b_end) { return most(least(a_end, b_end) - most(a, b), 0); }
+
+__device__ int warp_sum_before(int value, int lane) {
+  int sum = value;
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    int lower = __shfl_up_sync(ALL, sum, by);
+    if (lane >= by) sum += lower;
+  }
+  return sum;
+}
+
+// In place, sums[i] = values[0] + ... + values[i - 1] for i = 0 .. num.
+__device__ void running_sums(int *sums, int num, int lane) {
+  int before = 0;
+  for (int base = 0; base <= num; base += 32) {
+    int value = base + lane < num ? sums[base + lane] : 0;
+    int sum = warp_sum_before(value, lane);
+    if (base + lane <= num) sums[base + lane] = before + sum - value;
+    before += __shfl_sync(ALL, sum, 31);
+  }
+  __syncwarp();
+}
+
+// gathered.gathered_quotas of this rank: a warp an expert. A rank's copies serve its own tokens first; what is left of
+// tokens and of room meets in order of ranks, within nodes and then anywhere. Copies of a rank fill one by one.
+extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_constant__ Arguments a) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * LINES + warp, ranks = a.ranks;
+  char *at = reinterpret_cast<char *>(shared_memory);
+  int *sums = take<int>(at, LINES * 5 * (ranks + 1)) + warp * 5 * (ranks + 1);
+  int *room = sums, *tokens_1 = room + ranks + 1, *room_1 = tokens_1 + ranks + 1;  // after the ranks' own
+  int *tokens_2 = room_1 + ranks + 1, *room_2 = tokens_2 + ranks + 1;              // after the nodes' own
+  if (e >= a.experts) return;
+  int first = a.first[e], last = a.first[e + 1];
+  if (last - first == 1) return;
+  const i64 *split = static_cast<const i64 *>(a.split);
+  for (int r = lane; r <= ranks; r += 32) room[r] = 0;
+  __syncwarp();
+  for (int p = first + lane; p < last; p += 32)
+    atomicAdd(&room[a.slot[p] / slots_per_rank(a)], static_cast<int>(split[a.slot[p]]));
+  __syncwarp();
+  for (int r = lane; r < ranks; r += 32) {
+    int tokens = static_cast<int>(a.rows[static_cast<i64>(r) * (a.experts + 1) + e]);
+    tokens_1[r] = most(tokens - room[r], 0);
+    room_1[r] = most(room[r] - tokens, 0);
+  }
+  __syncwarp();
+  running_sums(room, ranks, lane);
+  running_sums(tokens_1, ranks, lane);
+  running_sums(room_1, ranks, lane);
+  for (int r = lane; r < ranks; r += 32) {
+    int start = a.node_start[r], end = a.node_start[ranks + r];
+    int tokens_end = tokens_1[r + 1] - tokens_1[start], room_end = room_1[r + 1] - room_1[start];
+    int tokens = tokens_1[r + 1] - tokens_1[r], space = room_1[r + 1] - room_1[r];
+    tokens_2[r] = least(tokens, most(tokens_end - (room_1[end] - room_1[start]), 0));
+    room_2[r] = least(space, most(room_end - (tokens_1[end] - tokens_1[start]), 0));
+  }
+  __syncwarp();
+  running_sums(tokens_2, ranks, lane);
+  running_sums(room_2, ranks, lane);
+
+  // This rank's tokens in the orders of its node and of all, and the room that they meet there.
+  int rank = a.rank, start = a.node_start[rank], end = a.node_start[ranks + rank];
+  int near = tokens_1[rank] - tokens_1[start], near_end = tokens_1[rank + 1] - tokens_1[start];
+  int far = tokens_2[rank], far_end = tokens_2[rank + 1], before = 0, room_before = 0;
+  for (int base = first; base < last; base += 32) {
+    int p = base + lane, taken = 0, space = p < last ? static_cast<int>(split[a.slot[p]]) : 0;
+    int upper = warp_sum_before(space, lane);
+    if (p < last) {
+      int r = a.slot[p] / slots_per_rank(a);
+      // The copy's part of its rank's room, which own, node's and other tokens fill in this order.
+      int high = room_before + upper - room[r], low = high - space;
+      int all = room[r + 1] - room[r], left_1 = room_1[r + 1] - room_1[r], left_2 = room_2[r + 1] - room_2[r];
+      if (r == rank) taken += overlap(low, high, 0, all - left_1);
+      if (r >= start && r < end) {
+        int shift = all - left_1 - (room_1[r] - room_1[start]);
+        taken += overlap(low, least(high, all - left_2), most(near + shift, all - left_1), near_end + shift);
+      }
+      int shift = all - left_2 - room_2[r];
+      taken += overlap(low, high, most(far + shift, all - left_2), far_end + shift);
+    }
+    room_before += __shfl_sync(ALL, upper, 31);
+    int sum = warp_sum_before(taken, lane);
+    if (p < last) a.ends[p] = before + sum;
+    before += __shfl_sync(ALL, sum, 31);
+  }
+}
+
+// routed += what each rank serves of all ranks' tokens. A block has some copies, or experts, and 16 source ranks.
+extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constant__ Arguments a) {
+  const int SOURCES = 16;
+  char *at = reinterpret_cast<char *>(shared_memory);
+  u32 *end = take<u32>(at, a.slots);
+  find_ends(a, end);
+  int begin = blockIdx.y * SOURCES, stop = least(begin + SOURCES, a.ranks);
+  int p = blockIdx.x * THREADS + threadIdx.x;
+  u64 *routed = reinterpret_cast<u64 *>(a.routed);
+  if (a.follow == STATIC) {
+    for (int r = begin; r < stop && p < a.experts; ++r) {
+      i64 number = a.rows[static_cast<i64>(r) * (a.experts + 1) + p];
+      if (number) atomicAdd(&routed[a.nearest[r * a.experts + p] / slots_per_rank(a)], static_cast<u64>(number));
+    }
+    return;
+  }
+  if (p >= a.slots) return;
+  i64 sum = 0;
+#pragma unroll 4
+  for (int r = begin; r < stop; ++r)
+    sum += quota(a, end, p, r, a.rows[static_cast<i64>(r) * (a.experts + 1) + a.expert[p]]);
+  if (sum) atomicAdd(&routed[a.slot[p] / slots_per_rank(a)], static_cast<u64>(sum));
+}
