@@ -18,6 +18,7 @@ import typer
 
 import epsim
 from epsim.cli_model import app as model_app
+from epsim.cli_run import run_command
 from epsim.cli_traces import (
     BatchOption,
     ExpertsOption,
@@ -205,6 +206,9 @@ def plan_command(
     planned = placements[placement]
     write_placement(planned, out, format_name, recorded.meta.layers)
     print(f"{out}: {placement} for {ranks} ranks, {planned.num_physical} slots a layer, {format_name} format")
+
+
+app.command("run")(run_command)
 
 
 def _selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:

@@ -1,0 +1,15 @@
+"""A job of one rank in this very process: to look, to debug, to profile."""
+
+from __future__ import annotations
+
+from epsim.launch.options import RunOptions
+from epsim.launch.worker import Member, run_rank
+from epsim.results import Results
+
+
+def run_inline(options: RunOptions) -> Results:
+    if options.ranks not in (None, 1):
+        raise ValueError(f"--ranks {options.ranks}: inline is one process, one rank; give --launcher torchrun")
+    results = run_rank(options, Member())
+    assert results is not None
+    return results

@@ -1,0 +1,62 @@
+"""What a run is asked to do: the same under every launcher, as a value and as command-line arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCHERS = ("inline", "torchrun", "ray")
+EXCHANGES = ("auto", "deep_ep", "torch")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """policies: as given to --policy. steps: None for all that the trace has after those planned on.
+
+    ranks: None for as many as the launcher makes. layers: the first so many of the trace's, None for all.
+    timeout: seconds that the rank furthest behind may stay in one phase before it is taken to hang.
+    """
+
+    trace: str
+    model: str
+    policies: tuple[str, ...]
+    out: Path
+    steps: int | None = None
+    ranks: int | None = None
+    nodes: int = 1
+    redundant: int = 0
+    groups: int = 1
+    layers: int | None = None
+    history: str | None = None
+    plan_share: float = 0.5
+    seed: int = 0
+    exchange: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    timeout: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("exchange", EXCHANGES), ("device", DEVICES), ("dtype", DTYPES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"--{name} {getattr(self, name)}: choose {', '.join(known)}")
+        for name in ("steps", "ranks", "layers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name} {value}: give at least 1")
+        if not 1 <= self.timeout <= 3600:
+            raise ValueError(f"--timeout {self.timeout:g}: give 1 to 3600 seconds")
+        if not self.policies:
+            raise ValueError("no policy to run: give --policy STACK at least once")
+
+    def arguments(self) -> list[str]:
+        """The command line of the worker; the trace first."""
+        found = [self.trace]
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if name == "policies":
+                found += [part for policy in value for part in ("--policy", policy)]
+            elif name != "trace" and value is not None:
+                found += [f"--{name.replace('_', '-')}", str(value)]
+        return found

@@ -1,0 +1,149 @@
+"""From options to what every rank runs; all that can be wrong with them is said here, before a process is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from epsim.launch.options import RunOptions
+from epsim.placement.base import Cluster, Placement
+from epsim.planning import plan_placements
+from epsim.policies.stack import PolicyStack
+from epsim.replay import ReplayOptions, planned_steps
+from epsim.runtime.job import Job, JobStack
+from epsim.runtime.shapes import SHAPES, LayerShape, shape_of
+from epsim.traces.importing import open_trace
+from epsim.traces.regroup import regroup, regrouped_meta
+from epsim.traces.store import StoredTrace
+from epsim.traces.trace import TokenBlock, TraceMeta
+
+TINY = "tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """meta: of the trace with its tokens on the job's ranks and the layers that are run. first, last: places of the
+    steps that are run; those before are planned on where there is no history. notes: what a reader should know."""
+
+    options: RunOptions
+    trace: StoredTrace
+    history: StoredTrace | None
+    meta: TraceMeta
+    cluster: Cluster
+    shape: LayerShape
+    policies: tuple[tuple[str, PolicyStack], ...]
+    first: int
+    last: int
+    max_tokens: int
+    fingerprint: str
+    notes: tuple[str, ...]
+
+    def blocks(self, start: int = 0) -> Iterator[TokenBlock]:
+        """The steps to run from place `start` of them on, as the ranks have them."""
+        yield from _blocks(self.trace, self.meta, self.first + start, self.last)
+
+    def plan(self) -> dict[str, Placement]:
+        """The placement of each placement policy, for all layers."""
+        policies = {stack.placement.name: stack.placement for _, stack in self.policies}
+        planned_on = self.trace if self.history is None else self.history
+        num_steps = self.first if self.history is None else self.history.num_steps
+        return plan_placements(policies, planned_on, num_steps, self.meta, self.cluster, lambda steps: None)
+
+    def job(self, placements: dict[str, Placement]) -> Job:
+        stacks = tuple(JobStack(name, stack, placements[stack.placement.name]) for name, stack in self.policies)
+        return Job(
+            shape=self.shape,
+            layers=self.meta.layers,
+            stacks=stacks,
+            blocks=self.blocks,
+            num_steps=self.last - self.first,
+            max_tokens=self.max_tokens,
+            seed=self.options.seed,
+            exchange=self.options.exchange,
+            num_nodes=self.cluster.num_nodes,
+        )
+
+
+def prepare(options: RunOptions, num_ranks: int) -> Prepared:
+    """Raises ValueError or FileNotFoundError in one line for all that a user can have wrong."""
+    from epsim.cli import named_stack
+
+    if options.ranks not in (None, num_ranks):
+        raise ValueError(f"--ranks {options.ranks}, but {num_ranks} processes were started: give --ranks {num_ranks}")
+    policies = tuple(named_stack(text) for text in options.policies)
+    cluster = Cluster(num_ranks, options.nodes, options.redundant, options.groups)
+    trace = open_trace([Path(options.trace)])
+    history = None if options.history is None else open_trace([Path(options.history)])
+    if trace.meta.level != "tokens":
+        raise ValueError(
+            f"{options.trace}: a run needs tokens, the trace holds {trace.meta.level.replace('_', ' ')} only: "
+            "draw tokens with the recorded marginals by `epsim traces synthesize`"
+        )
+    meta = _first_layers(regrouped_meta(trace.meta, num_ranks), options.layers)
+    cluster.num_physical(meta.num_experts)
+    shape, notes = fitting_shape(options.model, meta)
+    planning = ReplayOptions(cluster, policies, options.seed, plan_share=options.plan_share)
+    first = planned_steps(trace, planning, history)
+    last = trace.num_steps
+    if options.steps is not None:
+        if first + options.steps > last:
+            before = f" after the {first} that placements are planned on" if first else ""
+            raise ValueError(f"--steps {options.steps}: {options.trace} has {last - first} steps{before}; give fewer")
+        last = first + options.steps
+    max_tokens, fingerprint = _survey(trace, meta, first, last)
+    return Prepared(
+        options, trace, history, meta, cluster, shape, policies, first, last, max_tokens, fingerprint, notes
+    )
+
+
+def fitting_shape(model: str, meta: TraceMeta) -> tuple[LayerShape, tuple[str, ...]]:
+    """The layer to run for a trace, and notes. `tiny` takes any trace's number of experts, top-k and shared expert."""
+    if model == TINY:
+        tiny = SHAPES[TINY]
+        shared = round((meta.shared_cost or 0.0) * tiny.intermediate)
+        fitted = dataclasses.replace(
+            tiny, num_experts=meta.num_experts, top_k=meta.top_k, shared_intermediate=shared, num_layers=meta.num_layers
+        )
+        return fitted, ()
+    shape = shape_of(model)
+    if (shape.num_experts, shape.top_k) != (meta.num_experts, meta.top_k):
+        raise ValueError(
+            f"--model {model} has {shape.num_experts} experts, top-{shape.top_k}; the trace {meta.num_experts}, "
+            f"top-{meta.top_k}: give a trace of that model, or --model {TINY}, which takes any"
+        )
+    if meta.shared_cost not in (None, shape.shared_cost):
+        return shape, (f"shared cost {shape.shared_cost:g} of {model}, not the trace's {meta.shared_cost:g}",)
+    return shape, ()
+
+
+def _first_layers(meta: TraceMeta, layers: int | None) -> TraceMeta:
+    if layers is None or layers == meta.num_layers:
+        return dataclasses.replace(meta, num_scores=0)
+    if layers > meta.num_layers:
+        raise ValueError(f"--layers {layers}: the trace has {meta.num_layers}")
+    return dataclasses.replace(meta, num_layers=layers, layers=meta.layers[:layers], num_scores=0)
+
+
+def _blocks(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> Iterator[TokenBlock]:
+    for block in trace.blocks(first, last):
+        moved = regroup(block, trace.meta, meta.num_source_ranks)
+        assert isinstance(moved, TokenBlock)
+        ids = moved.expert_ids[:, : meta.num_layers]
+        yield dataclasses.replace(moved, expert_ids=ids, scores=None, score_ids=None)
+
+
+def _survey(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> tuple[int, str]:
+    """The most tokens of a rank in a step, and a hash of what is run, by which ranks tell that they run the same."""
+    most = 0
+    digest = hashlib.sha256(json.dumps([meta.num_layers, meta.num_experts, meta.top_k, first, last]).encode())
+    for block in _blocks(trace, meta, first, last):
+        key = block.token_step * meta.num_source_ranks + block.source_rank
+        most = max(most, int(np.bincount(key, minlength=1).max()))
+        digest.update(block.steps.tobytes() + key.tobytes() + np.ascontiguousarray(block.expert_ids).tobytes())
+    return most, digest.hexdigest()[:16]

@@ -1,0 +1,106 @@
+"""Several ranks on this machine by PyTorch's elastic launcher; one line about whatever goes wrong.
+
+Several machines: start `torchrun --nnodes ... -m epsim.launch.worker ...` on each (launch/README.md).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from epsim.launch.options import RunOptions
+from epsim.launch.prepare import prepare
+from epsim.launch.store import for_watch, serve
+from epsim.launch.worker import RESULTS
+from epsim.results import Results, read_results
+from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, read_fault
+from epsim.traces.files import message_line
+
+DEFAULT_RANKS = 4
+GRACE = 5.0
+"""Seconds from the first word of a fault to the end of processes that do not end by themselves."""
+
+
+def run_torchrun(options: RunOptions) -> Results:
+    """Raises ValueError or OSError before a process is started; SystemExit with a line on stderr for a fault after."""
+    num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS
+    prepare(options, num_ranks)
+    (options.out / RESULTS).unlink(missing_ok=True)
+    store = serve("127.0.0.1")
+    logs = options.out / "logs"
+    environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    # Workers end by themselves as soon as they know the fault; those that cannot are not waited for.
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))
+    os.environ.update(environment)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=f"epsim-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        local_addr="127.0.0.1",
+        logs_specs=DefaultLogsSpecs(log_dir=os.fspath(logs), redirects=Std.ALL),
+    )
+    faults = for_watch(store, 0)
+    killer = threading.Thread(target=_end_those_that_cannot, args=(faults, num_ranks), daemon=True)
+    killer.start()
+    arguments = ["-m", "epsim.launch.worker", *options.arguments()]
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except SignalException as stopped:
+        fault = read_fault(faults)
+        print(f"epsim: {fault.line if fault else f'stopped by signal {stopped.sigval.value}'}", file=sys.stderr)
+        sys.exit(128 + int(stopped.sigval))
+    except ChildFailedError as error:
+        fault = read_fault(faults) or _without_words(error, logs)
+        print(f"epsim: {fault.line}", file=sys.stderr)
+        sys.exit(fault.code)
+    return read_results(options.out / RESULTS)
+
+
+def _end_those_that_cannot(faults: Any, num_ranks: int) -> None:
+    """A worker that is stopped (SIGSTOP) or stuck inside a driver takes no notice of a fault: SIGKILL after a while."""
+    while read_fault(faults) is None:
+        time.sleep(INTERVAL)
+    time.sleep(GRACE)
+    for rank in range(num_ranks):
+        if faults.check([f"beat/{rank}"]):
+            pid = json.loads(faults.get(f"beat/{rank}"))["pid"]
+            if _parent_of(pid) == os.getpid():
+                os.kill(pid, signal.SIGKILL)
+
+
+def _parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _without_words(error: ChildFailedError, logs: Path) -> Fault:
+    """A worker ended before it could say why: its own last words, if any."""
+    rank, failure = error.get_first_failure()
+    words = ""
+    for path in logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"):
+        lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+        words = message_line(lines[-1].removeprefix("epsim: ")) if lines else ""
+    code = failure.exitcode
+    if code == BAD_INPUT and words:
+        return Fault(words, BAD_INPUT, rank)
+    how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return Fault(f"rank {rank} {how} in phase setup{f': {words}' if words else ''} ({logs})", FAULT, rank)

@@ -1,0 +1,324 @@
+"""What one rank runs, whoever started it: `torchrun --nproc-per-node N -m epsim.launch.worker TRACE ...`.
+
+The arguments are those of `epsim run`. Several nodes meet by torchrun's own options (--nnodes, --rdzv-endpoint).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import epsim
+from epsim.launch.options import RunOptions
+from epsim.launch.prepare import Prepared, prepare
+from epsim.launch.store import connect, for_group, for_watch, serve
+from epsim.placement.base import Placement
+from epsim.results import SCHEMA_VERSION, Results, write_results
+from epsim.runtime.faults import BAD_INPUT, Watch
+from epsim.runtime.job import Job, Place, RandomLayers, run_job
+from epsim.runtime.measured import Measured, measure
+from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
+from epsim.runtime.trial import Trial, TrialClock
+from epsim.traces.files import message_line
+
+RESULTS, PREDICTED, TELEMETRY = "results.json", "predicted.json", "telemetry"
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process's place in the job. host, port: of the store that all reach; attempt: restarts before this one."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    host: str = ""
+    port: int = 0
+    serves_store: bool = False
+    attempt: int = 0
+    signals: bool = True
+
+    @classmethod
+    def from_environment(cls) -> Member:
+        """As torchrun sets it. EPSIM_STORE=HOST:PORT: a store that the launcher holds."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ValueError(f"{missing[0]} is not set: start this by torchrun, or use `epsim run`")
+        rank = int(os.environ["RANK"])
+        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        given = os.environ.get("EPSIM_STORE")
+        if given:
+            host, _, port = given.rpartition(":")
+        held = given or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        return cls(
+            rank,
+            int(os.environ["WORLD_SIZE"]),
+            int(os.environ["LOCAL_RANK"]),
+            host,
+            int(port),
+            rank == 0 and not held,
+            attempt,
+        )
+
+    def store(self, serves: bool = False) -> Any:
+        """A connection of its own to the job's store; serves: this process holds it. None in a job of one process."""
+        if self.num_ranks == 1:
+            return None
+        return serve(self.host, self.port) if serves else connect(self.host, self.port)
+
+
+def run_rank(options: RunOptions, member: Member, progress: Progress = lambda steps: None) -> Results | None:
+    """Runs one rank's part of the job; rank 0 writes results.json and predicted.json and returns the former.
+
+    In a job of several processes every error ends the process with one line (runtime/faults.py); else it is raised.
+    """
+    device = choose_device(options.device, member)
+    clock = TrialClock(member.rank, device, timed=True)
+    clock.phase = "setup"
+    served = member.store(member.serves_store)
+    store = for_watch(member.store(), member.attempt) if member.num_ranks > 1 else None
+    watch = Watch(store, member.rank, member.num_ranks, clock, options.timeout)
+    watch.start(member.signals)
+    try:
+        results = _run(options, member, device, clock, watch, served, progress)
+        watch.state = "finished"
+        watch.finish()
+        return results
+    except Exception as error:
+        watch.fail(error)
+
+
+def _run(
+    options: RunOptions,
+    member: Member,
+    device: torch.device,
+    clock: TrialClock,
+    watch: Watch,
+    served: Any,
+    progress: Progress,
+) -> Results | None:
+    text = os.environ.get("EPSIM_TRIAL_FAULT")
+    trial = Trial.from_text(text) if text and member.attempt == 0 else None
+    prepared = prepare(options, member.num_ranks)
+    group = None
+    if member.num_ranks > 1:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            backend,
+            store=for_group(served, member.attempt),
+            rank=member.rank,
+            world_size=member.num_ranks,
+            timeout=timedelta(hours=1),  # the watch is sooner
+        )
+        group = dist.group.WORLD
+        _check_alike(prepared, member)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    place = Place(member.rank, member.num_ranks, group, device, dtype)
+    job = prepared.job(_placements(prepared, member))
+    model = RandomLayers(job, place, clock)
+    exchange = model.layers[0][0].exchange
+    described = description(prepared, job, place, exchange.name, exchange.why)
+    folder = options.out / TELEMETRY
+    first = _resume_at(prepared, member, folder)
+    first_step = None if first == 0 else _step_at(prepared, first)
+    telemetry = TelemetryWriter(folder, member.rank, member.num_ranks, described, first_step)
+    clock.trial = trial
+    progress(first)
+    run_job(job, place, model, clock, watch, telemetry, first=first, trial=trial, progress=progress)
+    watch.state = "closing"
+    clock.enter("results", clock.step, -1)
+    telemetry.close()
+    results = _finish(prepared, job, place, member, described)
+    if group is not None:
+        dist.barrier()
+        dist.destroy_process_group()
+    return results
+
+
+def choose_device(asked: str, member: Member) -> torch.device:
+    """auto: a GPU where there is one for every rank of this node."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", member.local_rank + 1))
+    if asked == "cpu" or (asked == "auto" and count < local):
+        return torch.device("cpu")
+    if count < local:
+        raise ValueError(f"--device cuda: {local} ranks on this node, but {count} GPUs")
+    return torch.device("cuda", member.local_rank)
+
+
+def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: str) -> dict[str, Any]:
+    """What a reader of telemetry and results should know of the job."""
+    return {
+        "version": epsim.__version__,
+        "shape": job.shape.name,
+        "hidden": job.shape.hidden,
+        "ranks": place.num_ranks,
+        "nodes": job.num_nodes,
+        "stacks": [str(s.stack) for s in job.stacks],
+        "names": [s.name for s in job.stacks],
+        "placements": [s.placement.version for s in job.stacks],
+        "seed": job.seed,
+        "steps": job.num_steps,
+        "exchange": exchange,
+        "exchange_why": why,
+        "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU",
+        "host": platform.node(),
+        "dtype": str(place.dtype).removeprefix("torch."),
+        "timed_by": "device events" if place.device.type == "cuda" else "the host's clock",
+        "torch": torch.__version__,
+        "weights": "random",
+        "fingerprint": prepared.fingerprint,
+    }
+
+
+def _check_alike(prepared: Prepared, member: Member) -> None:
+    """Ranks that read different traces or were given other options would wait for each other without end."""
+    own = (prepared.last - prepared.first, prepared.fingerprint, [str(stack) for _, stack in prepared.policies])
+    found: list[Any] = [None] * member.num_ranks
+    dist.all_gather_object(found, own)
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            same = theirs[0] == found[0][0]
+            what = "other work than rank 0" if same else f"{theirs[0]} steps to run, rank 0 {found[0][0]}"
+            raise ValueError(f"rank {rank} has {what}: give every rank the same trace and the same options")
+
+
+def _placements(prepared: Prepared, member: Member) -> dict[str, Placement]:
+    """Planned by rank 0: every rank gets the very same."""
+    if member.num_ranks == 1:
+        return prepared.plan()
+    sent: list[Any] = [None]
+    if member.rank == 0:
+        sent = [{name: placement.physical_to_logical for name, placement in prepared.plan().items()}]
+    dist.broadcast_object_list(sent, src=0)
+    cluster, num_experts = prepared.cluster, prepared.meta.num_experts
+    return {
+        name: Placement(slots, num_experts, cluster.num_ranks, cluster.num_nodes) for name, slots in sent[0].items()
+    }
+
+
+def _resume_at(prepared: Prepared, member: Member, folder: Path) -> int:
+    """After a restart: the place of the first step that some rank has not finished."""
+    if member.attempt == 0:
+        return 0
+    try:
+        done = len(set(read_rank(folder, member.rank)["step"].to_pylist()))
+    except (FileNotFoundError, ValueError):
+        done = 0
+    found: list[Any] = [done]
+    if member.num_ranks > 1:
+        found = [0] * member.num_ranks
+        dist.all_gather_object(found, done)
+    return int(min(found))
+
+
+def _step_at(prepared: Prepared, place: int) -> int:
+    block = next(iter(prepared.blocks(place)), None)
+    return int(block.steps[0]) if block is not None and len(block.steps) else 1 << 62
+
+
+def _finish(prepared: Prepared, job: Job, place: Place, member: Member, described: dict[str, Any]) -> Results | None:
+    """Rank 0 gathers all ranks' telemetry, from wherever they run, and writes the results."""
+    folder = prepared.options.out / TELEMETRY
+    own = read_rank(folder, member.rank)
+    tables: list[Any] = [own]
+    if member.num_ranks > 1:
+        tables = [None] * member.num_ranks
+        dist.gather_object(own, tables if member.rank == 0 else None, dst=0)
+    if member.rank:
+        return None
+    table = joined(tables)
+    measured = measure(table, job, prepared.blocks(), place.dtype.itemsize, job.seed)
+    results = results_of(prepared, measured, described, predicted=False)
+    write_results(results, prepared.options.out / RESULTS)
+    write_results(results_of(prepared, measured, described, predicted=True), prepared.options.out / PREDICTED)
+    return results
+
+
+def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any], predicted: bool) -> Results:
+    """results.json of schema 1; the run's, or what a replay says of the same steps and placements."""
+    meta, cluster, options = prepared.meta, prepared.cluster, prepared.options
+    first, history = prepared.first, prepared.history
+    words = "no placement here needs a history"
+    if history is not None:
+        words = f"placements planned on {Path(options.history or '').name}"
+    elif first:
+        words = f"placements planned on the first {first} steps, which are not run"
+    equal = "its loads are those of a replay, integer for integer"
+    if measured.differing:
+        name, step, layer = measured.differing[0]
+        equal = f"{len(measured.differing)} loads differ from a replay's, first {name}, step {step}, layer {layer}"
+    results: Results = {
+        "schema": SCHEMA_VERSION,
+        "trace": {
+            "name": Path(options.trace).name,
+            "source": meta.source,
+            "level": meta.level,
+            "origin": meta.origin,
+            "model": meta.model,
+            "phase": meta.phase,
+            "num_layers": meta.num_layers,
+            "layers": list(meta.layers),
+            "num_experts": meta.num_experts,
+            "top_k": meta.top_k,
+            "steps_planned": first if history is None else history.num_steps,
+            "steps_scored": prepared.last - first,
+            "notes": [*meta.notes, *prepared.notes],
+        },
+        "setting": {
+            "ranks": cluster.num_ranks,
+            "nodes": cluster.num_nodes,
+            "redundant": cluster.num_redundant,
+            "groups": cluster.num_groups,
+            "seed": options.seed,
+            "shared_cost": prepared.shape.shared_cost,
+            "history": words,
+            "version": epsim.__version__,
+            "command": shlex.join(["epsim", "run", *options.arguments()]),
+        },
+        "stacks": measured.predicted if predicted else measured.entries,
+        "verdict": measured.predicted_verdict if predicted else measured.verdict,
+    }
+    if not predicted:
+        results["run"] = described | {"equals_replay": not measured.differing, "note": equal}
+    return results
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry under torchrun. A user's mistake: one line, exit code 2; a fault: one line, exit code 1."""
+    from epsim.cli_run import parse_arguments
+
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        member = Member.from_environment()
+        results = run_rank(options, member)
+    except (ValueError, OSError) as error:
+        if os.environ.get("EPSIM_DEBUG"):
+            raise
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"epsim: {message_line(str(error))}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    if results is not None and "EPSIM_STORE" not in os.environ:
+        from epsim.report.table import print_table
+
+        print_table(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Who is at what, and who has stopped: every rank beats into a store, and a thread on each rank watches all of them.
+
+Collectives wait for minutes or for ever when a rank is gone, and then say little. Here the first rank that notices
+names the rank, phase, step and layer in one line, and every process ends at once, finished steps safe on disk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
+
+from epsim.runtime.phases import PHASES, PhaseClock, PhaseError
+from epsim.traces.files import message_line
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+State: TypeAlias = Literal["running", "closing", "finished"]
+"""closing: all steps done, results under way."""
+
+INTERVAL = 0.5
+SILENCE = 6.0
+"""Seconds without a beat after which a process is taken for dead or stopped."""
+START_PATIENCE = 300.0
+"""Seconds that a rank may take to its first beat."""
+UNTIMED = ("setup", "results", "idle")
+"""Phases that may take as long as they like, as long as the process beats."""
+FAULT, BAD_INPUT = 1, 2
+KEY = "fault"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Where a rank is. order: (turn, place of the layer, place of the phase), which grows along the job; a turn is one
+    step under one stack, numbered by those done before it. stopping: it was told to stop. pid: of its process."""
+
+    count: int
+    order: tuple[int, int, int]
+    phase: str
+    step: int
+    layer: int
+    state: State
+    stopping: bool
+    pid: int
+
+    @property
+    def words(self) -> str:
+        words = f"phase {self.phase}"
+        if self.step >= 0 and self.phase != "setup":
+            words += f", step {self.step}"
+        return words + (f", layer {self.layer}" if self.layer >= 0 and self.phase in PHASES else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a job ended. code: the exit status of every process; reporter: the rank that found it."""
+
+    line: str
+    code: int
+    reporter: int
+
+
+def read_fault(store: Store) -> Fault | None:
+    """The fault that any rank has told the store, None where there is none or the store is gone."""
+    try:
+        return Fault(**json.loads(store.get(KEY))) if store.check([KEY]) else None
+    except (RuntimeError, OSError):
+        return None
+
+
+class Watch:
+    """Beats for one rank and watches the others from a thread of its own.
+
+    store: a connection that nothing else uses, since a waiting call holds it; None for a job of one process, which
+    watches nobody. patience: seconds that the rank furthest behind may stay in one phase, six times as many while
+    warming up. The owner sets `turn` (-1: warming up), `layer_place` (of each layer's number) and `state` as it goes.
+    """
+
+    def __init__(
+        self, store: Store | None, rank: int, num_ranks: int, clock: PhaseClock, patience: float = 20.0
+    ) -> None:
+        self.rank, self.num_ranks, self.clock, self.patience = rank, num_ranks, clock, patience
+        self.turn = -1
+        self.layer_place: dict[int, int] = {}
+        self.state: State = "running"
+        self._store = store
+        if store is not None:
+            store.set_timeout(timedelta(seconds=10))
+        self._count = 0
+        self._known: dict[int, Beat] = {}
+        self._heard: dict[int, float] = {}
+        self._moved: dict[int, float] = {}
+        self._begun = time.monotonic()
+        self._stopped_at: float | None = None
+        self._signals: int | None = None
+        self._parent = os.getppid()
+        self._over = threading.Event()
+        self._ending = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="epsim-watch", daemon=True)
+
+    def start(self, signals: bool = True) -> None:
+        """signals: SIGTERM is taken by this thread, since the main one may be waiting inside a collective."""
+        if self._store is None:
+            return
+        if signals:
+            reading, writing = os.pipe()
+            os.set_blocking(writing, False)
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+            os.set_blocking(reading, False)
+            self._signals = reading
+        self._beat()
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The job is over; faults of others no longer concern this rank."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Ends every process because of an error on this rank, or because of the rank whose loss led to it."""
+        if self._store is None:
+            raise error
+        if isinstance(error, PhaseError):
+            self._end(self._publish(message_line(str(error)), FAULT))
+        where = f"rank {self.rank}, {self.beat().words}"
+        if isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError):
+            code = BAD_INPUT if self.clock.phase == "setup" else FAULT
+            self._end(self._publish(f"{where}: {message_line(str(error))}", code))
+        # A collective fails on the ranks that still live: the watch finds out who does not.
+        deadline = time.monotonic() + SILENCE + 4 * INTERVAL
+        while time.monotonic() < deadline and self._thread.is_alive():
+            time.sleep(INTERVAL)
+        self._end(self._publish(f"{where}: {type(error).__name__}: {message_line(str(error))}", FAULT))
+
+    def beat(self) -> Beat:
+        clock = self.clock
+        phase = clock.phase
+        place = PHASES.index(phase) + 1 if phase in PHASES else (0 if phase in ("setup", "idle") else len(PHASES) + 1)
+        order = (self.turn, self.layer_place.get(clock.layer, -1), place)
+        stopping = self._stopped_at is not None
+        return Beat(self._count, order, phase, clock.step, clock.layer, self.state, stopping, os.getpid())
+
+    def _beat(self) -> None:
+        assert self._store is not None
+        self._count += 1
+        self._store.set(f"beat/{self.rank}", json.dumps(dataclasses.asdict(self.beat())))
+
+    def _run(self) -> None:
+        while not self._over.wait(INTERVAL):
+            try:
+                self._take_signals()
+                self._beat()
+                self._listen()
+                fault = self._look()
+            except (RuntimeError, OSError) as error:
+                if self._over.is_set() or self.state == "finished":
+                    return
+                # Whoever started the job, or held the store, is gone.
+                gone = f"rank {self.rank} lost the job's store in {self.beat().words} ({message_line(str(error))[:80]})"
+                fault = Fault(gone, FAULT, self.rank)
+            if fault is not None and not self._over.is_set():
+                self._end(fault)
+
+    def _take_signals(self) -> None:
+        if self._signals is not None and self._stopped_at is None:
+            try:
+                got = os.read(self._signals, 64)
+            except BlockingIOError:
+                return
+            if signal.SIGTERM in got:
+                self._stopped_at = time.monotonic()
+
+    def _listen(self) -> None:
+        assert self._store is not None
+        now = time.monotonic()
+        there = [r for r in range(self.num_ranks) if r in self._known or self._store.check([f"beat/{r}"])]
+        if not there:
+            return
+        for rank, text in zip(there, self._store.multi_get([f"beat/{r}" for r in there]), strict=True):
+            fields = json.loads(text)
+            beat = Beat(**(fields | {"order": tuple(fields["order"])}))
+            before = self._known.get(rank)
+            if before is None or beat.count != before.count:
+                self._heard[rank] = now
+            if before is None or (beat.order, beat.phase) != (before.order, before.phase):
+                self._moved[rank] = now
+            self._known[rank] = beat
+
+    def _look(self) -> Fault | None:
+        assert self._store is not None
+        told = read_fault(self._store)
+        if told is not None:
+            return told
+        now = time.monotonic()
+        known = self._known
+        for rank, beat in known.items():
+            if beat.state != "finished" and now - self._heard[rank] > SILENCE:
+                return self._publish(f"rank {rank} stopped answering in {beat.words} (rank {self.rank} reports)", FAULT)
+        if self._stopped_at is not None:
+            return self._stopped(now)
+        if os.getppid() != self._parent:
+            return self._publish(f"the launcher ended; rank {self.rank} was in {self.beat().words}", FAULT)
+        missing = [rank for rank in range(self.num_ranks) if rank not in known]
+        if missing:
+            if now - self._begun > START_PATIENCE:
+                return self._publish(f"rank {missing[0]} never came to phase setup (rank {self.rank} reports)", FAULT)
+            return None
+        own = known[self.rank]
+        for rank, beat in known.items():
+            if beat.state != "running" and own.state == "running" and beat.order[0] <= own.order[0]:
+                return self._publish(
+                    f"rank {rank} finished after step {beat.step}, but rank {self.rank} is in {own.words}: "
+                    "give every rank the same number of steps",
+                    FAULT,
+                )
+        last = min((rank for rank in known if known[rank].state == "running"), key=lambda r: known[r].order, default=-1)
+        if last >= 0 and known[last].phase not in UNTIMED:
+            patience = self.patience * (6 if known[last].order[0] < 0 else 1)
+            if now - self._moved[last] > patience:
+                line = f"rank {last} hangs in {known[last].words} for {patience:g} s (rank {self.rank} reports)"
+                return self._publish(f"{line}; --timeout gives it more", FAULT)
+        return None
+
+    def _stopped(self, now: float) -> Fault | None:
+        """Told to stop: as soon as all others are too, it is the job that was stopped; if not, one rank was, or it is
+        the launcher's answer to a rank's death, which the beats will show."""
+        assert self._stopped_at is not None
+        others = [beat for rank, beat in self._known.items() if rank != self.rank]
+        if all(beat.stopping or beat.state == "finished" for beat in others):
+            return self._publish(f"stopped by SIGTERM; rank {self.rank} was in {self.beat().words}", 128 + 15)
+        if now - self._stopped_at > SILENCE + 4 * INTERVAL:
+            return self._publish(f"rank {self.rank} was stopped by SIGTERM in {self.beat().words}", 128 + 15)
+        return None
+
+    def _publish(self, line: str, code: int) -> Fault:
+        """The first fault told is the one that all ranks end with."""
+        assert self._store is not None
+        fault = Fault(line, code, self.rank)
+        try:
+            text = self._store.compare_set(KEY, "", json.dumps(dataclasses.asdict(fault)))
+            return Fault(**json.loads(text))
+        except (RuntimeError, OSError, ValueError):
+            return fault
+
+    def _end(self, fault: Fault) -> NoReturn:
+        """One line a node: from whoever found the fault, and on other nodes from the first rank. Leaves without the
+        interpreter's own end, which would wait for the main thread and its collective."""
+        self._ending.acquire()
+        first_here = os.environ.get("LOCAL_RANK", "0") == "0" and not _same_node(self.rank, fault.reporter)
+        if fault.reporter == self.rank or first_here:
+            print(f"epsim: {fault.line}", file=sys.stderr, flush=True)
+        time.sleep(2 * INTERVAL)  # lets the others read the fault before this process's end causes new ones
+        os._exit(fault.code)
+
+
+def _same_node(rank: int, other: int) -> bool:
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or 1 << 30
+    return rank // per_node == other // per_node

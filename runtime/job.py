@@ -1,0 +1,238 @@
+"""The loop that one rank of a job runs: its share of a trace's tokens, step by step, through several policy stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from epsim.placement.base import Placement, node_of_rank
+from epsim.policies.stack import PolicyStack
+from epsim.runtime.faults import Watch
+from epsim.runtime.layer import ExpertParallelMoE, LayerRecord, build_layer
+from epsim.runtime.phases import PHASES, PhaseClock
+from epsim.runtime.shapes import LayerShape
+from epsim.runtime.telemetry import COUNTS, TelemetryWriter
+from epsim.runtime.trial import Trial
+from epsim.runtime.weights import RandomWeights
+from epsim.traces.trace import Array, TokenBlock
+
+
+@dataclass(frozen=True, slots=True)
+class JobStack:
+    """placement: of all layers."""
+
+    name: str
+    stack: PolicyStack
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every rank of a job runs.
+
+    layers: the model's numbers. blocks(first): the trace's steps from place `first` of those to run, source ranks those
+    of the job; num_steps of them. max_tokens: most tokens of a rank in a step. num_nodes: for the remote shares.
+    """
+
+    shape: LayerShape
+    layers: tuple[int, ...]
+    stacks: tuple[JobStack, ...]
+    blocks: Callable[[int], Iterator[TokenBlock]]
+    num_steps: int
+    max_tokens: int
+    seed: int
+    exchange: str
+    num_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank's part runs. group: None for a job of one process without torch.distributed."""
+
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+    dtype: torch.dtype
+
+
+class Model(Protocol):
+    """Runs a step of this rank's tokens through all layers under one stack."""
+
+    layers: list[list[ExpertParallelMoE]]
+    """[stack][layer]."""
+
+    def run(self, stack: int, step: int, ids: torch.Tensor, poison: bool) -> None:
+        """ids [T, L, k] int64: the tokens' recorded experts. poison: hidden states become NaN (a trial)."""
+        ...
+
+
+class RandomLayers:
+    """Layers of a shape with random weights, each fed the same random hidden states; recorded experts force the router.
+
+    Weights differ by layer and logical expert, so that every stack computes the same outputs.
+    """
+
+    def __init__(self, job: Job, place: Place, clock: PhaseClock) -> None:
+        self.layers = build_layers(job, place, clock)
+        generator = torch.Generator().manual_seed(job.seed * 65_537 + place.rank)
+        hidden = torch.randn(max(job.max_tokens, 1), job.shape.hidden, generator=generator)
+        self._hidden = hidden.to(place.device, place.dtype)
+
+    def run(self, stack: int, step: int, ids: torch.Tensor, poison: bool) -> None:
+        hidden = self._hidden[: len(ids)]
+        if poison:
+            hidden = torch.full_like(hidden, torch.nan)
+        for number, layer in enumerate(self.layers[stack]):
+            layer(hidden, step=step, forced_ids=ids[:, number])
+
+
+def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -> list[list[ExpertParallelMoE]]:
+    """[stack][layer]; model: `ModelWeights`, or None for random ones. Collective."""
+    exchange: Any = job.exchange
+    built = []
+    for of_job in job.stacks:
+        layers = []
+        for number, layer in enumerate(job.layers):
+            placement = of_job.placement
+            one = Placement(
+                placement.physical_to_logical[number : number + 1],
+                placement.num_experts,
+                placement.num_ranks,
+                placement.num_nodes,
+            )
+            weights = RandomWeights(job.shape, job.seed, place.device, place.dtype) if model is None else model
+            made = build_layer(
+                job.shape,
+                of_job.stack,
+                one,
+                layer=layer,
+                seed=job.seed,
+                group=place.group,
+                device=place.device,
+                dtype=place.dtype,
+                exchange=exchange,
+                max_tokens=max(job.max_tokens, 1),
+                weights=weights,
+                router=None if model is None else model.router(layer, place.device, place.dtype),
+                clock=clock,
+            )
+            exchange = made.exchange
+            layers.append(made)
+        built.append(layers)
+    return built
+
+
+def run_job(
+    job: Job,
+    place: Place,
+    model: Model,
+    clock: PhaseClock,
+    watch: Watch,
+    telemetry: TelemetryWriter,
+    *,
+    first: int = 0,
+    trial: Trial | None = None,
+    progress: Callable[[int], None] = lambda steps: None,
+) -> None:
+    """Runs the steps from place `first` on, stacks in turn within each, beginning with another one each time so that a
+    drift of the machine touches all alike. The first step is run once more beforehand, untold, to warm up. Collective.
+
+    Raises PhaseError where scores are not numbers, OSError where telemetry cannot be written.
+    """
+    watch.layer_place = {layer: number for number, layer in enumerate(job.layers)}
+    nodes = node_of_rank(place.num_ranks, job.num_nodes).to(place.device)
+    rows = _Rows(place, nodes)
+    num_stacks = len(job.stacks)
+    done = first
+    for block in job.blocks(first):
+        for number, step in enumerate(block.steps.tolist()):
+            mine = (block.token_step == number) & (block.source_rank == place.rank)
+            ids = torch.from_numpy(np.asarray(block.expert_ids[mine], dtype=np.int64)).to(place.device)
+            hit = trial is not None and (trial.rank, trial.step) == (place.rank, step)
+            if hit and trial is not None and trial.kind == "short":
+                return
+            if watch.turn < 0:
+                for stack in range(num_stacks):
+                    model.run(stack, step, ids, False)
+                clock.times()
+                watch.turn = done * num_stacks
+            for turn in range(num_stacks):
+                stack = (done + turn) % num_stacks
+                model.run(stack, step, ids, hit and trial is not None and trial.kind == "nan")
+                for layer in model.layers[stack]:
+                    layer.raise_if_bad()
+                times = clock.times()
+                for layer in model.layers[stack]:
+                    assert layer.record is not None
+                    rows.add(stack, layer.record, job.stacks[stack].placement.slots_per_rank, times)
+                watch.turn += 1
+            clock.enter("telemetry", step, -1)
+            telemetry.append(rows.take())
+            clock.enter("idle")
+            clock.times()
+            done += 1
+            progress(1)
+
+
+class _Rows:
+    """One step's telemetry; counts are fetched from the device in one piece."""
+
+    def __init__(self, place: Place, node_of_rank: torch.Tensor) -> None:
+        self._place, self._nodes = place, node_of_rank
+        self._heads: list[tuple[int, int, int]] = []
+        self._counts: list[torch.Tensor] = []
+        self._times: list[list[float]] = []
+
+    def add(
+        self, stack: int, record: LayerRecord, slots_per_rank: int, times: dict[tuple[int, int, str], float]
+    ) -> None:
+        self._heads.append((record.step, stack, record.layer))
+        self._counts.append(count_row(record, self._place.rank, self._nodes, slots_per_rank))
+        self._times.append([times.get((record.step, record.layer, phase), 0.0) for phase in PHASES])
+
+    def take(self) -> dict[str, Sequence[Any] | Array]:
+        counts = torch.stack(self._counts).cpu().numpy()
+        heads = np.array(self._heads, dtype=np.int64)
+        times = np.array(self._times)
+        columns: dict[str, Sequence[Any] | Array] = {"step": heads[:, 0]}
+        columns |= {"stack": heads[:, 1].astype(np.int16), "layer": heads[:, 2].astype(np.int32)}
+        columns |= {name: counts[:, number] for number, name in enumerate(COUNTS)}
+        columns["rank"] = np.full(len(heads), self._place.rank, dtype=np.int32)
+        columns["rows_to"] = counts[:, len(COUNTS) :].astype(np.int32)
+        columns |= {f"{phase}_us": times[:, number] for number, phase in enumerate(PHASES)}
+        self._heads, self._counts, self._times = [], [], []
+        return columns
+
+
+def count_row(record: LayerRecord, rank: int, node_of_rank: torch.Tensor, slots_per_rank: int) -> torch.Tensor:
+    """[len(COUNTS) + R] int64 on the record's device: the counts of telemetry in their order, then rows_to."""
+    num_ranks = len(node_of_rank)
+    served = torch.where(record.physical >= 0, record.physical // slots_per_rank, num_ranks)
+    shared = record.shared_rank
+    shared = torch.full_like(served[:, 0], num_ranks) if shared is None else torch.where(shared >= 0, shared, num_ranks)
+    nodes = torch.cat([node_of_rank, node_of_rank.new_full((1,), -1)])
+
+    def leaving(ranks: torch.Tensor, by_node: bool) -> torch.Tensor:
+        away = nodes[ranks] != node_of_rank[rank] if by_node else ranks != rank
+        return ((ranks < num_ranks) & away).sum()
+
+    sent = torch.zeros(len(served), num_ranks + 1, dtype=torch.bool, device=served.device)
+    sent.scatter_(1, torch.cat([served, shared[:, None]], 1), True)
+    values = [
+        torch.full((), len(served), device=served.device),
+        (record.ids >= 0).sum(),
+        record.received.sum(),
+        record.received_shared.reshape(()),
+        (record.received > 0).sum(),
+        leaving(served, False),
+        leaving(served, True),
+        leaving(shared, False),
+        leaving(shared, True),
+    ]
+    return torch.cat([torch.stack(values), sent[:, :num_ranks].sum(0)])

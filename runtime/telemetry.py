@@ -1,0 +1,178 @@
+"""What a run did, per step, stack, layer and rank: safe on disk as soon as a step is finished, Parquet in the end.
+
+While the job runs, a rank appends each finished step to an Arrow stream, which is readable up to the last whole step
+whatever becomes of the process; at the end the stream becomes a Parquet file of the same name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from epsim.runtime.phases import PHASES
+from epsim.traces.files import CannotWriteError, reason, whole_file
+
+FORMAT = "1"
+
+COUNTS = {
+    "tokens": "of this source rank",
+    "assignments": "routed, of its tokens",
+    "routed": "assignments that this rank served",
+    "shared_tokens": "whose shared expert this rank served",
+    "active": "physical routed experts of this rank with a token",
+    "left_rank": "assignments of its tokens served on another rank",
+    "left_node": "on another node",
+    "shared_left_rank": "its tokens whose shared expert was served on another rank",
+    "shared_left_node": "on another node",
+}
+"""Whole numbers of each row, and what they count."""
+
+
+def schema_of(num_ranks: int) -> pa.Schema:
+    """rows_to: rows of hidden states sent to each rank (a token goes to a rank once). PHASE_us: microseconds."""
+
+    def column(name: str, kind: pa.DataType) -> pa.Field:
+        return pa.field(name, kind, nullable=False)
+
+    return pa.schema(
+        [
+            column("step", pa.int64()),
+            column("stack", pa.int16()),
+            column("layer", pa.int32()),
+            column("rank", pa.int32()),
+            *(column(name, pa.int64()) for name in COUNTS),
+            column("rows_to", pa.list_(pa.field("item", pa.int32(), nullable=False), num_ranks)),
+            *(column(f"{phase}_us", pa.float64()) for phase in PHASES),
+        ]
+    )
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.parquet"
+
+
+class TelemetryWriter:
+    """One rank's telemetry. description: what a reader should know of the job; it becomes the file's metadata.
+
+    first_step: rows of an earlier attempt before this step are kept, later ones dropped. Raises CannotWriteError.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, num_ranks: int, description: Mapping[str, Any], first_step: int | None = None
+    ) -> None:
+        self.path = rank_file(folder, rank)
+        self._stream = self.path.with_suffix(".arrows")
+        metadata = {"epsim.telemetry": FORMAT, "epsim.job": json.dumps(dict(description))}
+        self._schema = schema_of(num_ranks).with_metadata(metadata)
+        kept: list[pa.RecordBatch] = []
+        if first_step is not None and self._stream.exists():
+            earlier = read_stream(self._stream)
+            kept = earlier.filter(pa.compute.field("step") < first_step).to_batches()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)
+            self._file = os.open(self._stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError as error:
+            raise CannotWriteError(self._stream, error) from None
+        self._write(self._schema.serialize())
+        for batch in kept:
+            self._write(batch.cast(self._schema).serialize())
+
+    def append(self, columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> None:
+        """The rows of one finished step."""
+        arrays = [_array(columns[field.name], field.type) for field in self._schema]
+        self._write(pa.record_batch(arrays, schema=self._schema).serialize())
+
+    def close(self) -> None:
+        """Makes the Parquet file."""
+        os.close(self._file)
+        table = read_stream(self._stream)
+        try:
+            with whole_file(self.path) as temporary:
+                pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
+        except OSError as error:
+            raise CannotWriteError(self.path, error) from None
+        self._stream.unlink()
+
+    def _write(self, buffer: pa.Buffer) -> None:
+        view = memoryview(buffer)
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self._stream}: cannot be written: {reason(error)}; finished steps before this one are kept",
+            ) from None
+
+
+def read_stream(path: Path) -> pa.Table:
+    """An unfinished rank's rows, up to its last whole step."""
+    batches = []
+    with pa.memory_map(os.fspath(path)) as source, pa.ipc.open_stream(source) as stream:
+        schema = stream.schema
+        while True:
+            try:
+                batches.append(stream.read_next_batch())
+            except (StopIteration, pa.ArrowInvalid, OSError):
+                break  # a write that was cut short
+    return pa.Table.from_batches(batches, schema=schema).combine_chunks()
+
+
+def read_rank(folder: Path, rank: int) -> pa.Table:
+    """Raises FileNotFoundError or ValueError."""
+    path = rank_file(folder, rank)
+    try:
+        if path.exists():
+            return pq.read_table(path, page_checksum_verification=True)
+        return read_stream(path.with_suffix(".arrows"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder}: no telemetry of rank {rank}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: no telemetry, or damaged: {message(error)}") from None
+
+
+def message(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0][:200]
+
+
+def read_telemetry(folder: str | os.PathLike[str]) -> pa.Table:
+    """All ranks' rows of a run that ended or broke off, sorted by step, stack, layer and rank.
+
+    Of a broken run only those steps are given that every rank has finished. Raises FileNotFoundError or ValueError.
+    """
+    paths = sorted(Path(folder).glob("rank-*.*"))
+    ranks = sorted({int(path.stem.split("-")[1]) for path in paths if path.suffix in (".parquet", ".arrows")})
+    if not ranks:
+        raise FileNotFoundError(f"{folder}: no telemetry (rank-*.parquet)")
+    return joined([read_rank(Path(folder), rank) for rank in ranks])
+
+
+def joined(tables: Sequence[pa.Table]) -> pa.Table:
+    """The rows of all ranks' tables, of the steps that all have."""
+    steps = set(tables[0]["step"].to_pylist())
+    for table in tables[1:]:
+        steps &= set(table["step"].to_pylist())
+    table = pa.concat_tables(tables)
+    table = table.filter(pa.compute.is_in(table["step"], pa.array(sorted(steps), type=pa.int64())))
+    return table.sort_by([(name, "ascending") for name in ("step", "stack", "layer", "rank")])
+
+
+def described(table: pa.Table) -> dict[str, Any]:
+    """The job's description that the writer was given."""
+    found: dict[str, Any] = json.loads(table.schema.metadata[b"epsim.job"])
+    return found
+
+
+def _array(values: Any, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_fixed_size_list(kind):
+        flat = np.ascontiguousarray(values).reshape(-1)
+        return pa.FixedSizeListArray.from_arrays(pa.array(flat, type=kind.value_type), type=kind)
+    return pa.array(values, type=kind)

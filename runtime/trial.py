@@ -1,0 +1,54 @@
+"""Faults made on purpose, to see what becomes of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from epsim.runtime.phases import PhaseClock
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A fault made on purpose, to see what becomes of it: `KIND:rank=R,step=S,layer=L,phase=P`, from the environment's
+    EPSIM_TRIAL_FAULT. kill, stop (SIGSTOP), sleep: at that place; nan: the step's hidden states; short: no step from
+    that one on."""
+
+    kind: Literal["kill", "stop", "sleep", "nan", "short"]
+    rank: int
+    step: int
+    layer: int = -1
+    phase: str = ""
+
+    @classmethod
+    def from_text(cls, text: str) -> Trial:
+        kind, _, rest = text.partition(":")
+        fields = dict(part.partition("=")[::2] for part in rest.split(","))
+        known = {"kill", "stop", "sleep", "nan", "short"}
+        if kind not in known or not {"rank", "step"} <= set(fields) <= {"rank", "step", "layer", "phase"}:
+            raise ValueError(
+                f"EPSIM_TRIAL_FAULT {text!r}: write one of {', '.join(sorted(known))}, then :rank=R,step=S"
+            )
+        phase = fields.pop("phase", "")
+        return cls(kind, phase=phase, **{key: int(value) for key, value in fields.items()})  # type: ignore[arg-type]
+
+
+class TrialClock(PhaseClock):
+    """A clock that fails at a given place."""
+
+    trial: Trial | None = None
+
+    def enter(self, phase: str, step: int | None = None, layer: int | None = None) -> None:
+        super().enter(phase, step, layer)
+        trial = self.trial
+        if trial is None or (self.rank, self.step, self.layer, phase) != (
+            trial.rank, trial.step, trial.layer, trial.phase,
+        ):  # fmt: skip
+            return
+        if trial.kind == "sleep":
+            time.sleep(3600)
+        elif trial.kind in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if trial.kind == "kill" else signal.SIGSTOP)
