@@ -66,12 +66,12 @@ class Balancer:
         self.placement, self.collective, self.version = placement, collective, placement.version
         self.split_needs: Needs = needs_of_split(self.bound.split)
         self.shared_needs = self.bound.has_shared and needs_of_shared(stack.shared)
-        copies, device = self.bound.copies, placement.physical_to_logical.device
+        device = placement.physical_to_logical.device
         self._layers = torch.tensor(setting.layers, device=device)
         self._fixed = None
         if self.split_needs == "none":
             nothing = torch.zeros(1, 1, placement.num_experts, dtype=torch.int64, device=device)
-            self._fixed = fixed_point(self.bound.split.fractions(nothing, copies), copies)
+            self._fixed = self._fractions(nothing)
 
     @property
     def slots_per_rank(self) -> int:
@@ -112,8 +112,13 @@ class Balancer:
                 counts = rank_counts.sum(2)
             else:
                 counts = self.collective.all_reduce(own)[None, None]
-            fixed = fixed_point(split.fractions(counts, copies), copies)
+            fixed = self._fractions(counts)
         return split.physical_ids(batch, rank_counts, fixed, copies, self.bound.setting.seed)
+
+    def _fractions(self, counts: torch.Tensor) -> torch.Tensor:
+        """counts [1, 1, E] -> fixed-point fractions [1, 1, P], or nothing for a split that has none."""
+        split, copies = self.bound.split, self.bound.copies
+        return fixed_point(split.fractions(counts, copies), copies) if split.by_fractions else counts.new_empty(0)
 
     def _shared(self, batch: Batch, physical: torch.Tensor) -> torch.Tensor:
         """-> [T]"""

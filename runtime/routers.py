@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from epsim.runtime.seeds import generator
 from epsim.runtime.shapes import LayerShape
 
 
@@ -132,9 +133,9 @@ class TokenHash(Router):
 
 def hash_table(vocabulary: int, shape: LayerShape, seed: int, layer: int) -> torch.Tensor:
     """[vocabulary, k] int64: k different experts for every token id, all equally likely."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+    source = generator(torch.device("cpu"), "hash table", seed, layer)
     parts = [
-        torch.rand(size, shape.num_experts, generator=generator).topk(shape.top_k, dim=1).indices
+        torch.rand(size, shape.num_experts, generator=source).topk(shape.top_k, dim=1).indices
         for size in (min(4096, vocabulary - first) for first in range(0, vocabulary, 4096))
     ]
     return torch.cat(parts)
@@ -144,13 +145,13 @@ def make_router(
     shape: LayerShape, layer: int, seed: int, device: torch.device, dtype: torch.dtype, vocabulary: int = 4096
 ) -> Router:
     """The shape's router with weights drawn from (seed, layer), the same on every rank."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
-    weight = torch.randn(shape.num_experts, shape.hidden, generator=generator) / shape.hidden**0.5
+    source = generator(torch.device("cpu"), "router", seed, layer)
+    weight = torch.randn(shape.num_experts, shape.hidden, generator=source) / shape.hidden**0.5
     weight = weight.to(device, dtype)
-    gate = torch.randn(shape.hidden, generator=generator) / shape.hidden**0.5
+    gate = torch.randn(shape.hidden, generator=source) / shape.hidden**0.5
     shared_gate = gate.to(device, dtype) if shape.shared_gate else None
     if shape.router == "sigmoid-groups":
-        bias = torch.randn(shape.num_experts, generator=generator) * 0.01
+        bias = torch.randn(shape.num_experts, generator=source) * 0.01
         return SigmoidGroups(shape, weight, bias.to(device), shared_gate)
     if shape.router == "hash":
         return TokenHash(shape, weight, hash_table(vocabulary, shape, seed, layer).to(device), shared_gate)

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from epsim.runtime.routers import Router, SoftmaxTopK
+from epsim.runtime.seeds import generator
 from epsim.runtime.shapes import LayerShape, shape_of_config
 from epsim.traces.routers import find_routers
 
@@ -40,11 +41,10 @@ class RandomWeights:
         return self._draw(layer, self.shape.num_experts, self.shape.shared_intermediate)
 
     def _draw(self, layer: int, number: int, intermediate: int) -> Weights:
-        generator = torch.Generator(self.device)
-        generator.manual_seed(((self.seed % 2**20) << 40) + (layer << 20) + number)
+        source = generator(self.device, "expert", self.seed, layer, number)
 
         def draw(rows: int, columns: int) -> torch.Tensor:
-            values = torch.randn(rows, columns, generator=generator, device=self.device, dtype=torch.float32)
+            values = torch.randn(rows, columns, generator=source, device=self.device, dtype=torch.float32)
             scaled: torch.Tensor = values / columns**0.5
             return scaled.to(self.dtype)
 
