@@ -1,0 +1,114 @@
+"""The split for memory-bound decode: least largest `a * tokens + b * active experts` of a rank, in whole tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from epsim.kernels.split import SplitStructure, solve_gathered
+
+FEW_COPIES = 16
+"""Up to so many copies of replicated experts with tokens, a problem is solved to the end, whatever it takes."""
+MOST_NODES = 200
+TARGET_NODES = 30
+"""Nodes of the search, at most, for a larger problem, and for one target of it."""
+LARGEST = 1 << 30
+"""a and b are used as whole numbers up to this one, in their exact ratio where that allows."""
+MOST_TOKENS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedSolution:
+    """Per problem [...]: what was found and what was proven.
+
+    split [..., P] int64: tokens of each physical expert. cost [...] float64: a * tokens + b * active of the dearest
+    rank. bound [...] float64: no split into whole tokens costs less; proven [...] bool: this one is an optimum.
+    nodes [...] int64: of the search.
+    """
+
+    split: torch.Tensor
+    cost: torch.Tensor
+    bound: torch.Tensor
+    proven: torch.Tensor
+    nodes: torch.Tensor
+
+
+def solve_timed(
+    structure: SplitStructure,
+    counts: torch.Tensor,
+    a: float,
+    b: float,
+    *,
+    few_copies: int = FEW_COPIES,
+    most_nodes: int = MOST_NODES,
+    target_nodes: int = TARGET_NODES,
+) -> TimedSolution:
+    """Splits every expert's tokens over its copies so that the largest a * tokens + b * active of a rank is least.
+
+    counts [..., L, E] int64 >= 0. a, b >= 0, finite, not both 0: what a token and an active physical expert cost. Slots
+    of one expert on one rank are one: the first serves all. Never dearer than `solve_gathered`. Solved on the CPU.
+    Raises ValueError for other costs, for negative counts and for more than 2^31 tokens in a problem.
+    """
+    check_costs(a, b)
+    largest = int(counts.sum(-1, dtype=torch.float64).max()) if counts.numel() else 0
+    if largest > MOST_TOKENS:
+        raise ValueError(f"{largest} assignments in one layer are more than 2^31: scale the counts down")
+    from epsim.kernels.timed.search import solve_range
+
+    price, opening = whole_costs(a, b)
+    flat = counts.reshape(-1, structure.num_experts).cpu().contiguous()
+    start = solve_gathered(structure, counts).split.reshape(-1, structure.num_physical).cpu().contiguous()
+    num_layers = structure.num_layers
+    layer = torch.arange(num_layers).repeat(len(flat) // num_layers)
+    split = torch.empty_like(start)
+    cost, bound, nodes = torch.empty(3, len(flat), dtype=torch.int64)
+    solve_range(
+        flat.numpy(),
+        layer.numpy(),
+        structure.tables,
+        start.numpy(),
+        price,
+        opening,
+        few_copies,
+        most_nodes,
+        target_nodes,
+        split.numpy(),
+        cost.numpy(),
+        bound.numpy(),
+        nodes.numpy(),
+    )
+    lead, device = counts.shape[:-1], counts.device
+    unit = a / price if price >= opening else b / opening
+    return TimedSolution(
+        split=split.reshape(*lead, structure.num_physical).to(device),
+        cost=(cost.double() * unit).reshape(lead).to(device),
+        bound=(bound.double() * unit).reshape(lead).to(device),
+        proven=(cost == bound).reshape(lead).to(device),
+        nodes=nodes.reshape(lead).to(device),
+    )
+
+
+def check_costs(a: float, b: float) -> None:
+    """Raises ValueError where a and b are not what a token and an active expert can cost."""
+    for name, value in (("a", a), ("b", b)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name}={value} is no cost: give a finite number of 0 or more")
+    if a == b == 0:
+        raise ValueError("a=0 and b=0 leave nothing to minimise: give at least one above 0")
+
+
+def whole_costs(a: float, b: float) -> tuple[int, int]:
+    """Whole numbers up to 2^30 in the ratio of a and b as they are written: exactly, or as near as fits (2^-30 of the
+    larger one, and none that is above 0 becomes 0)."""
+    exact = [Fraction(repr(float(value))) for value in (a, b)]
+    scale = math.lcm(*(value.denominator for value in exact))
+    whole = [int(value * scale) for value in exact]
+    common = math.gcd(*whole)
+    whole = [value // common for value in whole]
+    if max(whole) > LARGEST:
+        scaled = [Fraction(value * LARGEST, max(whole)) for value in whole]
+        whole = [max(round(value), 1) if value else 0 for value in scaled]
+    return whole[0], whole[1]
