@@ -12,10 +12,12 @@ from epsim.placement.base import Placement
 from epsim.policies.apply import Setting
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.balance import Assignment, Balancer
+from epsim.runtime.balance_cuda import make_balancer
 from epsim.runtime.collective import Collective
 from epsim.runtime.exchange.base import Exchange
 from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.experts import Experts
+from epsim.runtime.peer import choose_collective
 from epsim.runtime.phases import PhaseClock
 from epsim.runtime.routers import Router, Routing, make_router
 from epsim.runtime.shapes import LayerShape
@@ -30,6 +32,7 @@ class LayerRecord:
     ids [T, k] int64: logical experts, -1 for none; weights [T, k], shared_weight [T] float32: theirs.
     physical [T, k] int64: physical experts, numbered as the placement's.
     shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None without one.
+    On a GPU physical and shared_rank last until the layer's next call: copy what is to be kept.
     received [slots_per_rank] int64: rows that each of this rank's routed slots served, from all ranks; received_shared
     [] int64: of its shared slot.
     """
@@ -176,23 +179,25 @@ def build_layer(
     router: Router | None = None,
     spare_slots: int = 0,
     clock: PhaseClock | None = None,
-    collective: Collective | None = None,
+    collective: str | Collective = "auto",
 ) -> ExpertParallelMoE:
     """All parts of a layer for the placement [1, P] of it. Collective.
 
-    exchange: `auto`, `deep_ep`, `torch`, or one to share among layers. max_tokens: the most of a rank in a step.
+    exchange: `auto`, `deep_ep`, `torch`, or one to share among layers; collective: `auto`, `peer`, `torch`, or one to
+    share. max_tokens: the most of a rank in a step.
     weights, router: drawn from the seed where not given. spare_slots: rows for experts that a relocation moves.
     Raises ValueError where shape, placement, stack or exchange do not fit.
     """
     if placement.num_experts != shape.num_experts:
         raise ValueError(f"the placement is for {placement.num_experts} experts, {shape.name} has {shape.num_experts}")
-    collective = collective or Collective(group)
+    if isinstance(collective, str):
+        collective, _ = choose_collective(collective, group, device, shape.num_experts + 1)
     clock = clock or PhaseClock(collective.rank, device)
     setting = Setting(seed=seed, shared_cost=shape.shared_cost, top_k=shape.top_k, layers=(layer,))
     here = Placement(
         placement.physical_to_logical.to(device), placement.num_experts, placement.num_ranks, placement.num_nodes
     )
-    balancer = Balancer(stack, here, setting, collective)
+    balancer = make_balancer(stack, here, setting, collective, max_tokens)
     if isinstance(exchange, str):
         exchange = choose_exchange(
             exchange,

@@ -1,0 +1,128 @@
+"""The collectives of balancing over peer memory: one small kernel, no NCCL, no NVLink multicast.
+
+For the GPUs of one host that reach each other's memory. Memory by `torch.distributed._symmetric_memory`, the kernel by
+CuPy (NVRTC); it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from epsim.runtime.collective import Collective
+
+MOST_RANKS = 8
+THREADS = 512
+ARGUMENTS = np.dtype(
+    [(name, np.uint64) for name in ("mine", "out", "buffers", "calls")]
+    + [(name, np.int32) for name in ("rank", "ranks", "words", "capacity", "sum")],
+    align=True,
+)
+"""peer.cu's Arguments."""
+
+
+@functools.cache
+def _kernel(device: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.RawModule(code=Path(__file__).with_name("peer.cu").read_text()).get_function("share")
+
+
+def obstacle(device: torch.device, group: dist.ProcessGroup | None) -> str | None:
+    """Why peer memory cannot serve, or None."""
+    if device.type != "cuda":
+        return "it needs GPUs"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed (pip install epsim[gpu])"
+    size = dist.get_world_size(group) if dist.is_initialized() else 1
+    if not 2 <= size <= MOST_RANKS:
+        return f"{size} ranks, and it serves 2 to {MOST_RANKS}"
+    if size > torch.cuda.device_count():
+        return f"{size} ranks on {torch.cuda.device_count()} GPUs of this host"
+    own = device.index if device.index is not None else torch.cuda.current_device()
+    if not all(torch.cuda.can_device_access_peer(own, peer) for peer in range(size) if peer != own):
+        return "the GPUs do not reach each other's memory"
+    return None
+
+
+class PeerCollective(Collective):
+    """As `Collective`, for at most `capacity` numbers of a rank; what a call returns lasts until the next one.
+
+    All calls of one object must follow one another on a stream, in the same order on every rank. Collective to make.
+    """
+
+    name = "peer"
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, capacity: int) -> None:
+        super().__init__(group)
+        import torch.distributed._symmetric_memory as symmetric
+
+        self.capacity, self.device = capacity, device
+        group = group or dist.group.WORLD
+        assert group is not None
+        words = 2 * self.size * capacity + self.size
+        self._buffer = symmetric.empty(words, dtype=torch.int64, device=device)
+        self._buffer.zero_()
+        torch.cuda.synchronize(device)
+        self._handle: Any = symmetric.rendezvous(self._buffer, group.group_name)
+        dist.barrier(group)
+        peers = [self._handle.get_buffer(rank, (words,), torch.int64) for rank in range(self.size)]
+        addresses = np.array([peer.data_ptr() for peer in peers], np.uint64).view(np.int64)
+        self._buffers = torch.from_numpy(addresses.copy()).to(device)
+        self._calls = torch.zeros(1, dtype=torch.int32, device=device)
+        self._out = torch.empty(self.size * capacity, dtype=torch.int64, device=device)
+        self._arguments = np.zeros(1, ARGUMENTS)
+        fixed = {"buffers": self._buffers.data_ptr(), "calls": self._calls.data_ptr(), "out": self._out.data_ptr()}
+        for name, value in {**fixed, "rank": self.rank, "ranks": self.size, "capacity": capacity}.items():
+            self._arguments[name] = value
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))  # Compiled now, not in the first request.
+        torch.cuda.synchronize(device)
+        self.calls.clear()
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls["all_reduce"] += 1
+        return self._share(values, sums=True).view(values.shape)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls["all_gather"] += 1
+        return self._share(values, sums=False).view(self.size, *values.shape)
+
+    def _share(self, values: torch.Tensor, sums: bool) -> torch.Tensor:
+        import cupy
+
+        words = values.numel()
+        if words > self.capacity or values.dtype != torch.int64:
+            raise ValueError(f"{words} numbers of {values.dtype} do not fit {self.capacity} int64 of peer memory")
+        arguments, values = self._arguments, values.contiguous()
+        arguments["mine"], arguments["words"], arguments["sum"] = values.data_ptr(), words, sums
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with cupy.cuda.Device(self._index), cupy.cuda.ExternalStream(stream, self._index):
+            _kernel(self._index)((1,), (THREADS,), (arguments,))
+        return self._out[: words if sums else self.size * words]
+
+
+def choose_collective(
+    name: str, group: dist.ProcessGroup | None, device: torch.device, capacity: int
+) -> tuple[Collective, str]:
+    """`torch`, `peer`, or `auto`: peer memory where it can serve, else torch's collectives; and why. Collective.
+
+    capacity: numbers of a rank, such as E + 1. Raises ValueError where peer memory is asked for and cannot serve.
+    """
+    if name not in ("auto", "peer", "torch"):
+        raise ValueError(f"collective {name!r} is none of auto, peer, torch")
+    if name == "torch":
+        return Collective(group), "asked for"
+    why_not = obstacle(device, group)
+    if why_not is None:
+        return PeerCollective(group, device, capacity), "asked for" if name == "peer" else "GPUs of one host"
+    if name == "peer":
+        raise ValueError(f"collective peer cannot serve here: {why_not}; use torch")
+    return Collective(group), f"no peer memory: {why_not}"
