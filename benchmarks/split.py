@@ -1,12 +1,18 @@
-"""The min-max split on the CPU beside OR-Tools' linear program and an even split: distance to the optimum, and time.
+"""The exact split beside every other way to split a batch: distance to the optimum, infeasible answers, and time.
 
-    python benchmarks/split.py [--steps 40] [--exact 50] [--recordings DIR] [--out benchmarks/results/split_cpu.json]
+    python benchmarks/split.py [--problems 100] [--recordings DIR] [--solvers NAME ...] [--out FILE]
 
-Real problems: EPLB placements planned on one recording of DeepSeek-V3 (256 experts, 58 layers), batches drawn from a
-drifting mixture of that and another recording (`epsim.kernels.split.problems`); where the recordings are absent, from
-lognormal marginals, and the table says so. Hard problems: chains, rings, cliques, a hot expert, ties, loads 1 to 1e9.
-Gaps are against GLOP's optimum on the first `--exact` problems of a row; `unproven` counts over all of them. Times are
-the least of several runs, per problem, in microseconds, from int64 counts to the split in physical experts.
+Problems (benchmarks/split_problems.py): EPLB's placements of DeepSeek-V3 under batches drawn from its recorded counts,
+which drift from what was planned on (8 to 64 ranks, 0 to 64 redundant experts, 64 to 16,384 tokens a rank); recorded
+batches of the sample and, where they are there, of SmartMoE, gpt-oss-20b and Qwen1.5-MoE; placements in pairs of copies
+as LPLB has them; hard ones. Solvers: benchmarks/split_solvers.py. All solvers get the same problems of a set, and one
+function judges all their answers. The optimum is GLOP's; without OR-Tools HiGHS's, without both the proven lower bound.
+
+gap: peak / optimum - 1 over the feasible answers (of whole tokens, to the optimum rounded up). infeasible: of those
+answered, splits that are not finite, leave 0 .. load, or do not add up. Times are microseconds a problem on one thread:
+`alone` one call of one problem (median over problems, Python's share included; of GLOP and HiGHS the solve without its
+model's build), `built` the same with the model's build, `batch` in a call of a whole set. On a GPU: `alone` launches of
+one problem in a CUDA graph (p99 of them beside), `batch` 50,000 problems and more in one.
 """
 
 from __future__ import annotations
@@ -17,184 +23,208 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+import split_baselines as baselines
+import split_problems as problems
 import torch
+from split_problems import TOP_K as TOP_K
+from split_problems import ProblemSet, marginals
+from split_solvers import GLOP, HIGHS, OURS, Answer, Asked, Flags, Floats, solvers
 
-from epsim.kernels.split import SplitStructure, prepare, solve_batched, solve_gathered
-from epsim.kernels.split.problems import chain, clique, drifted_counts
-from epsim.kernels.split.reference import SplitProgram
-from epsim.placement.eplb import rebalance_experts
+from epsim.kernels.split import solve
 
 ROOT = Path(__file__).resolve().parents[1]
-PLANNED, LATER = "prefill_in1024.json", "decode_in1000out1000.json"
-TOP_K, RUNS = 8, 15
+HARD_STEPS = 40
+DRAWN_STEPS = 20
+TIMED = {
+    "real": {"name": "DeepSeek-V3, drawn", "ranks": 16, "redundant": 32, "tokens": 1024},
+    "pairs": {"name": "pairs of copies", "ranks": 16, "redundant": 32, "tokens": 1024},
+    "hard": {"name": "chain of 64: 1 to 1e9", "ranks": 64, "redundant": 63, "tokens": 0},
+}
+"""Of each kind the set whose times the summary shows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table. Gaps are peak / optimum - 1; us_one and us_two: by one and by two threads; us_whole: the
-    integral split by one; us_glop: GLOP's solve alone; us_glop_built: with building its model."""
-
-    name: str
-    ranks: int
-    slots: int
-    tokens: int
-    gap_mean: float
-    gap_p99: float
-    gap_worst: float
-    even_gap_mean: float
-    unproven: int
-    sweeps_mean: float
-    sweeps_most: int
-    us_one: float
-    us_two: float
-    us_whole: float
-    us_glop: float
-    us_glop_built: float
+def optimum_of(asked: Asked, answers: dict[str, Answer], judged: dict[str, tuple[Floats, Flags]]) -> Floats:
+    """[B]: GLOP's peak where its answer is feasible, else HiGHS's, else the proven bound."""
+    found = solve(asked.structure, torch.from_numpy(asked.loads), torch.from_numpy(asked.layer)).bound.numpy()
+    for name in (HIGHS, GLOP):
+        if name in answers:
+            peak, feasible = judged[name]
+            found = np.where(feasible, peak, found)
+    return found
 
 
-def best_time(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def gap_figures(gaps: Floats) -> dict[str, float | None]:
+    """gaps [N], of feasible answers."""
+    if not len(gaps):
+        return {"gap_mean": None, "gap_p99": None, "gap_worst": None}
+    return {
+        "gap_mean": float(gaps.mean()),
+        "gap_p99": float(np.quantile(gaps, 0.99)),
+        "gap_worst": float(gaps.max()),
+    }
 
 
-def measure(
-    name: str, tokens: int, structure: SplitStructure, counts: torch.Tensor, exact: int, rng: np.random.Generator
-) -> Row:
-    """counts [S, L, E]."""
-    seconds = []
-    for threads in (2, 1):
-        torch.set_num_threads(threads)
-        seconds.append(best_time(lambda: solve_batched(structure, counts)))
-    whole = best_time(lambda: solve_gathered(structure, counts))
-    found = solve_batched(structure, counts)
-    num_problems = found.peak.numel()
-
-    gaps, even_gaps, solving, building = [], [], 0.0, 0.0
-    for number in rng.permutation(num_problems)[:exact]:
-        step, layer = divmod(int(number), structure.num_layers)
-        slots, loads = structure.physical_to_logical[layer], counts[step, layer]
-        start = time.perf_counter()
-        program = SplitProgram(slots, structure.num_ranks, loads)
-        built = time.perf_counter()
-        optimum, _ = program.solve()
-        solving += time.perf_counter() - built
-        building += built - start
-        share = loads.double() / torch.bincount(slots, minlength=structure.num_experts)
-        even = float(share[slots].reshape(structure.num_ranks, -1).sum(1).max())
-        gaps.append(float(found.peak[step, layer]) / optimum - 1)
-        even_gaps.append(even / optimum - 1)
-    per_problem = 1e6 / num_problems
-    return Row(
-        name=name,
-        ranks=structure.num_ranks,
-        slots=structure.num_physical,
-        tokens=tokens,
-        gap_mean=float(np.mean(gaps)),
-        gap_p99=float(np.quantile(gaps, 0.99)),
-        gap_worst=max(gaps),
-        even_gap_mean=float(np.mean(even_gaps)),
-        unproven=int(found.unproven.sum()),
-        sweeps_mean=float(found.sweeps.double().mean()),
-        sweeps_most=int(found.sweeps.max()),
-        us_one=seconds[1] * per_problem,
-        us_two=seconds[0] * per_problem,
-        us_whole=whole * per_problem,
-        us_glop=solving / len(gaps) * 1e6,
-        us_glop_built=(solving + building) / len(gaps) * 1e6,
-    )
+def measure(asked: Asked, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Floats], Floats]:
+    """-> a row a solver, and each solver's gaps; the relative difference of GLOP and HiGHS."""
+    answers = {name: solver(asked) for name, solver in chosen.items()}
+    judged = {
+        name: baselines.judge(asked.structure, asked.loads, asked.layer, answer.split)
+        for name, answer in answers.items()
+    }
+    optimum = optimum_of(asked, answers, judged)
+    each = {
+        "kind": asked.problems.kind,
+        "name": asked.problems.name,
+        "ranks": asked.structure.num_ranks,
+        "redundant": asked.problems.redundant,
+        "tokens": asked.problems.tokens,
+        "problems": len(optimum),
+    }
+    rows, gaps = [], {}
+    for name, answer in answers.items():
+        peak, feasible = judged[name]
+        good = feasible & answer.answered
+        # What GLOP and HiGHS differ by is far below 1e-12.
+        least = np.ceil(optimum * (1 - 1e-12)) if answer.whole else optimum
+        # Without load there is nothing to be off.
+        gaps[name] = np.divide(peak, least, out=np.ones(len(peak)), where=optimum > 0)[good] - 1
+        row = each | {"solver": name, "answered": int(answer.answered.sum())}
+        row["infeasible"] = int((answer.answered & ~feasible).sum())
+        row |= gap_figures(gaps[name]) | {f"us_{key}": value for key, value in answer.times.items()}
+        rows.append(row if answer.unproven is None else row | {"unproven": answer.unproven})
+    apart = np.zeros(0)
+    if GLOP in judged and HIGHS in judged:
+        both = judged[GLOP][1] & judged[HIGHS][1] & (optimum > 0)
+        apart = abs(judged[HIGHS][0][both] / judged[GLOP][0][both] - 1)
+    return rows, gaps, apart
 
 
-def marginals(recordings: Path, rng: np.random.Generator) -> tuple[list[npt.NDArray[np.float64]], str]:
-    """Counts [L, E] to plan on and to drift to, and where they are from."""
-    if (recordings / PLANNED).exists():
-        texts = [json.loads((recordings / name).read_text())["logical_count"] for name in (PLANNED, LATER)]
-        counts = [np.array(text, dtype=np.float64) for text in texts]
-        return [c[c.sum(1) > 0] for c in counts], f"DeepSeek-V3, {PLANNED} drifting to {LATER}"
-    skew = rng.normal(size=(2, 58, 256))
-    return [np.exp(0.7 * skew[0]), np.exp(0.7 * skew[0] + 0.3 * skew[1])], "lognormal marginals, sigma 0.7"
+def summarize(rows: Sequence[dict[str, Any]], gaps: dict[tuple[str, str], list[Floats]]) -> list[dict[str, Any]]:
+    """A line a kind and solver: gaps over all sets with something to split, times on one of them."""
+    summary = []
+    for (kind, solver), parts in gaps.items():
+        own = [row for row in rows if (row["kind"], row["solver"]) == (kind, solver) and row["redundant"]]
+        line = {"kind": kind, "solver": solver, "sets": len(own)}
+        line |= {key: sum(row[key] for row in own) for key in ("problems", "answered", "infeasible")}
+        line |= gap_figures(np.concatenate(parts))
+        if all("unproven" in row for row in own):
+            line["unproven"] = sum(row["unproven"] for row in own)
+        shown = [row for row in own if all(row[key] == value for key, value in TIMED[kind].items())]
+        line |= {key: value for row in shown for key, value in row.items() if key.startswith("us_")}
+        summary.append(line)
+    return summary
 
 
-def real_problems(
-    planned: npt.NDArray[np.float64], later: npt.NDArray[np.float64], num_steps: int, rng: np.random.Generator
-) -> Iterator[tuple[str, int, SplitStructure, torch.Tensor]]:
-    for num_ranks in (8, 16, 32, 64):
-        for redundant in (0, 16, 32, 64):
-            if (256 + redundant) % num_ranks:
-                continue
-            slots, _, _ = rebalance_experts(torch.from_numpy(planned), 256 + redundant, 1, 1, num_ranks)
-            structure = prepare(slots, num_ranks, 256)
-            for tokens in (64, 1024, 16384, 262144):
-                counts = drifted_counts(planned, later, tokens * TOP_K, num_steps, rng)
-                yield f"real, {redundant} redundant", tokens, structure, counts
+def print_summary(summary: Sequence[dict[str, Any]]) -> None:
+    def figure(line: dict[str, Any], key: str, form: str) -> str:
+        value = line.get(key)
+        width = int(form.partition(".")[0])
+        return " " * (width - 1) + "-" if value is None else format(value, form)
+
+    head = f"{'solver':30} {'answered':>13} {'infeasible':>10} {'gap mean':>9} {'p99':>9} {'worst':>9}"
+    for kind in dict.fromkeys(line["kind"] for line in summary):
+        print(f"\n{kind} problems\n{head} | {'alone us':>9} {'p99':>7} {'built':>8} {'batch':>8}")
+        for line in (line for line in summary if line["kind"] == kind):
+            of = f"{line['answered']:,}/{line['problems']:,}"
+            print(
+                f"{line['solver']:30} {of:>13} {line['infeasible']:10,} {figure(line, 'gap_mean', '9.1e')} "
+                f"{figure(line, 'gap_p99', '9.1e')} {figure(line, 'gap_worst', '9.1e')} | "
+                f"{figure(line, 'us_alone', '9.1f')} {figure(line, 'us_alone_p99', '7.1f')} "
+                f"{figure(line, 'us_with_model', '8.0f')} {figure(line, 'us_batch', '8.3f')}"
+                + (f" UNPROVEN {line['unproven']}" if line.get("unproven") else "")
+            )
 
 
-def hard_problems(rng: np.random.Generator) -> Iterator[tuple[str, int, SplitStructure, torch.Tensor]]:
-    everywhere = torch.stack((torch.zeros(64, dtype=torch.int64), torch.arange(1, 65)), dim=1).flatten()[None]
-    shapes = (
-        ("chain", chain(64), 64),
-        ("ring", chain(64, ring=True), 64),
-        ("clique", clique(16), 16),
-        ("hot expert on every rank", everywhere, 64),
-        ("chain of 512", chain(512), 512),
-    )
-    for name, slots, num_ranks in shapes:
-        structure = prepare(slots, num_ranks)
-        size = (500, 1, structure.num_experts)
-        wide = np.floor(10 ** (9 * rng.random(size)))
-        ties = rng.integers(0, 3, size)
-        ties[..., 0] += 1000
-        for kind, loads in (("1 to 1e9", wide), ("ties, zeros, one hot", ties)):
-            yield f"{name}, {kind}", 0, structure, torch.from_numpy(loads.astype(np.int64))
-
-
-def cpu_model() -> str:
+def processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("torch", "numba", "ortools", "highspy"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def sets(recordings: Path, seed: int) -> tuple[list[ProblemSet], str]:
+    rng = np.random.default_rng(seed)
+    (planned, later), source = marginals(recordings / "deepseek-v3-sglang", rng)
+    found = [*problems.drawn_problems(planned, later, DRAWN_STEPS, rng), *problems.recorded_problems(recordings)]
+    found += problems.paired_problems(planned, later, DRAWN_STEPS, rng)
+    return found + list(problems.hard_problems(HARD_STEPS, rng)), source
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="batches of 58 layers a row")
-    parser.add_argument("--exact", type=int, default=50, help="problems of a row that GLOP solves as well")
-    parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces/deepseek-v3-sglang")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/split_cpu.json")
+    parser.add_argument("--problems", type=int, default=100, help="problems of a set, the same for all solvers")
+    parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces")
+    parser.add_argument("--solvers", nargs="*", default=[], help="beginnings of their names; all by default")
+    parser.add_argument("--kinds", nargs="*", default=[], help="real, pairs, hard; all by default")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/split.json")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    begun = time.perf_counter()
+    torch.set_num_threads(1)
     rng = np.random.default_rng(options.seed)
-    (planned, later), source = marginals(options.recordings, rng)
-    print(f"{cpu_model()}; real problems: {source}")
-    head = "ranks slots tokens | gap mean    p99  worst   even | sweeps | one    two  whole | GLOP  built (us)"
-    print(f"{'problems':40} {head}")
-    rows = []
-    for problem in (*real_problems(planned, later, options.steps, rng), *hard_problems(rng)):
-        row = measure(*problem, options.exact, rng)
-        rows.append(row)
-        print(
-            f"{row.name:40} {row.ranks:5} {row.slots:5} {row.tokens:6} | {row.gap_mean:8.1e} {row.gap_p99:6.0e} "
-            f"{row.gap_worst:6.0e} {row.even_gap_mean:6.3f} | {row.sweeps_mean:6.1f} | "
-            f"{row.us_one:5.1f} {row.us_two:5.1f} {row.us_whole:5.1f} | {row.us_glop:5.0f} {row.us_glop_built:5.0f}"
-            + " UNPROVEN"
-            * bool(row.unproven),
-            flush=True,
-        )
+    found, source = sets(options.recordings, options.seed)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    print(f"{processor()}{f', {gpu}' if gpu else ''}; drawn problems: {source}")
+    rows: list[dict[str, Any]] = []
+    gaps: dict[tuple[str, str], list[Floats]] = defaultdict(list)
+    apart = [np.zeros(0)]
+    with solvers() as known:
+        chosen = {
+            name: solver
+            for name, solver in known.items()
+            if not options.solvers or any(name.startswith(begin) for begin in options.solvers)
+        }
+        for one in found:
+            if options.kinds and one.kind not in options.kinds:
+                continue
+            pick = rng.permutation(one.counts.shape[0] * one.counts.shape[1])[: options.problems]
+            own, own_gaps, own_apart = measure(Asked(one, pick, rng), chosen)
+            rows += own
+            apart.append(own_apart)
+            for name, values in own_gaps.items():
+                if one.redundant:
+                    gaps[one.kind, name].append(values)
+            worst = next((row["gap_worst"] for row in own if row["solver"] == OURS), None)
+            print(
+                f"{one.kind:5} {one.name:48} {one.structure.num_ranks:3} ranks {one.redundant:3} redundant "
+                f"{one.tokens:6} tokens"
+                + ("" if worst is None else f" | ours worst {worst:8.1e}")
+                + "".join(f" {row['gap_mean']:7.4f} {row['solver']}" for row in own if row["solver"] == "even"),
+                flush=True,
+            )
+    summary = summarize(rows, gaps)
+    print_summary(summary)
+    disagreement = float(np.concatenate(apart).max(initial=0.0))
+    if len(np.concatenate(apart)):
+        print(f"\nlargest difference of GLOP's and HiGHS's optimum: {disagreement:.1e}")
     result = {
         "command": shlex.join(["python", "benchmarks/split.py", *sys.argv[1:]]),
-        "cpu": cpu_model(),
-        "torch": torch.__version__,
-        "source": source,
-        "rows": [asdict(row) for row in rows],
+        "cpu": processor(),
+        "gpu": gpu,
+        "versions": versions(),
+        "drawn from": source,
+        "seconds": round(time.perf_counter() - begun),
+        "times of": TIMED,
+        "largest difference of GLOP and HiGHS": disagreement,
+        "summary": summary,
+        "rows": rows,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

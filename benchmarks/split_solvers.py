@@ -1,0 +1,300 @@
+"""The solvers that benchmarks/split.py sets side by side: each answers the same problems, and says what it took."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import split_baselines as baselines
+import torch
+from split_baselines import Flags, Floats, Ints
+from split_problems import ProblemSet
+
+from epsim.kernels.split import SplitStructure, cuda, solve, solve_batched, solve_gathered
+from epsim.kernels.split.reference import SplitProgram
+from epsim.placement.base import Placement
+from epsim.policies.copies import Copies
+from epsim.policies.ipm import LplbIpm
+
+ALONE = 30
+"""Problems that a time alone is the median of, at most."""
+LARGE_BATCH = 50_000
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The problems of a set that every solver is given: number `pick` [B] of its steps and layers, in order."""
+
+    problems: ProblemSet
+    pick: Ints
+    rng: np.random.Generator
+
+    @property
+    def structure(self) -> SplitStructure:
+        return self.problems.structure
+
+    @cached_property
+    def loads(self) -> Ints:
+        """[B, E]"""
+        return self.of_steps(self.problems.counts)
+
+    @cached_property
+    def layer(self) -> Ints:
+        """[B]"""
+        return self.pick % self.structure.num_layers
+
+    @cached_property
+    def slots(self) -> Ints:
+        """[B, P]: the expert of each slot."""
+        found: Ints = self.structure.physical_to_logical.numpy()[self.layer]
+        return found
+
+    @cached_property
+    def copies(self) -> Copies:
+        structure = self.structure
+        return Copies(Placement(structure.physical_to_logical, structure.num_experts, structure.num_ranks))
+
+    @property
+    def few(self) -> int:
+        """How many of the problems a method gets whose work grows with the cube of their size."""
+        return len(self.pick) if self.structure.num_physical < 512 else min(4, len(self.pick))
+
+    @cached_property
+    def ipm(self) -> tuple[Floats, float]:
+        """Fractions of `lplb-ipm` [B, P], not a number beyond the first few, and seconds a problem."""
+        counts, copies = self.problems.counts, self.copies
+        fractions = np.full(self.slots.shape, np.nan)
+        if self.few < len(self.pick):
+            counts = counts[self.pick[: self.few]]  # a set of one layer
+        LplbIpm().fractions(counts[:1], copies)
+        start = time.perf_counter()
+        found = LplbIpm().fractions(counts, copies)
+        seconds = time.perf_counter() - start
+        fractions[: self.few] = found[:, 0].numpy() if self.few < len(self.pick) else self.of_steps(found)
+        return fractions, seconds / (found.shape[0] * found.shape[1])
+
+    def of_steps(self, values: torch.Tensor) -> Any:
+        """[S, L, ...] -> [B, ...]"""
+        return values.flatten(0, 1)[torch.from_numpy(self.pick)].numpy()
+
+    def of_fractions(self, fractions: Floats) -> Floats:
+        """[B, P] -> the loads of the slots."""
+        return fractions * np.take_along_axis(self.loads, self.slots, 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """split [B, P]; answered [B]: false where the method does not take the problem. times: microseconds a problem, by
+    name: alone (with its 99th percentile alone_p99, with_model its model's build included), batch (by one thread, or by
+    one launch), batch_two (by two threads), layers (all layers of a step in one launch, together). whole: the split is
+    of whole tokens, and is held against the optimum rounded up."""
+
+    split: Floats
+    answered: Flags
+    times: dict[str, float] = field(default_factory=dict)
+    unproven: int | None = None
+    whole: bool = False
+
+
+Solver = Callable[[Asked], Answer]
+
+
+def _first(asked: Asked, num: int) -> Flags:
+    return np.arange(len(asked.pick)) < num
+
+
+def _all(asked: Asked) -> Flags:
+    return _first(asked, len(asked.pick))
+
+
+def _seconds(run: Callable[[], object], repeats: int = 1) -> float:
+    """The least of several: other work on the machine only adds."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def _alone(run: Callable[[int], object], num: int) -> float:
+    """Microseconds: the median over problems of the second of two calls each."""
+    return 1e6 * float(np.median([_seconds(partial(run, i), 2) for i in range(min(num, ALONE))]))
+
+
+def _ours(asked: Asked) -> Answer:
+    structure, counts = asked.structure, asked.problems.counts
+    loads, layer = torch.from_numpy(asked.loads), torch.from_numpy(asked.layer)
+    found = solve(structure, loads, layer)
+    times = {"alone": _alone(lambda i: solve(structure, loads[i : i + 1], layer[i : i + 1]), len(loads))}
+    per_problem = 1e6 / (counts.shape[0] * counts.shape[1])
+    for name, threads in (("batch_two", 2), ("batch", 1)):
+        torch.set_num_threads(threads)
+        times[name] = per_problem * _seconds(lambda: solve_batched(structure, counts), 7)
+    return Answer(found.split.numpy(), _all(asked), times, int(found.unproven.sum()))
+
+
+def _ours_whole(asked: Asked) -> Answer:
+    structure, counts = asked.structure, asked.problems.counts
+    split = asked.of_steps(solve_gathered(structure, counts).split).astype(np.float64)
+    seconds = _seconds(lambda: solve_gathered(structure, counts), 5)
+    return Answer(split, _all(asked), {"batch": 1e6 * seconds / (counts.shape[0] * counts.shape[1])}, whole=True)
+
+
+def _ours_gpu(asked: Asked) -> Answer:
+    from split_gpu import REPEATS, graph, replay_times
+
+    structure, counts = asked.structure, asked.problems.counts.cuda()
+    loads, layer = torch.from_numpy(asked.loads).cuda(), torch.from_numpy(asked.layer).cuda()
+    found = solve(structure, loads, layer)
+    one, its_layer = loads[:1].clone(), layer[:1].clone()
+
+    def feed(i: int) -> None:
+        one.copy_(loads[i : i + 1])
+        its_layer.copy_(layer[i : i + 1])
+
+    alone = replay_times(graph(lambda: solve(structure, one, its_layer), REPEATS), feed, len(loads), 3) / REPEATS
+    every = torch.arange(structure.num_layers, device="cuda")
+    step = counts[0].clone()
+    together = replay_times(graph(lambda: solve(structure, step, every), REPEATS), lambda i: None, 1, 5) / REPEATS
+    many = counts.repeat(-(-LARGE_BATCH // (counts.shape[0] * counts.shape[1])), 1, 1)
+    batch = replay_times(graph(lambda: solve_batched(structure, many)), lambda i: None, 1, 5)
+    times = {
+        "alone": float(np.median(alone)),
+        "alone_p99": float(np.quantile(alone, 0.99)),
+        "layers": float(together[0]),
+        "batch": float(batch[0]) / (many.shape[0] * many.shape[1]),
+    }
+    return Answer(found.split.cpu().numpy(), _all(asked), times, int(found.unproven.sum()))
+
+
+def _glop(asked: Asked) -> Answer:
+    splits, solving, building = [], 0.0, 0.0
+    for slots, loads in zip(asked.slots, asked.loads):
+        start = time.perf_counter()
+        program = SplitProgram(torch.from_numpy(slots), asked.structure.num_ranks, torch.from_numpy(loads))
+        built = time.perf_counter()
+        try:
+            splits.append(program.solve()[1].numpy())
+        except RuntimeError:
+            splits.append(np.full(len(slots), np.nan))
+        solving += time.perf_counter() - built
+        building += built - start
+    per_problem = 1e6 / len(splits)
+    times = {"alone": solving * per_problem, "with_model": (solving + building) * per_problem}
+    return Answer(np.array(splits), _all(asked), times)
+
+
+def _highs(process: Executor, asked: Asked) -> Answer:
+    split, solving, building = process.submit(
+        baselines.solve_by_highs, asked.slots, asked.structure.num_ranks, asked.loads
+    ).result()
+    per_problem = 1e6 / len(split)
+    times = {"alone": solving * per_problem, "with_model": (solving + building) * per_problem}
+    return Answer(split, _all(asked), times)
+
+
+def _lplb(true_maximum: bool, asked: Asked) -> Answer:
+    slots, loads, num_ranks = torch.from_numpy(asked.slots), torch.from_numpy(asked.loads), asked.structure.num_ranks
+
+    def run(i: int) -> Floats:
+        found: Floats = baselines.lplb_fractions(slots[i], num_ranks, loads[i : i + 1], true_maximum)[0].numpy()
+        return found
+
+    fractions = np.full(asked.slots.shape, np.nan)
+    for i in range(asked.few):
+        fractions[i] = run(i)
+    times = {"alone": _alone(run, min(asked.few, 10))}
+    return Answer(asked.of_fractions(fractions), _first(asked, asked.few), times)
+
+
+def _ipm(asked: Asked) -> Answer:
+    fractions, seconds = asked.ipm
+    return Answer(asked.of_fractions(fractions), _first(asked, asked.few), {"batch": 1e6 * seconds})
+
+
+def _edges(asked: Asked) -> Answer:
+    structure = asked.structure
+    slots, num_ranks = structure.physical_to_logical.numpy(), structure.num_ranks
+    pairs = [baselines.pairs_of(row, num_ranks) for row in slots]
+    split = np.zeros(asked.slots.shape)
+    answered = np.array([pairs[layer] is not None for layer in asked.layer])
+
+    def run(i: int) -> Floats:
+        found = pairs[asked.layer[i]]
+        assert found is not None
+        return baselines.split_pairs(found, slots[asked.layer[i]], num_ranks, asked.loads[i : i + 1])
+
+    for i in np.flatnonzero(answered):
+        split[i] = run(i)
+    if not answered.any():
+        return Answer(split, answered)
+    taken = np.flatnonzero(answered)
+    times = {"alone": _alone(lambda i: run(taken[i]), len(taken))}
+    counts, layers = asked.problems.counts.numpy(), [at for at, found in enumerate(pairs) if found is not None]
+
+    def batch() -> None:
+        for at in layers:
+            baselines.split_pairs(pairs[at], slots[at], num_ranks, counts[:, at])  # type: ignore[arg-type]
+
+    times["batch"] = 1e6 * _seconds(batch, 5) / (len(counts) * len(layers))
+    return Answer(split, answered, times)
+
+
+def _even_fractions(asked: Asked) -> Floats:
+    number = asked.copies.number.numpy()[asked.layer]
+    fractions: Floats = 1 / np.take_along_axis(number, asked.slots, 1)
+    return fractions
+
+
+def _even(asked: Asked) -> Answer:
+    return Answer(asked.of_fractions(_even_fractions(asked)), _all(asked))
+
+
+def _exact_fractions(asked: Asked) -> Floats:
+    split = solve(asked.structure, torch.from_numpy(asked.loads), torch.from_numpy(asked.layer)).split.numpy()
+    own = np.take_along_axis(asked.loads, asked.slots, 1)
+    return np.where(own > 0, split / np.maximum(own, 1), _even_fractions(asked))
+
+
+def _sampled(fractions: Callable[[Asked], Floats], asked: Asked) -> Answer:
+    part = fractions(asked)
+    answered = np.isfinite(part).all(1)
+    split = baselines.sampled(asked.copies, asked.layer, asked.loads, np.nan_to_num(part), asked.rng)
+    return Answer(split, answered, whole=True)
+
+
+OURS, GLOP, HIGHS = "ours, CPU", "OR-Tools GLOP", "HiGHS"
+
+
+@contextmanager
+def solvers() -> Iterator[dict[str, Solver]]:
+    """Those that this machine has, by the name they have in the table."""
+    found: dict[str, Any] = {}
+    if cuda.available():
+        found["ours, GPU"] = _ours_gpu
+    found |= {OURS: _ours, "ours, whole tokens, CPU": _ours_whole}
+    if importlib.util.find_spec("ortools"):
+        found[GLOP] = _glop
+    # In a process of its own: OR-Tools brings another HiGHS, and the two do not load side by side.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        if importlib.util.find_spec("highspy"):
+            found[HIGHS] = partial(_highs, process)
+        yield found | {
+            "LPLB as published": partial(_lplb, False),
+            "LPLB, true maximum": partial(_lplb, True),
+            "lplb-ipm (SGLang's form)": _ipm,
+            "pairwise edges": _edges,
+            "even": _even,
+            "even, sampled per token": partial(_sampled, _even_fractions),
+            "lplb-ipm, sampled per token": partial(_sampled, lambda asked: asked.ipm[0]),
+            "ours, sampled per token": partial(_sampled, _exact_fractions),
+        }
