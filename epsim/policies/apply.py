@@ -140,8 +140,8 @@ class BoundStack:
         copies, split = self.copies, self.split
         assignments = _sums(rank_counts)
         counts = rank_counts.sum(2)
-        fractions = split.fractions(counts, copies)
-        fixed = fixed_point(fractions, copies)
+        fractions = split.fractions(counts, copies) if split.by_fractions else None
+        fixed = counts.new_empty(0) if fractions is None else fixed_point(fractions, copies)
         ids = None
         if not split.by_rank or (self.has_shared and self.stack.shared.level == "tokens"):
             assert batch is not None
@@ -152,7 +152,9 @@ class BoundStack:
             served = self._by_source(batch, ids, copies.placement.num_physical)
         by_source = copies.per_rank(served)
         routed = by_source.sum(2)
-        real = copies.per_rank(fractions * copies.per_slot(counts)) if split.by_fractions else routed.to(torch.float64)
+        real = routed.to(torch.float64)
+        if fractions is not None:
+            real = copies.per_rank(fractions * copies.per_slot(counts))
         tokens = self._tokens(rank_counts, batch)
         shared = torch.zeros_like(by_source)
         if self.has_shared:
@@ -236,7 +238,8 @@ def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundSta
     notes = stack.shared.notes
     if setting.shared_cost == 0:
         notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
-    return BoundStack(stack, Copies(placement, setting.backend), setting, notes)
+    copies = Copies(placement, setting.backend)
+    return BoundStack(stack, copies, setting, (*(stack.split.notes if copies.redundant else ()), *notes))
 
 
 def _sums(counts: torch.Tensor) -> torch.Tensor:

@@ -116,15 +116,21 @@ class Split(Protocol):
     """How an expert's tokens divide over its copies. `level`: the coarsest trace it works on.
 
     by_rank: whether the number of a source rank's tokens for a copy follows from counts, without looking at tokens.
-    by_fractions: whether tokens follow the fractions; if not, the split has no real-valued form.
+    by_fractions: whether tokens follow the fractions; if not, the split has no real-valued form, and tokens follow from
+    counts alone. notes: what a reader of results under it should know.
     """
 
     name: ClassVar[str]
     by_rank: ClassVar[bool]
-    by_fractions: ClassVar[bool]
 
     @property
     def level(self) -> Level: ...
+
+    @property
+    def by_fractions(self) -> bool: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         """counts [..., L, E] int64 of all source ranks -> [..., L, P] float64: each slot's share of its expert."""

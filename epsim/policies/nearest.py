@@ -52,6 +52,7 @@ class Static:
     level: ClassVar[Level] = "rank_counts"
     by_rank: ClassVar[bool] = True
     by_fractions: ClassVar[bool] = False
+    notes: ClassVar[tuple[str, ...]] = ()
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         """The share of source ranks that send to a slot: what it gets where tokens are spread evenly over them."""

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 
 from epsim.kernels.split import SplitStructure, prepare, solve_batched, solve_gathered
+from epsim.kernels.timed import FEW_COPIES, MOST_NODES, check_costs, solve_timed
 from epsim.policies.base import Batch
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.gathered import gathered_quotas, ids_by_quotas
@@ -21,6 +22,7 @@ class Systematic:
     __slots__ = ()
     by_rank: ClassVar[bool] = True
     by_fractions: ClassVar[bool] = True
+    notes: ClassVar[tuple[str, ...]] = ()
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         return systematic_quotas(rank_counts, fixed, copies)
@@ -37,6 +39,7 @@ class Sampled:
     __slots__ = ()
     by_rank: ClassVar[bool] = False
     by_fractions: ClassVar[bool] = True
+    notes: ClassVar[tuple[str, ...]] = ()
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         raise AssertionError("a draw per token has no quotas")
@@ -75,28 +78,72 @@ def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Lplb(Systematic):
-    """The least largest rank load of each batch, solved exactly (`epsim.kernels.split`).
+class Lplb:
+    """The cheapest dearest rank of each batch: by tokens, solved exactly (`epsim.kernels.split`), or by time.
 
     counts: `reduced`, each source rank knows the sum over ranks and rounds its own tokens systematically; `gathered`,
     it knows every rank's counts, and the split itself is whole, its peak exactly ceil(optimum).
+    objective: `tokens`, or `time`: a rank costs a * tokens + b * active experts, as where reading weights is what takes
+    time (`epsim.kernels.timed`), and no split into whole tokens that the search finds is cheaper. Whether an expert is
+    active is a matter of single tokens, which rounding by each source rank does not keep: `time` is always `gathered`.
+    a, b >= 0, of `time` alone: what a token and an active expert cost, in any one unit.
+    Raises ValueError where the arguments do not go together.
     """
 
-    counts: Literal["reduced", "gathered"] = "reduced"
+    counts: Literal["reduced", "gathered"] | None = None
+    objective: Literal["tokens", "time"] = "tokens"
+    a: float | None = None
+    b: float | None = None
     name: ClassVar[str] = "lplb"
+    by_rank: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.objective == "tokens":
+            if self.a is not None or self.b is not None:
+                raise ValueError("lplb: a and b are what objective=time weighs: add it, or leave them out")
+        else:
+            if self.a is None or self.b is None:
+                raise ValueError(
+                    "lplb(objective=time) needs a= and b=, what a token and an active expert cost: "
+                    "lplb(objective=time,a=1,b=100) if reading an expert takes as long as 100 tokens"
+                )
+            try:
+                check_costs(self.a, self.b)
+            except ValueError as error:
+                raise ValueError(f"lplb(objective=time): {error}") from None
+            if self.counts == "reduced":
+                raise ValueError("lplb(objective=time) places whole tokens: leave counts out, or give counts=gathered")
+            object.__setattr__(self, "a", float(self.a))
+            object.__setattr__(self, "b", float(self.b))
+        if self.counts is None:
+            object.__setattr__(self, "counts", "reduced" if self.objective == "tokens" else "gathered")
 
     @property
     def level(self) -> Level:
-        return "rank_counts" if self.counts == "gathered" else "counts"
+        # By time a slot's tokens follow from the sum of counts; only whose they are does not.
+        return "rank_counts" if self.counts == "gathered" and self.objective == "tokens" else "counts"
+
+    @property
+    def by_fractions(self) -> bool:
+        return self.objective == "tokens"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.objective == "tokens":
+            return ()
+        proven = f"lplb(objective=time) is optimal where at most {FEW_COPIES} copies of replicated experts have tokens"
+        return (f"{proven}; elsewhere it is the best of a search of {MOST_NODES} nodes, never dearer than lplb's",)
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
-        return _least_peak(counts, copies)
+        if self.objective == "tokens":
+            return _least_peak(counts, copies)
+        load = copies.per_slot(counts)
+        return torch.where(load > 0, self._whole(counts, copies).double() / load.clamp(min=1), _even(counts, copies))
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         if self.counts == "reduced":
             return systematic_quotas(rank_counts, fixed, copies)
-        whole = solve_gathered(copies.once(_structure), rank_counts.sum(-2), copies.backend).split
-        return gathered_quotas(rank_counts, whole, copies)
+        return gathered_quotas(rank_counts, self._whole(rank_counts.sum(-2), copies), copies)
 
     def physical_ids(
         self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
@@ -104,6 +151,15 @@ class Lplb(Systematic):
         if self.counts == "reduced":
             return systematic_ids(batch, fixed, copies)
         return ids_by_quotas(batch, self.quotas(rank_counts, fixed, copies), copies)
+
+    def _whole(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+        """counts [..., L, E] int64 -> [..., L, P] int64: whole tokens of each slot."""
+        structure = copies.once(_structure)
+        if self.objective == "tokens":
+            return solve_gathered(structure, counts, copies.backend).split
+        assert self.a is not None
+        assert self.b is not None
+        return solve_timed(structure, counts, self.a, self.b).split
 
 
 @dataclass(frozen=True, slots=True)

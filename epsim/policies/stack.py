@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from epsim.placement.base import PlacementPolicy
@@ -111,7 +112,12 @@ def _parameters(kind: str, policy: Any) -> dict[str, Any]:
     if kind == "placement":
         return {}
     hints = get_type_hints(type(policy))
-    return {field.name: hints[field.name] for field in dataclasses.fields(policy)}
+    return {field.name: _when_given(hints[field.name]) for field in dataclasses.fields(policy)}
+
+
+def _when_given(hint: Any) -> Any:
+    """T of T | None: None is an argument left out."""
+    return next(part for part in get_args(hint) if part is not NoneType) if NoneType in get_args(hint) else hint
 
 
 def _with_arguments(kind: str, policy: Any, arguments: dict[str, str], item: str) -> Any:
@@ -131,7 +137,7 @@ def _with_arguments(kind: str, policy: Any, arguments: dict[str, str], item: str
                 values[key] = hint(text)
             except ValueError:
                 raise ValueError(f"{key}={text} in {item!r} is not of type {hint.__name__}") from None
-    return dataclasses.replace(policy, **values) if values else policy
+    return type(policy)(**values) if values else policy
 
 
 def _item_text(kind: str, policy: Any) -> str:

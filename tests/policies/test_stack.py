@@ -50,6 +50,25 @@ def test_arguments_reach_their_policy_and_defaults_are_left_out() -> None:
     assert parse_stack("lplb-ipm").split == LplbIpm()
 
 
+@given(
+    st.floats(0, allow_infinity=False, allow_subnormal=False),
+    st.floats(0, allow_infinity=False, exclude_min=True),
+    st.booleans(),
+)
+def test_costs_round_trip(a: float, b: float, spelled: bool) -> None:
+    gathered = "counts=gathered," if spelled else ""
+    stack = parse_stack(f"lplb(a={a!r},{gathered}objective=time,b={b!r})")
+    assert stack.split == Lplb("gathered", "time", a, b)
+    assert str(stack) == f"contiguous+lplb(counts=gathered,objective=time,a={a!r},b={b!r})"
+    assert parse_stack(str(stack)) == stack
+
+
+def test_counts_by_objective() -> None:
+    assert Lplb() == Lplb(counts="reduced") == parse_stack("lplb(counts=reduced,objective=tokens)").split
+    assert str(parse_stack("lplb(counts=reduced,objective=tokens)")) == "contiguous+lplb"
+    assert Lplb(objective="time", a=1, b=2).counts == "gathered"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -57,7 +76,18 @@ def test_arguments_reach_their_policy_and_defaults_are_left_out() -> None:
         ("eplb+waterfill-joint", "unknown policy 'waterfill-joint'"),
         ("even(counts=gathered)", "unknown argument 'counts' in 'even(counts=gathered)': it takes none"),
         ("lplb(counts=scattered)", "unknown value counts=scattered"),
-        ("lplb(objective=time)", "unknown argument 'objective'"),
+        ("lplb(objective=peak)", "unknown value objective=peak"),
+        ("lplb(objective=time)", "lplb(objective=time) needs a= and b="),
+        ("lplb(objective=time,a=1)", "lplb(objective=time) needs a= and b="),
+        ("lplb(objective=time,b=1)", "lplb(objective=time) needs a= and b="),
+        ("lplb(a=1,b=2)", "a and b are what objective=time weighs"),
+        ("lplb(counts=gathered,b=2)", "a and b are what objective=time weighs"),
+        ("lplb(objective=time,a=x,b=2)", "a=x in 'lplb(objective=time,a=x,b=2)' is not of type float"),
+        ("lplb(objective=time,a=-1,b=2)", "a=-1.0 is no cost: give a finite number of 0 or more"),
+        ("lplb(objective=time,a=1,b=nan)", "b=nan is no cost"),
+        ("lplb(objective=time,a=1,b=inf)", "b=inf is no cost"),
+        ("lplb(objective=time,a=0,b=0)", "nothing to minimise"),
+        ("lplb(objective=time,a=1,b=2,counts=reduced)", "leave counts out, or give counts=gathered"),
         ("even+lplb", "two policies for split, 'even' and 'lplb'"),
         ("waterfill(candidates=some)", "candidates=some in 'waterfill(candidates=some)': choose visited or all"),
         ("waterfill(colour=red)", "its arguments are candidates, load, counts"),
@@ -83,6 +113,8 @@ def test_mistakes_are_told_in_one_line(text: str, says: str) -> None:
     [
         ("eplb", True, True, "counts"),
         ("lplb", True, True, "counts"),
+        ("lplb(counts=gathered)", True, True, "rank_counts"),
+        ("lplb(objective=time,a=1,b=2)", True, True, "counts"),
         ("static", True, True, "rank_counts"),
         ("static", False, True, "counts"),
         ("random", True, True, "tokens"),
