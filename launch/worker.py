@@ -23,13 +23,15 @@ from epsim.launch.options import RunOptions
 from epsim.launch.prepare import Prepared, prepare
 from epsim.launch.store import connect, for_group, for_watch, serve
 from epsim.placement.base import Placement
+from epsim.policies.apply import Setting, bind
 from epsim.results import SCHEMA_VERSION, Results, write_results
-from epsim.runtime.faults import BAD_INPUT, Watch
+from epsim.runtime.faults import BAD_INPUT, Watch, place_file
 from epsim.runtime.job import Job, Place, RandomLayers, run_job
 from epsim.runtime.measured import Measured, measure
 from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.trial import Trial, TrialClock
 from epsim.traces.files import message_line
+from epsim.traces.store import slice_steps
 
 RESULTS, PREDICTED, TELEMETRY = "results.json", "predicted.json", "telemetry"
 Progress = Callable[[int], None]
@@ -37,11 +39,18 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process's place in the job. host, port: of the store that all reach; attempt: restarts before this one."""
+    """A process's place in the job.
+
+    local_rank, local_size: among the ranks of its machine. device_index: of its GPU; own_device: it sees no other rank's.
+    host, port: of the store that all reach. attempt: restarts before this one. signals: whether SIGTERM is its to take.
+    """
 
     rank: int = 0
     num_ranks: int = 1
     local_rank: int = 0
+    local_size: int = 1
+    device_index: int = 0
+    own_device: bool = False
     host: str = ""
     port: int = 0
     serves_store: bool = False
@@ -61,15 +70,17 @@ class Member:
         if given:
             host, _, port = given.rpartition(":")
         held = given or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        local_rank = int(os.environ["LOCAL_RANK"])
         return cls(
             rank,
             int(os.environ["WORLD_SIZE"]),
-            int(os.environ["LOCAL_RANK"]),
-            host,
-            int(port),
-            rank == 0 and not held,
-            attempt,
+            local_rank,
+            int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),
+            device_index=local_rank,
+            host=host,
+            port=int(port),
+            serves_store=rank == 0 and not held,
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
     def store(self, serves: bool = False) -> Any:
@@ -89,7 +100,7 @@ def run_rank(options: RunOptions, member: Member, progress: Progress = lambda st
     clock.phase = "setup"
     served = member.store(member.serves_store)
     store = for_watch(member.store(), member.attempt) if member.num_ranks > 1 else None
-    watch = Watch(store, member.rank, member.num_ranks, clock, options.timeout)
+    watch = Watch(store, member.rank, member.num_ranks, clock, options.out / TELEMETRY, options.timeout)
     watch.start(member.signals)
     try:
         results = _run(options, member, device, clock, watch, served, progress)
@@ -130,6 +141,7 @@ def _run(
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     place = Place(member.rank, member.num_ranks, group, device, dtype)
     job = prepared.job(_placements(prepared, member))
+    _compile(prepared, job, member)
     model = RandomLayers(job, place, clock)
     exchange = model.layers[0][0].exchange
     described = description(prepared, job, place, exchange.name, exchange.why)
@@ -137,12 +149,14 @@ def _run(
     first = _resume_at(prepared, member, folder)
     first_step = None if first == 0 else _step_at(prepared, first)
     telemetry = TelemetryWriter(folder, member.rank, member.num_ranks, described, first_step)
+    clock.leave_place(folder)
     clock.trial = trial
     progress(first)
     run_job(job, place, model, clock, watch, telemetry, first=first, trial=trial, progress=progress)
     watch.state = "closing"
     clock.enter("results", clock.step, -1)
     telemetry.close()
+    place_file(folder, member.rank).unlink()
     results = _finish(prepared, job, place, member, described)
     if group is not None:
         dist.barrier()
@@ -153,12 +167,12 @@ def _run(
 def choose_device(asked: str, member: Member) -> torch.device:
     """auto: a GPU where there is one for every rank of this node."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", member.local_rank + 1))
-    if asked == "cpu" or (asked == "auto" and count < local):
+    wanted = 1 if member.own_device else member.local_size
+    if asked == "cpu" or (asked == "auto" and count < wanted):
         return torch.device("cpu")
-    if count < local:
-        raise ValueError(f"--device cuda: {local} ranks on this node, but {count} GPUs")
-    return torch.device("cuda", member.local_rank)
+    if count < wanted:
+        raise ValueError(f"--device cuda: {wanted} ranks on this node, but {count} GPUs")
+    return torch.device("cuda", member.device_index)
 
 
 def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: str) -> dict[str, Any]:
@@ -210,6 +224,17 @@ def _placements(prepared: Prepared, member: Member) -> dict[str, Placement]:
     return {
         name: Placement(slots, num_experts, cluster.num_ranks, cluster.num_nodes) for name, slots in sent[0].items()
     }
+
+
+def _compile(prepared: Prepared, job: Job, member: Member) -> None:
+    """Compiled code is cached on disk: one process of each machine makes it, and the others find it."""
+    block = next(iter(prepared.blocks()), None)
+    if member.local_rank == 0 and block is not None:
+        setting = Setting(job.seed, job.shape.shared_cost, job.shape.top_k, job.layers)
+        for of_job in job.stacks:
+            bind(of_job.stack, of_job.placement, setting).load(slice_steps(block, 0, 1))
+    if member.num_ranks > 1:
+        dist.barrier()
 
 
 def _resume_at(prepared: Prepared, member: Member, folder: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import mmap
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
 
 from epsim.runtime.phases import PHASES, PhaseClock, PhaseError
@@ -23,6 +25,7 @@ from epsim.traces.files import message_line
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+PLACE_BYTES = 64
 State: TypeAlias = Literal["running", "closing", "finished"]
 """closing: all steps done, results under way."""
 
@@ -59,6 +62,29 @@ class Beat:
         return words + (f", layer {self.layer}" if self.layer >= 0 and self.phase in PHASES else "")
 
 
+class JobClock(PhaseClock):
+    """Leaves a rank's place in a file as it goes, which other processes of its machine can read when it is dead; beats
+    alone are half a second old."""
+
+    _page: mmap.mmap | None = None
+
+    def leave_place(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = place_file(folder, self.rank)
+        path.write_bytes(bytes(PLACE_BYTES))
+        with path.open("r+b") as file:
+            self._page = mmap.mmap(file.fileno(), PLACE_BYTES)
+
+    def enter(self, phase: str, step: int | None = None, layer: int | None = None) -> None:
+        super().enter(phase, step, layer)
+        if self._page is not None:
+            self._page[:PLACE_BYTES] = f"{self.phase} {self.step} {self.layer}".encode().ljust(PLACE_BYTES)
+
+
+def place_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.place"
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """Why a job ended. code: the exit status of every process; reporter: the rank that found it."""
@@ -80,13 +106,14 @@ class Watch:
     """Beats for one rank and watches the others from a thread of its own.
 
     store: a connection that nothing else uses, since a waiting call holds it; None for a job of one process, which
-    watches nobody. patience: seconds that the rank furthest behind may stay in one phase, six times as many while
-    warming up. The owner sets `turn` (-1: warming up), `layer_place` (of each layer's number) and `state` as it goes.
+    watches nobody. folder: where ranks leave their places. patience: seconds that the rank furthest behind may stay in
+    one phase, six times as many while warming up. The owner sets `turn` (-1: warming up), `layer_place` (of each layer's number) and `state` as it goes.
     """
 
     def __init__(
-        self, store: Store | None, rank: int, num_ranks: int, clock: PhaseClock, patience: float = 20.0
+        self, store: Store | None, rank: int, num_ranks: int, clock: JobClock, folder: Path, patience: float = 20.0
     ) -> None:
+        self.folder = folder
         self.rank, self.num_ranks, self.clock, self.patience = rank, num_ranks, clock, patience
         self.turn = -1
         self.layer_place: dict[int, int] = {}
@@ -205,7 +232,8 @@ class Watch:
         known = self._known
         for rank, beat in known.items():
             if beat.state != "finished" and now - self._heard[rank] > SILENCE:
-                return self._publish(f"rank {rank} stopped answering in {beat.words} (rank {self.rank} reports)", FAULT)
+                words = self._last_place(rank).words
+                return self._publish(f"rank {rank} stopped answering in {words} (rank {self.rank} reports)", FAULT)
         if self._stopped_at is not None:
             return self._stopped(now)
         if os.getppid() != self._parent:
@@ -230,6 +258,16 @@ class Watch:
                 line = f"rank {last} hangs in {known[last].words} for {patience:g} s (rank {self.rank} reports)"
                 return self._publish(f"{line}; --timeout gives it more", FAULT)
         return None
+
+    def _last_place(self, rank: int) -> Beat:
+        """The place that a silent rank left, if this machine has it and it is later than its last beat."""
+        beat = self._known[rank]
+        try:
+            phase, step, layer = place_file(self.folder, rank).read_text().split()
+            later = dataclasses.replace(beat, phase=phase, step=int(step), layer=int(layer))
+        except (OSError, ValueError):
+            return beat
+        return later if later.step >= beat.step else beat
 
     def _stopped(self, now: float) -> Fault | None:
         """Told to stop: as soon as all others are too, it is the job that was stopped; if not, one rank was, or it is

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from epsim.cost.metrics import Values, layer_metrics
@@ -65,7 +66,7 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
     for block, rows in _aligned(table, blocks):
         num_steps += len(block.steps)
         for number, (stack, of_job) in enumerate(zip(stacks, job.stacks, strict=True)):
-            part = rows.filter(pa.compute.equal(rows["stack"], number))
+            part = rows.filter(pc.equal(rows["stack"], number))
             columns = _Columns(part, len(block.steps), len(job.layers), of_job.placement.num_ranks)
             predicted = stack.bound.load(block)
             optimum = _optimum(stack.bound, block)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from epsim.runtime.phases import PHASES
@@ -74,7 +75,7 @@ class TelemetryWriter:
         kept: list[pa.RecordBatch] = []
         if first_step is not None and self._stream.exists():
             earlier = read_stream(self._stream)
-            kept = earlier.filter(pa.compute.field("step") < first_step).to_batches()
+            kept = earlier.filter(pc.field("step") < first_step).to_batches()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)
@@ -161,7 +162,7 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
     for table in tables[1:]:
         steps &= set(table["step"].to_pylist())
     table = pa.concat_tables(tables)
-    table = table.filter(pa.compute.is_in(table["step"], pa.array(sorted(steps), type=pa.int64())))
+    table = table.filter(pc.is_in(table["step"], pa.array(sorted(steps), type=pa.int64())))
     return table.sort_by([(name, "ascending") for name in ("step", "stack", "layer", "rank")])
 
 

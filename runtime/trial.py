@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from epsim.runtime.phases import PhaseClock
+from epsim.runtime.faults import JobClock
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Trial:
         return cls(kind, phase=phase, **{key: int(value) for key, value in fields.items()})  # type: ignore[arg-type]
 
 
-class TrialClock(PhaseClock):
+class TrialClock(JobClock):
     """A clock that fails at a given place."""
 
     trial: Trial | None = None
