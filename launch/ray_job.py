@@ -65,7 +65,7 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
         group = _placement_group(ray, num_ranks, on_gpus)
         store = serve("0.0.0.0")
         address: Any = ray.util.get_node_ip_address
-        host = ray.util.get_node_ip_address()
+        host = str(address())
         for attempt in range(restarts + 1):
             actors = _start(ray, group, num_ranks, on_gpus)
             members = _members(ray, actors, host, store.port, on_gpus, attempt)

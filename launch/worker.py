@@ -41,8 +41,8 @@ Progress = Callable[[int], None]
 class Member:
     """A process's place in the job.
 
-    local_rank, local_size: among the ranks of its machine. device_index: of its GPU; own_device: it sees no other rank's.
-    host, port: of the store that all reach. attempt: restarts before this one. signals: whether SIGTERM is its to take.
+    local_rank, local_size: among the ranks of its machine. device_index: of its GPU; own_device: it sees no other's.
+    host, port: of the store that all reach. attempt: restarts before this one. signals: whether it takes SIGTERM.
     """
 
     rank: int = 0

@@ -107,7 +107,8 @@ class Watch:
 
     store: a connection that nothing else uses, since a waiting call holds it; None for a job of one process, which
     watches nobody. folder: where ranks leave their places. patience: seconds that the rank furthest behind may stay in
-    one phase, six times as many while warming up. The owner sets `turn` (-1: warming up), `layer_place` (of each layer's number) and `state` as it goes.
+    one phase, six times as many while warming up. The owner sets `turn` (-1: warming up), `layer_place` (of each
+    layer's number) and `state` as it goes.
     """
 
     def __init__(
