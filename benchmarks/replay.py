@@ -1,15 +1,17 @@
 """How fast a replay is: (step, layer) pairs a second at counts level, and the memory that a long trace takes.
 
-    python benchmarks/replay.py [--pairs 200000] [--out benchmarks/results/replay.json]
+    python benchmarks/replay.py [--pairs 200000] [--device cuda] [--out benchmarks/results/replay.json]
 
 Each stack is replayed alone in a process of its own: reading the trace, planning on its first half, scoring the rest
 with every metric (the optimum of each pair included). The baseline is the even split's share-matrix product alone, on
-loads already in memory: what no replay can be faster than here.
+loads already in memory: what no replay can be faster than here. With `--device cuda` every stack is replayed with its
+splits solved on the GPU as well, and both give the same results (`equal`).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import resource
@@ -44,17 +46,18 @@ def write_trace(path: Path, pairs: int, seed: int) -> None:
             writer.append(CountsBlock(np.array([step]), rng.multinomial(TOKENS * TOP_K, share)[None]))
 
 
-def replay_once(path: Path, stack: str) -> dict[str, Any]:
+def replay_once(path: Path, stack: str, device: str) -> dict[str, Any]:
     """Runs in a process of its own: seconds, pairs and the peak of resident memory."""
     from epsim.placement.base import Cluster
     from epsim.policies.stack import parse_stack
-    from epsim.replay import ReplayOptions, replay
+    from epsim.replay import ReplayOptions, check_device, replay
     from epsim.traces.store import StoredTrace
 
     trace = StoredTrace(path)
     cluster = Cluster(RANKS, NODES, REDUNDANT)
-    options = ReplayOptions(cluster, (("", parse_stack(stack)),))
-    warm = ReplayOptions(cluster, (("", parse_stack(stack)),), plan_share=1 - 2 / trace.num_steps)
+    place = check_device(device)
+    options = ReplayOptions(cluster, (("", parse_stack(stack)),), device=place)
+    warm = ReplayOptions(cluster, (("", parse_stack(stack)),), plan_share=1 - 2 / trace.num_steps, device=place)
     replay(trace, warm)  # compiles
     start = time.perf_counter()
     results = replay(trace, options)
@@ -62,6 +65,8 @@ def replay_once(path: Path, stack: str) -> dict[str, Any]:
     metrics = results["stacks"][0]["metrics"]
     return {
         "stack": stack,
+        "device": device,
+        "results": hashlib.sha256(json.dumps(results).encode()).hexdigest(),
         "pairs_scored": results["trace"]["steps_scored"] * LAYERS,
         "pairs_read": trace.num_steps * LAYERS,
         "seconds": seconds,
@@ -89,40 +94,57 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay.json"))
-    parser.add_argument("--one", nargs=2, metavar=("TRACE", "STACK"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=3, metavar=("TRACE", "STACK", "DEVICE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(replay_once(Path(arguments.one[0]), arguments.one[1])))
+        path, stack, device = arguments.one
+        print(json.dumps(replay_once(Path(path), stack, device)))
         return
+    if arguments.device == "cuda":
+        from epsim.replay import check_device
+
+        check_device("cuda")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.parquet")
         write_trace(path, arguments.pairs, arguments.seed)
         for stack in STACKS:
-            command = [sys.executable, __file__, "--one", str(path), stack]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            rows.append(json.loads(done.stdout))
+            for device in dict.fromkeys(("cpu", arguments.device)):
+                command = [sys.executable, __file__, "--one", str(path), stack, device]
+                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                rows.append(json.loads(done.stdout))
+                rows[-1]["equal"] = rows[-1]["results"] == next(r["results"] for r in rows if r["stack"] == stack)
     floor = floor_once(20_000)
     print(f"{LAYERS} layers, {EXPERTS} experts, {RANKS} ranks on {NODES} nodes, {REDUNDANT} redundant; {processor()}")
-    print(f"{'stack':12} {'pairs/s scored':>15} {'pairs/s read':>13} {'of product alone':>17} {'resident MiB':>13}")
+    head = f"{'stack':12} {'splits on':>9} {'pairs/s scored':>15} {'pairs/s read':>13} {'of product alone':>17}"
+    print(f"{head} {'resident MiB':>13}")
     for row in rows:
         row["pairs_scored_per_second"] = row["pairs_scored"] / row["seconds"]
         row["pairs_read_per_second"] = row["pairs_read"] / row["seconds"]
         row["ratio_to_product_alone"] = row["pairs_scored_per_second"] / floor
         print(
-            f"{row['stack']:12} {row['pairs_scored_per_second']:15,.0f} {row['pairs_read_per_second']:13,.0f} "
-            f"{row['ratio_to_product_alone']:17.3f} {row['resident_mib']:13,.0f}"
+            f"{row['stack']:12} {row['device']:>9} {row['pairs_scored_per_second']:15,.0f} "
+            f"{row['pairs_read_per_second']:13,.0f} {row['ratio_to_product_alone']:17.3f} {row['resident_mib']:13,.0f}"
+            + ("" if row["equal"] else " DIFFERS")
         )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": shlex.join(["python", *sys.argv]),
         "machine": processor(),
+        "gpu": gpu_name() if arguments.device == "cuda" else None,
         "shape": {"layers": LAYERS, "experts": EXPERTS, "ranks": RANKS, "nodes": NODES, "redundant": REDUNDANT},
         "product_alone_pairs_per_second": floor,
         "rows": rows,
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def gpu_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name()
 
 
 def processor() -> str:
