@@ -1,22 +1,21 @@
-"""The split on the CPU: water-filling to come near, then augmenting paths to finish and to prove it.
+"""The split on the CPU: sweeps to come near, a proof, and augmenting paths where it is not yet one.
 
-1. From the even split, three sweeps of water-filling: each replicated expert in turn is poured over the ranks of its
-   copies (pairs in closed form). A step is exact for its expert and never raises the peak: the split is feasible at any
-   time, mostly near the optimum after these, and never worse than even.
+1. From the even split (or another batch's), sweeps of water-filling: each replicated expert in turn is poured over the
+   ranks of its copies (pairs in closed form). A step is exact for its expert and never raises the peak.
 2. A lower bound: for any rank set A, M* >= (load that cannot leave A) / |A|. First the whole group's mean, and each
-   rank's fixed load alone.
-3. While ranks are above the bound by more than the tolerance: breadth first from all of them, over experts with load on
-   a reached rank to the other ranks of their copies, to ranks below the bound; load is pushed along the tree. After
-   the first such rounds, each set of ranks connected by partly used copies is levelled along a spanning tree, which is
-   a step to the least-squares split in one pass, where water-filling takes thousands of sweeps on a long chain.
-   If no rank below can be reached, the reached set is closed: no expert with load in it has a copy outside. What cannot
-   leave the set is then all of its load, more than the bound times its size, and gives a larger bound (Dinkelbach's
-   iteration over minimum cuts). This ends after finitely many pushes, whatever the shape.
-4. One more sweep evens out the other ranks: it never raises the peak. The split is then near the least-squares one, so
-   that consecutive batches differ little, though only the peak is proven. (Measured on DeepSeek-V3, 16 ranks, 32
-   redundant: the spread of rank loads is within 3% of the least-squares split's; more sweeps buy little.)
+   rank's fixed load alone; after a sweep the sets {ranks with load >= t}, which meet it at the least-squares split.
+3. Between sweeps each set of ranks connected by partly used copies is levelled along a spanning tree, which is a step
+   to the least-squares split in one pass, where water-filling takes thousands of sweeps on a long chain.
+   Up to 32 ranks all of this is done in integers (coarse.py), until the peak is within the tolerance of the bound.
+   Beyond, three sweeps are, in float64.
+4. What is found is looked at in float64. While ranks are above the bound by more than the tolerance: breadth first from
+   all of them, over experts with load on a reached rank to the other ranks of their copies, to ranks below the bound;
+   load is pushed along the tree. If no rank below can be reached, the reached set is closed: no expert with load in it
+   has a copy outside. What cannot leave the set is then all of its load, more than the bound times its size, and gives
+   a larger bound (Dinkelbach's iteration over minimum cuts). This ends after finitely many pushes, whatever the shape.
+   (Real problems of up to 32 ranks do not come to this: of thousands, none.)
 
-With `whole` the loads are integers below 2^53 in float64, every operation on them is exact, the capacity in step 3 is
+With `whole` the loads are integers below 2^53 in float64, every operation on them is exact, the capacity in step 4 is
 the bound rounded up, and the split is integral with a peak of exactly ceil(M*): a flow with integral capacities has an
 integral solution wherever it has one.
 """
@@ -32,8 +31,20 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from epsim.kernels.split import flow
-from epsim.kernels.split.flow import Graph, Search, close_gap, largest, rescale, water_fill
+from epsim.kernels.split import coarse, flow
+from epsim.kernels.split.coarse import (
+    MOST_RANKS,
+    MOST_SWEEPS,
+    MOST_WHOLE,
+    Scratch,
+    add_parts,
+    even_start,
+    most,
+    search,
+    unit_of,
+    warm_start,
+)
+from epsim.kernels.split.flow import Graph, Search, captive_load, close_gap, largest, rescale, water_fill
 from epsim.kernels.split.structure import Floats, Ints, Longs, Tables
 
 OK, BAD_LOAD, TOO_LARGE = 0, 1, 2
@@ -53,6 +64,100 @@ def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floa
         fixed[r] = here
         total += here
     return total, low
+
+
+@njit(nogil=True, error_model="numpy")
+def add_loads(graph: Graph, x: Floats, fixed: Floats, load: Floats) -> None:
+    for r in range(load.size):
+        load[r] = fixed[r]
+    for c in range(x.size):
+        load[graph.copy_rank[c]] += x[c]
+
+
+@njit(nogil=True, error_model="numpy")
+def add_even(graph: Graph, share: Floats, fixed: Floats, load: Floats) -> float:
+    """The largest load of the even split over physical experts."""
+    for r in range(load.size):
+        load[r] = fixed[r]
+    for c in range(share.size):
+        load[graph.copy_rank[c]] += graph.demand[graph.copy_expert[c]] * share[c]
+    return largest(load)
+
+
+@njit(nogil=True, error_model="numpy")
+def near_split(
+    graph: Graph,
+    fixed: Floats,
+    x: Floats,
+    load: Floats,
+    total: float,
+    until: Floats,
+    warm: bool,
+    tol: float,
+    limit: int,
+    whole: bool,
+    num_physical: int,
+    scratch: Scratch,
+    seen: Search,
+) -> tuple[float, int, int, bool]:
+    """Fills x and load by coarse.py's search; `warm`: from the loads in x.
+
+    Returns the bound's numerator and size, the sweeps taken, and whether the even split's peak may be less.
+    """
+    unit = unit_of(total, whole)
+    need, part, fixed_units, load_units = scratch.need, scratch.part, scratch.words[4], scratch.words[5]
+    for r in range(load.size):
+        fixed_units[r] = int(fixed[r] * unit)
+    for k in range(need.size):
+        need[k] = int(graph.demand[k] * unit)
+    even_start(graph, until, need, part)
+    add_parts(graph, part, fixed_units, load_units)
+    even_top = most(load_units)
+    if warm:
+        warm_start(graph, x, need, part)
+        add_parts(graph, part, fixed_units, load_units)
+    most_sweeps = min(limit, MOST_WHOLE if whole else MOST_SWEEPS)
+    inside, sweeps, top = search(graph, fixed_units, load_units, tol, most_sweeps, whole, scratch)
+    inverse = 1.0 / unit
+    for c in range(x.size):
+        x[c] = part[c] * inverse
+    for k in range(need.size):
+        x[graph.copy_start[k]] += graph.demand[k] - need[k] * inverse  # what the units leave out
+    add_loads(graph, x, fixed, load)
+    size = 0
+    for r in range(load.size):
+        seen.seen_rank[r] = inside >> r & 1
+        size += inside >> r & 1
+    return captive_load(graph, fixed, seen, 1), size, sweeps, even_top <= top + num_physical
+
+
+@njit(nogil=True, error_model="numpy")
+def far_split(
+    graph: Graph,
+    fixed: Floats,
+    x: Floats,
+    load: Floats,
+    total: float,
+    share: Floats,
+    warm: bool,
+    limit: int,
+    whole: bool,
+) -> tuple[float, int, int, bool]:
+    """As near_split, by three sweeps in float64."""
+    if warm:
+        rescale(graph, x)
+    else:
+        for c in range(x.size):
+            x[c] = 0.0 if whole else graph.demand[graph.copy_expert[c]] * share[c]
+    add_loads(graph, x, fixed, load)
+    for _ in range(NUM_SWEEPS):
+        water_fill(graph, x, load, whole)
+    add_loads(graph, x, fixed, load)
+    numerator, size = total, load.size
+    for r in range(load.size):
+        if fixed[r] * size > numerator:
+            numerator, size = fixed[r], 1
+    return numerator, size, NUM_SWEEPS, True
 
 
 @njit(nogil=True, error_model="numpy")
@@ -101,6 +206,12 @@ def _solve_range(
     by_rank = np.empty((4, num_ranks), np.int32)
     seen_rank, seen_expert = np.empty(num_ranks, np.int32), np.empty(num_experts, np.int32)
     seen = Search(seen_rank, seen_expert, by_rank[0], by_rank[1], by_rank[2], by_rank[3])
+    words, tree = np.empty((6, num_ranks), np.int64), np.empty((4, num_ranks), np.int32)
+    needs, parts, used = (
+        np.empty(num_experts, np.int64),
+        np.empty(num_physical, np.int64),
+        np.empty(num_experts, np.int64),
+    )
     tiny_part = num_ranks / (2 * num_physical)  # empty copies of a rank hold less than half of the slack together
     for b in range(loads.shape[0]):
         at = layer[b]
@@ -129,46 +240,45 @@ def _solve_range(
             tables.num_paired[at],
         )
 
-        # The even split over physical experts: the sweeps never raise a peak, and the end looks back at this one.
-        share = tables.copy_share[first_copy:end_copy]
-        for r in range(num_ranks):
-            load[r] = fixed[r]
-        for c in range(x.size):
-            x[c] = 0.0 if whole else demand[graph.copy_expert[c]] * share[c]
-            load[graph.copy_rank[c]] += x[c]
-        even_peak = np.inf if whole else largest(load)
-        if start.shape[0]:
-            for r in range(num_ranks):
-                load[r] = fixed[r]
+        warm = start.shape[0] > 0
+        if warm:
             for c in range(x.size):
                 x[c] = 0.0
             for p in range(num_physical):
                 if tables.source[at, p] >= num_experts:
                     values[tables.source[at, p]] += start[b, p]
-            rescale(graph, x)
-            for c in range(x.size):
-                load[graph.copy_rank[c]] += x[c]
-        for _ in range(NUM_SWEEPS):
-            water_fill(graph, x, load, whole)
-        best, best_size = total, num_ranks
-        for r in range(num_ranks):
-            if fixed[r] * best_size > best:
-                best, best_size = fixed[r], 1
-        found = close_gap(graph, fixed, x, load, best, best_size, tol, tiny_part, limit - NUM_SWEEPS, whole, seen)
-        numerator[b], size[b], rounds = found
-        sweeps[b] = NUM_SWEEPS + rounds
 
-        if rounds and not whole:
-            water_fill(graph, x, load, whole)
-        for r in range(num_ranks):
-            load[r] = fixed[r]
-        for c in range(x.size):
-            load[graph.copy_rank[c]] += x[c]
+        share = tables.copy_share[first_copy:end_copy]
+        if num_ranks <= MOST_RANKS:
+            until = tables.copy_until[first_copy:end_copy]
+            scratch = Scratch(needs[:num_replicated], parts[: x.size], words, used, tree)
+            found = near_split(
+                graph, fixed, x, load, total, until, warm, tol, limit, whole, num_physical, scratch, seen
+            )
+        else:
+            found = far_split(graph, fixed, x, load, total, share, warm, limit, whole)
+        numerator[b], size[b], sweeps[b], look_at_even = found
         peak[b] = largest(load)
-        if peak[b] > even_peak:  # by less than the tolerance
-            for c in range(x.size):
-                x[c] = demand[graph.copy_expert[c]] * share[c]
-            peak[b] = even_peak
+        proven = (peak[b] - 1.0) * size[b] < numerator[b] if whole else peak[b] <= numerator[b] / size[b] * (1 + tol)
+        rounds = 0
+        if not proven:
+            rest = limit - sweeps[b]
+            numerator[b], size[b], rounds = close_gap(
+                graph, fixed, x, load, numerator[b], size[b], tol, tiny_part, rest, whole, seen
+            )
+            if rounds:
+                sweeps[b] += rounds
+                if num_ranks > MOST_RANKS and not whole:
+                    water_fill(graph, x, load, whole)
+                add_loads(graph, x, fixed, load)
+                peak[b] = largest(load)
+        if not whole and (look_at_even or rounds):
+            # Never worse than even, not by a part of the tolerance either.
+            even_peak = add_even(graph, share, fixed, load)
+            if peak[b] > even_peak:
+                for c in range(x.size):
+                    x[c] = demand[graph.copy_expert[c]] * share[c]
+                peak[b] = even_peak
         if not split.shape[0]:
             continue
         twin = tables.twin[tables.twin_start[at] : tables.twin_start[at + 1]]
@@ -190,4 +300,5 @@ def _cached(stamp: str) -> Callable[..., None]:
     return solve_range
 
 
-solve_range = _cached(hashlib.sha256(Path(flow.__file__).read_bytes()).hexdigest())
+_SOURCES = b"".join(Path(str(module.__file__)).read_bytes() for module in (flow, coarse))
+solve_range = _cached(hashlib.sha256(_SOURCES).hexdigest())

@@ -11,7 +11,7 @@ import importlib.util
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ NUM_INVERSES = 33
 NEAR = 32
 """Up to as many ranks a lane keeps a rank."""
 TWIN = 0x8000
-SIZES = ("ranks", "experts", "slots", "fixed", "replicated", "copies", "waves", "twins")
+SIZES = ("ranks", "experts", "slots", "fixed", "rows", "replicated", "copies", "waves", "twins", "staged")
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in ("tables", "loads", "layer", "start", "split", "peak", "bound", "numerator")]
     + [(name, np.uint64) for name in ("size", "sweeps", "status")]
@@ -32,6 +32,9 @@ ARGUMENTS = np.dtype(
     align=True,
 )
 """split.cu's Arguments."""
+Section: TypeAlias = tuple[Any, int, type]
+"""Values of a table, how many there is place for, and their type."""
+INVERSE_UNITS = np.array([0, *((2**32 - 1) // n for n in range(1, NUM_INVERSES))], np.uint32)
 
 
 def available() -> bool:
@@ -42,60 +45,95 @@ def available() -> bool:
 def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, int]]:
     """The tables as split.cu's `place_table` reads them: [L, bytes], and the sizes that its sections have."""
     t = structure.tables
-    num_layers, num_ranks = structure.num_layers, structure.num_ranks
+    num_layers, num_ranks, num_experts = structure.num_layers, structure.num_ranks, structure.num_experts
+    near = num_ranks <= NEAR
     waves = [_waves(structure, at) for at in range(num_layers)]
     sizes = {
         "ranks": num_ranks,
-        "experts": structure.num_experts,
+        "experts": num_experts,
         "slots": structure.num_physical,
         "fixed": int((t.fixed_start[:, -1] - t.fixed_start[:, 0]).max()),
+        "rows": int(np.diff(t.fixed_start, axis=1).max()),
         "replicated": int(np.diff(t.expert_start).max()),
         "copies": int(np.diff(t.layer_copies).max()),
         "waves": max(len(starts) - 1 for starts, _ in waves),
         "twins": int(np.diff(t.twin_start).max()),
     }
     even_copies = (sizes["copies"] + 1) // 2 * 2
-    if even_copies + structure.num_experts >= TWIN:
-        raise ValueError(f"{structure.num_experts} experts in {structure.num_physical} slots are too many on a GPU")
+    if even_copies + num_experts >= TWIN:
+        raise ValueError(f"{num_experts} experts in {structure.num_physical} slots are too many on a GPU")
     rows = []
     for at, (starts, pair_waves) in enumerate(waves):
         copies = slice(t.layer_copies[at], t.layer_copies[at + 1])
         first, end = t.expert_start[at], t.expert_start[at + 1]
         fixed = t.fixed_start[at]
         twin = t.twin[t.twin_start[at] : t.twin_start[at + 1]]
-        num = end - first
+        num = int(end - first)
         starting = t.copy_start[first + at : end + at + 1]
         rank, owner = t.copy_rank[copies], t.copy_expert[copies]
         mask = np.zeros(num, np.uint32)
         np.bitwise_or.at(mask, owner, np.left_shift(np.uint32(1), (rank % NEAR).astype(np.uint32)))
         source = t.source[at]
-        place = np.where(source < structure.num_experts, even_copies + source, source - structure.num_experts)
+        place = np.where(source < num_experts, even_copies + source, source - num_experts)
         place[twin[:, 0]] |= TWIN
+        fixed_expert = t.fixed_expert[fixed[0] : fixed[-1]]
         counts = (num, len(rank), t.num_paired[at], len(starts) - 1, pair_waves, len(twin), 0, 0)
-        sections: tuple[tuple[Any, int, type], ...] = (
+        staged: list[Section] = [
             (counts, 8, np.uint16),
-            (t.copy_share[copies], sizes["copies"], np.float64),
             (mask, sizes["replicated"], np.uint32),
-            (fixed - fixed[0], num_ranks + 1, np.uint16),
-            (t.fixed_expert[fixed[0] : fixed[-1]], sizes["fixed"], np.uint16),
             (t.expert[first:end], sizes["replicated"], np.uint16),
             (starting, sizes["replicated"] + 1, np.uint16),
+            (place, sizes["slots"], np.uint16),
+            (twin.ravel(), 3 * sizes["twins"], np.uint16),
+        ]
+        if near:
+            fixed_row = np.full((sizes["rows"], num_ranks), num_experts)
+            for r in range(num_ranks):
+                here = t.fixed_expert[fixed[r] : fixed[r + 1]]
+                fixed_row[: len(here), r] = here
+            wave_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) if num else np.empty(0, np.int64)
+            wave_mask, wave_copy = np.zeros((2, sizes["waves"], num_ranks), np.uint32)
+            wave_mask[wave_of[owner], rank] = mask[owner]
+            wave_copy[wave_of[owner], rank] = owner.astype(np.uint32) << 16 | np.arange(len(rank), dtype=np.uint32)
+            members = np.zeros(sizes["waves"], np.uint16)
+            np.maximum.at(members, wave_of, np.diff(starting).astype(np.uint16))
+            staged += [
+                (t.copy_until[copies], sizes["copies"], np.float64),
+                (INVERSE_UNITS, len(INVERSE_UNITS), np.uint32),
+                (wave_mask.ravel(), wave_mask.size, np.uint32),
+                (wave_copy.ravel(), wave_copy.size, np.uint32),
+                (fixed_row.ravel(), fixed_row.size, np.uint16),
+                (members, sizes["waves"], np.uint16),
+                (wave_of, sizes["replicated"], np.uint16),
+            ]
+        else:
+            staged += [
+                (fixed - fixed[0], num_ranks + 1, np.uint16),
+                (fixed_expert, sizes["fixed"], np.uint16),
+                (starts, sizes["waves"] + 1, np.uint16),
+            ]
+        others: list[Section] = [
+            (t.copy_share[copies], sizes["copies"], np.float64),
             (rank, sizes["copies"], np.uint16),
             (owner, sizes["copies"], np.uint16),
             (t.rank_start[at], num_ranks + 1, np.uint16),
             (t.rank_copy[copies], sizes["copies"], np.uint16),
-            (place, sizes["slots"], np.uint16),
-            (starts, sizes["waves"] + 1, np.uint16),
-            (twin.ravel(), 3 * sizes["twins"], np.uint16),
-        )
-        row = b""
-        for values, length, kind in sections:
-            padded: npt.NDArray[Any] = np.zeros(length, kind)
-            padded[: len(values)] = values
-            row += padded.tobytes()
-            row += bytes(-len(row) % 8)
-        rows.append(row + bytes(-len(row) % 16))
+        ]
+        head, tail = (_joined(sections) for sections in ((staged, others) if near else (staged + others, [])))
+        sizes["staged"] = len(head)
+        rows.append(head + tail)
     return np.frombuffer(b"".join(rows), np.uint8).reshape(num_layers, -1), sizes
+
+
+def _joined(sections: list[Section]) -> bytes:
+    """The sections one after the other, each from a multiple of 8 bytes on, padded to a multiple of 16."""
+    row = b""
+    for values, length, kind in sections:
+        padded: npt.NDArray[Any] = np.zeros(length, kind)
+        padded[: len(values)] = values
+        row += padded.tobytes()
+        row += bytes(-len(row) % 8)
+    return row + bytes(-len(row) % 16)
 
 
 def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
@@ -121,16 +159,16 @@ def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
     return starts, len(starts) - 1 if num_pairs == end - first else pair_waves
 
 
-def shared_bytes(sizes: dict[str, int], table_bytes: int) -> int:
-    """Shared memory of a problem: its layer's table and its state, as split.cu's `solve` lays it out."""
+def shared_bytes(sizes: dict[str, int]) -> int:
+    """Shared memory of a problem, as split.cu's `solve` lays it out: what is staged of a layer's table, and state."""
     ranks, replicated = sizes["ranks"], sizes["replicated"]
-    words = (sizes["copies"] + 1) // 2 * 2 + sizes["experts"] + 2 * ranks + replicated + NUM_INVERSES
-    words += -(-ranks // 4)
+    words = (sizes["copies"] + 1) // 2 * 2 + sizes["experts"] + 1 + 2 * ranks + replicated
     if ranks <= NEAR:
-        words += -(-replicated // 2) + -(-sizes["copies"] // 2)
+        words += replicated + NEAR // 2
+        words = (words + 1) // 2 * 2 + max(2 * sizes["waves"] * ranks, -(-(replicated + sizes["copies"]) // 2))
     else:
-        words += 3 * -(-ranks // 4) + -(-ranks // 2)
-    return table_bytes + 8 * words
+        words += NUM_INVERSES + 4 * -(-ranks // 4) + -(-ranks // 2)
+    return sizes["staged"] + 8 * words
 
 
 def source() -> str:
@@ -222,7 +260,7 @@ def solve(
             **sizes,
         }
         arguments = np.array([tuple(values[name] for name in ARGUMENTS.names or ())], ARGUMENTS)
-        shared = shared_bytes(sizes, table_bytes)
+        shared = shared_bytes(sizes)
         index = torch.cuda.current_device() if device.index is None else device.index
         kernel = _kernel(index, "split_near" if structure.num_ranks <= NEAR else "split_far", shared)
         with cupy.cuda.Device(index), cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, index):

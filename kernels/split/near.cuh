@@ -1,4 +1,5 @@
-// Steps over ranks where there are up to 32: lane r is rank r, sets of ranks are bits of a word.
+// The paths where there are up to 32 ranks, in float64, for what the search leaves open: lane r is rank r, sets of ranks
+// are bits of a word.
 
 // A lane's place in a search tree: its place in the queue, and as in flow.Search.
 struct Leaf {
@@ -96,7 +97,7 @@ __device__ bool push(Problem &p, double &load, double cap, double slack, double 
 }
 
 // As flow.level_out: all trees first, then their flows, leaf by leaf.
-__device__ void level_out(Problem &p, double &load, int lane) {
+__device__ void level_out_near(Problem &p, double &load, int lane) {
   for (int k = lane; k < p.replicated; k += 32) p.used[k] = 0;
   __syncwarp();
   for (int c = lane; c < p.copies; c += 32)

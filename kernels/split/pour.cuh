@@ -1,4 +1,5 @@
-// Steps over experts: flow.water_fill, a wave of experts at a time, flow.rescale, and the loads of the ranks.
+// Steps over experts in float64, beyond 32 ranks: flow.water_fill, a wave of experts at a time, and flow.rescale; and the
+// loads of the ranks.
 
 __device__ void pour_pairs(Problem &p, int lane) {
   struct Pair {
@@ -10,7 +11,7 @@ __device__ void pour_pairs(Problem &p, int lane) {
     pair.k = -1;
     if (at >= end) return;
     pair.k = at;
-    pair.ranks = reinterpret_cast<u32 *>(p.copy_rank)[pair.k];
+    pair.ranks = reinterpret_cast<const u32 *>(p.copy_rank)[pair.k];
     pair.need = p.demand[pair.k];
     pair.first = p.x[2 * pair.k], pair.second = p.x[2 * pair.k + 1];
   };
@@ -185,4 +186,18 @@ __device__ double add_copies(Problem &p, int lane) {
 __device__ void split_evenly(Problem &p, int lane) {
   for (int c = lane; c < p.copies; c += 32) p.x[c] = p.demand[p.copy_expert[c]] * p.share[c];
   __syncwarp();
+}
+
+// The largest load of the even split over physical experts.
+__device__ double add_even(const Problem &p, int lane) {
+  double top = 0.0;
+  for (int r = lane; r < p.ranks; r += 32) {
+    double here = p.fixed[r];
+    for (int i = p.rank_start[r]; i < p.rank_start[r + 1]; ++i) {
+      int c = p.rank_copy[i];
+      here += p.demand[p.copy_expert[c]] * p.share[c];
+    }
+    top = most(top, here);
+  }
+  return warp_most(top);
 }

@@ -10,20 +10,29 @@ typedef long long i64;
 enum { OK, BAD_LOAD, TOO_LARGE, BAD_LAYER };
 
 const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33;
+const int UNLEVELLED = 2, LEVELLED = 8, MOST_SWEEPS = 40, MOST_WHOLE = 8;  // as in coarse.py
 
-// The most that any layer has; sections of a layer's table are as long.
+// The most that any layer has; sections of a layer's table are as long. staged: the bytes of it that all problems need.
 struct Sizes {
-  int ranks, experts, slots, fixed, replicated, copies, waves, twins;
+  int ranks, experts, slots, fixed, rows, replicated, copies, waves, twins, staged;
 };
 
-// One layer's table (cuda.py packs it: structure.Tables, and the waves), and a problem's state, in shared memory.
-// x [copies], then the experts' loads: values. Experts of a wave, neighbours in order, share no rank; waves of pairs come first.
+struct Cell;
+
+// One layer's table (cuda.py packs it: structure.Tables, and the waves), and a problem's state, in shared memory; what is
+// not staged of a table stays in global memory. x [copies], then the experts' loads: values. Experts of a wave, neighbours
+// in order, share no rank; waves of pairs come first.
 struct Problem {
-  double *share, *values, *x, *fixed, *load, *demand, *inverse;
-  u32 *mask, *used, *reach;
-  u16 *fixed_start, *fixed_expert, *expert, *copy_start, *copy_rank, *copy_expert, *rank_start, *rank_copy, *source;
-  u16 *wave_start, *twin, *queue, *root, *from, *to;
-  int *seen;
+  const double *share, *until;
+  double *values, *x, *fixed, *load, *demand, *inverse;
+  const u32 *mask, *inverse_units, *wave_mask, *wave_copy;
+  u32 *used, *reach;
+  const u16 *fixed_start, *fixed_expert, *fixed_row, *expert, *copy_start, *copy_rank, *copy_expert, *rank_start, *rank_copy;
+  const u16 *source, *wave_start, *wave_of, *members, *twin;
+  u16 *queue, *root, *from, *to;
+  int *seen, *loads;
+  Cell *cells;
+  uint2 *experts;  // mask, and load in units
   int ranks, replicated, copies, paired, waves, pair_waves, twins;
   bool whole;
 };
@@ -47,31 +56,43 @@ struct Bound {
   int size;
 };
 
-template <class T>
-__device__ T *take(char *&at, int count) {
+template <class T, class At>
+__device__ T *take(At *&at, int count) {
   T *here = reinterpret_cast<T *>(at);
   at += (count * sizeof(T) + 7) / 8 * 8;
   return here;
 }
 
-__device__ char *place_table(Problem &p, char *at, const Sizes &n) {
-  u16 *counts = take<u16>(at, 8);
+template <bool FAR>
+__device__ void place_table(Problem &p, const char *staged, const char *table, const Sizes &n) {
+  const char *at = staged;
+  const u16 *counts = take<const u16>(at, 8);
   p.replicated = counts[0], p.copies = counts[1], p.paired = counts[2];
   p.waves = counts[3], p.pair_waves = counts[4], p.twins = counts[5];
-  p.share = take<double>(at, n.copies);
-  p.mask = take<u32>(at, n.replicated);
-  p.fixed_start = take<u16>(at, n.ranks + 1);
-  p.fixed_expert = take<u16>(at, n.fixed);
-  p.expert = take<u16>(at, n.replicated);
-  p.copy_start = take<u16>(at, n.replicated + 1);
-  p.copy_rank = take<u16>(at, n.copies);
-  p.copy_expert = take<u16>(at, n.copies);
-  p.rank_start = take<u16>(at, n.ranks + 1);
-  p.rank_copy = take<u16>(at, n.copies);
-  p.source = take<u16>(at, n.slots);
-  p.wave_start = take<u16>(at, n.waves + 1);
-  p.twin = take<u16>(at, 3 * n.twins);
-  return at;
+  p.mask = take<const u32>(at, n.replicated);
+  p.expert = take<const u16>(at, n.replicated);
+  p.copy_start = take<const u16>(at, n.replicated + 1);
+  p.source = take<const u16>(at, n.slots);
+  p.twin = take<const u16>(at, 3 * n.twins);
+  if (FAR) {
+    p.fixed_start = take<const u16>(at, n.ranks + 1);
+    p.fixed_expert = take<const u16>(at, n.fixed);
+    p.wave_start = take<const u16>(at, n.waves + 1);
+  } else {
+    p.until = take<const double>(at, n.copies);
+    p.inverse_units = take<const u32>(at, NUM_INVERSES);
+    p.wave_mask = take<const u32>(at, n.waves * n.ranks);
+    p.wave_copy = take<const u32>(at, n.waves * n.ranks);
+    p.fixed_row = take<const u16>(at, n.rows * n.ranks);
+    p.members = take<const u16>(at, n.waves);
+    p.wave_of = take<const u16>(at, n.replicated);
+    at = table + n.staged;
+  }
+  p.share = take<const double>(at, n.copies);
+  p.copy_rank = take<const u16>(at, n.copies);
+  p.copy_expert = take<const u16>(at, n.copies);
+  p.rank_start = take<const u16>(at, n.ranks + 1);
+  p.rank_copy = take<const u16>(at, n.copies);
 }
 
 __device__ double least(double a, double b) { return b < a ? b : a; }
@@ -91,7 +112,7 @@ __device__ double warp_most(double value) {
 
 // a / n, correctly rounded: Markstein's step from a rounded inverse, at a fraction of a division's time.
 __device__ double divide(const Problem &p, double a, int n) {
-  if (n >= NUM_INVERSES) return a / n;
+  if (!p.inverse || n >= NUM_INVERSES) return a / n;
   double inverse = p.inverse[n], q = a * inverse;
   return __fma_rn(__fma_rn(-q, static_cast<double>(n), a), inverse, q);
 }

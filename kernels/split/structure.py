@@ -15,7 +15,7 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class Tables(NamedTuple):
-    """The graph of experts and ranks of all layers as flat arrays, int32 but for copy_share.
+    """The graph of experts and ranks of all layers as flat arrays, int32 but for copy_share and copy_until.
 
     A *replicated* expert has copies on at least two ranks; the rest are fixed to the one rank that holds them. Slots of
     one expert on one rank are one *copy*. Of a layer's replicated experts those with two copies come first; of either
@@ -30,6 +30,7 @@ class Tables(NamedTuple):
     num_paired [L]: how many of the layer's first copies belong to experts with two.
     layer_copies [L + 1]: where the layer's part of copy_rank, copy_expert and rank_copy begins.
     copy_rank, copy_expert: a copy's rank and the place of its expert. copy_share: its part of the expert's slots.
+    copy_until: the part of the slots of the expert's copies up to this one, 1.0 for the last.
     rank_start [L, R + 1], rank_copy: the copies on a rank.
     source [L, P]: where a slot's load is found in (the loads of E experts, then those of the layer's copies).
     twin_start [L + 1], twin [_, 3]: slots whose expert has more slots on the same rank: slot, its place among them, how
@@ -46,6 +47,7 @@ class Tables(NamedTuple):
     copy_rank: Ints
     copy_expert: Ints
     copy_share: Floats
+    copy_until: Floats
     rank_start: Ints
     rank_copy: Ints
     source: Ints
@@ -124,6 +126,12 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     ends = num_copies[experts].cumsum() - layer_copies[expert_layer]
     copy_start = np.insert(ends, expert_start[:-1], 0)
 
+    # Slots of all copies before and with a copy, less those of earlier experts.
+    upto = mates[moved].cumsum()
+    first_of_expert = np.concatenate(([0], num_copies[experts].cumsum()[:-1]))[place[owner[moved]]]
+    upto -= (upto - mates[moved])[first_of_expert]
+    num_slots = np.bincount(slots.ravel() + layer * num_experts)[owner[moved]]
+
     slot_order = np.argsort(copy_of_slot, kind="stable")
     slot_place = np.empty(len(key), dtype=np.int64)
     slot_place[slot_order] = np.arange(len(key)) - _starts(copy_of_slot, len(copies))[copy_of_slot[slot_order]]
@@ -140,7 +148,8 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
         layer_copies=_narrow(layer_copies),
         copy_rank=_narrow(copy_rank),
         copy_expert=_narrow(place[owner[moved]] - expert_start[copy_layer]),
-        copy_share=mates[moved] / np.bincount(slots.ravel() + layer * num_experts)[owner[moved]],
+        copy_share=mates[moved] / num_slots,
+        copy_until=upto / num_slots,
         rank_start=_narrow(
             _starts_by_rank(copy_layer * num_ranks + copy_rank, num_layers, num_ranks) - layer_copies[:-1, None]
         ),

@@ -3,6 +3,7 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -15,8 +16,14 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 
+#define __align__(bytes) alignas(bytes)
+
 struct uint4 {
   unsigned x, y, z, w;
+};
+
+struct uint2 {
+  unsigned x, y;
 };
 
 struct Place {
@@ -70,6 +77,14 @@ static unsigned minimum(int line, unsigned value) {
 
 static unsigned maximum(int line, unsigned value) { return ~minimum(line, ~value); }
 
+static int sum(int line, int value) {
+  offer(line, static_cast<unsigned>(value));
+  unsigned total = 0;
+  for (int i = 0; i < 32; ++i) total += static_cast<unsigned>(value_of[i]);
+  meet(line);
+  return static_cast<int>(total);
+}
+
 static unsigned match(int line, int value) {
   offer(line, static_cast<unsigned>(value));
   unsigned mask = 0;
@@ -83,6 +98,7 @@ static unsigned match(int line, int value) {
 #define __shfl_sync(mask, value, lane) shuffle(__LINE__, value, lane)
 #define __reduce_max_sync(mask, value) maximum(__LINE__, value)
 #define __reduce_min_sync(mask, value) minimum(__LINE__, value)
+#define __reduce_add_sync(mask, value) sum(__LINE__, value)
 #define __match_any_sync(mask, value) match(__LINE__, value)
 
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
@@ -100,8 +116,12 @@ static double __longlong_as_double(long long bits) {
 }
 
 static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 static void atomicOr(unsigned *at, unsigned bits) { *at |= bits; }
+static void atomicAdd(int *at, int amount) { *at += amount; }
 using std::floor;
+using std::max;
+using std::min;
 
 #include SOURCE
 

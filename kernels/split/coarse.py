@@ -1,0 +1,294 @@
+"""The search of the split in 30-bit integers: sweeps of water-filling, levelling along trees, bounds from level sets.
+
+Loads are counted in a unit, a power of two, of which the total has 2^29 to 2^30. Whole numbers add up alike in any
+order: on a GPU (coarse.cuh, the same steps) all ranks move at once, and the result is the same bit for bit. What comes
+out is near enough for the tolerances of practice; cpu.py checks it in float64, and goes on from it where it is not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from epsim.kernels.split.flow import Graph
+from epsim.kernels.split.structure import Floats, Ints, Longs
+
+MOST_RANKS = 32
+"""Up to as many ranks are searched in this way: sets of them are bits of a word."""
+MOST_SWEEPS, MOST_WHOLE = 40, 8
+"""Sweeps after which it is left to the augmenting paths; where tokens are whole, sweeps seldom end exactly."""
+UNLEVELLED, LEVELLED = 2, 8
+"""Sweeps before ranks are levelled, and after which they are levelled after every other sweep: both may move in turn
+what the other moves back."""
+
+
+class Scratch(NamedTuple):
+    """Experts' and copies' loads in units, need [K] and part [copies]; and words [6, R], used [E], tree [4, R]."""
+
+    need: Longs
+    part: Longs
+    words: Longs
+    used: Longs
+    tree: Ints
+
+
+@njit(nogil=True, error_model="numpy")
+def unit_of(total: float, whole: bool) -> float:
+    """Units in a load of 1.0; `whole`: no less than a token is moved."""
+    if total <= 0.0:
+        return 1.0
+    exponent = min(max(30 - math.frexp(total)[1], -1000), 1000)
+    return math.ldexp(1.0, min(exponent, 0) if whole else exponent)
+
+
+@njit(nogil=True, error_model="numpy")
+def even_start(graph: Graph, until: Floats, need: Longs, x: Longs) -> None:
+    """The even split over physical experts; until [copies]: the part of an expert's slots up to a copy's last."""
+    for k in range(need.size):
+        below = 0
+        for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
+            upto = int(need[k] * until[c])
+            x[c] = upto - below
+            below = upto
+
+
+@njit(nogil=True, error_model="numpy")
+def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
+    """Another batch's loads of the copies, before [copies], scaled to this one's: evenly where all are zero."""
+    for k in range(need.size):
+        first, last = graph.copy_start[k], graph.copy_start[k + 1]
+        total, largest = 0.0, first
+        for c in range(first, last):
+            before[c] = max(before[c], 0.0)
+            total += before[c]
+            if before[c] > before[largest]:
+                largest = c
+        if not 0.0 < total < np.inf:
+            for c in range(first, last):
+                before[c] = 1.0
+            total, largest = 1.0 * (last - first), first
+        scale = need[k] / total
+        rest = need[k]
+        for c in range(first, last):
+            if c != largest:
+                part = before[c] * scale
+                x[c] = int(part) if part < rest else rest
+                rest -= x[c]
+        x[largest] = rest
+
+
+@njit(nogil=True, error_model="numpy")
+def add_parts(graph: Graph, x: Longs, fixed: Longs, load: Longs) -> None:
+    for r in range(load.size):
+        load[r] = fixed[r]
+    for c in range(x.size):
+        load[graph.copy_rank[c]] += x[c]
+
+
+@njit(nogil=True, error_model="numpy")
+def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
+    """Pours every replicated expert over the ranks of its copies."""
+    ranks = graph.copy_rank
+    for k in range(need.size):
+        first, last = graph.copy_start[k], graph.copy_start[k + 1]
+        if last - first == 2:
+            u, v = ranks[first], ranks[first + 1]
+            a, b = load[u] - x[first], load[v] - x[first + 1]
+            part = min(max((b - a + need[k]) >> 1, 0), need[k])
+            x[first], x[first + 1] = part, need[k] - part
+            load[u], load[v] = a + part, b + (need[k] - part)
+            continue
+        total = need[k]
+        lowest = first
+        for c in range(first, last):
+            load[ranks[c]] -= x[c]
+            x[c] = 0
+            total += load[ranks[c]]
+            if load[ranks[c]] < load[ranks[lowest]]:
+                lowest = c
+        # Ranks above the water are dropped until there is none (Michelot's projection).
+        wet = last - first
+        while True:
+            above = (total + wet - 1) // wet
+            under, lower = 0, need[k]
+            for c in range(first, last):
+                if load[ranks[c]] < above:
+                    lower += load[ranks[c]]
+                    under += 1
+            if under == wet or under == 0:
+                break
+            wet, total = under, lower
+        level = total // wet
+        rest = need[k]
+        for c in range(first, last):
+            if c != lowest and load[ranks[c]] < level:
+                x[c] = min(level - load[ranks[c]], rest)
+                load[ranks[c]] += x[c]
+                rest -= x[c]
+        x[lowest] = rest
+        load[ranks[lowest]] += rest
+
+
+@njit(nogil=True, error_model="numpy")
+def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool, words: Longs) -> tuple[int, int]:
+    """The best bound that a set {ranks with load >= t} gives, in units, and the set's bits."""
+    num_ranks = load.size
+    order, place, held = words[0], words[1], words[2]
+    for r in range(num_ranks):
+        i = r
+        while i > 0 and load[order[i - 1]] < load[r]:
+            order[i] = order[i - 1]
+            i -= 1
+        order[i] = r
+    for i in range(num_ranks):
+        place[order[i]] = i
+        held[i] = fixed[order[i]]
+    for k in range(need.size):
+        last = 0
+        for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
+            last = max(last, place[graph.copy_rank[c]])
+        held[last] += need[k]
+    best, best_rank, best_set = -1, 0, 0
+    captive, inside = 0, 0
+    for i in range(num_ranks):
+        captive += held[i]
+        inside |= 1 << order[i]
+        value = (captive + (i if whole else 0)) // (i + 1)
+        if value > best or (value == best and order[i] < best_rank):
+            best, best_rank, best_set = value, order[i], inside
+    return best, best_set
+
+
+@njit(nogil=True, error_model="numpy")
+def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
+    """Moves each set of ranks that partly used copies connect towards its mean, along a tree.
+
+    At the least-squares split such ranks have equal loads, and any flow with the right sums will do: the tree's is
+    found from the leaves up. A flow that a copy cannot carry is cut off.
+    """
+    num_ranks = load.size
+    near, mean, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
+    parent, from_copy, to_copy, depth = tree[0], tree[1], tree[2], tree[3]
+    for k in range(graph.demand.size):
+        used[k] = 0
+        for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
+            if x[c] > 0:
+                used[k] |= 1 << graph.copy_rank[c]
+    for r in range(num_ranks):
+        near[r] = 0
+        for i in range(graph.rank_start[r], graph.rank_start[r + 1]):
+            c = graph.rank_copy[i]
+            if x[c] > 0:
+                near[r] |= used[graph.copy_expert[c]]
+    seen, deepest = 0, 0
+    for root in range(num_ranks):
+        if seen >> root & 1:
+            continue
+        before, now, level = seen, 1 << root, 0
+        seen |= now
+        depth[root] = 0
+        while now:
+            after = 0
+            level += 1
+            for v in range(num_ranks):
+                over = near[v] & now
+                if seen >> v & 1 or not over:
+                    continue
+                u = 0
+                while not over >> u & 1:
+                    u += 1
+                parent[v], depth[v] = u, level
+                after |= 1 << v
+            seen |= after
+            now = after
+        deepest = max(deepest, level - 1)
+        total, size = 0, 0
+        for r in range(num_ranks):
+            if (seen & ~before) >> r & 1:
+                total += load[r]
+                size += 1
+        for r in range(num_ranks):
+            if (seen & ~before) >> r & 1:
+                mean[r] = total // size
+    for v in range(num_ranks):
+        if not depth[v]:
+            continue
+        i = graph.rank_start[v]
+        while True:
+            c = graph.rank_copy[i]
+            k = graph.copy_expert[c]
+            if x[c] > 0 and used[k] >> parent[v] & 1:
+                break
+            i += 1
+        to_copy[v] = c
+        c = graph.copy_start[k]
+        while graph.copy_rank[c] != parent[v]:
+            c += 1
+        from_copy[v] = c
+    for level in range(deepest, 0, -1):
+        # Ranks of a depth draw on what their parents' copies had before: those that draw go first.
+        for drawing in (True, False):
+            for v in range(num_ranks):
+                amount = load[v] - mean[v]
+                if depth[v] != level or (amount < 0) != drawing:
+                    continue
+                c, d = from_copy[v], to_copy[v]
+                amount = -min(-amount, x[c]) if drawing else min(amount, x[d])
+                depth[v] = 0  # done
+                x[d] -= amount
+                x[c] += amount
+                load[v] -= amount
+                load[parent[v]] += amount
+
+
+@njit(nogil=True, error_model="numpy")
+def search(
+    graph: Graph, fixed: Longs, load: Longs, tol: float, limit: int, whole: bool, scratch: Scratch
+) -> tuple[int, int, int]:
+    """Improves scratch.part until the largest load is within tol of a bound; fixed and load [R], in units.
+
+    Returns the bits of the set of ranks that gives the bound, the sweeps taken (at most limit), and the largest load.
+    """
+    need, x, words = scratch.need, scratch.part, scratch.words
+    num_ranks = load.size
+    top, total = load[0], 0
+    inside = (1 << num_ranks) - 1
+    for r in range(num_ranks):
+        total += load[r]
+        top = max(top, load[r])
+    bound = (total + (num_ranks - 1 if whole else 0)) // num_ranks
+    for r in range(num_ranks):
+        if fixed[r] > bound:
+            bound, inside = fixed[r], 1 << r
+    # A little less than the tolerance: the rest is for what the units leave out.
+    spare = 0 if whole else int(tol * 0.96875 * 4294967296.0)
+    sweeps = 0
+    while top > bound + (bound * spare >> 32):
+        if sweeps:
+            found, those = level_sets(graph, need, fixed, load, whole, words)
+            if found > bound:
+                bound, inside = found, those
+            if top <= bound + (bound * spare >> 32):
+                break
+        if sweeps >= limit:
+            break
+        if sweeps >= UNLEVELLED and (sweeps <= LEVELLED or sweeps % 2):
+            level_out(graph, x, load, scratch)
+            top = most(load)
+            if top <= bound + (bound * spare >> 32):
+                break
+        sweep(graph, need, x, load)
+        top = most(load)
+        sweeps += 1
+    return inside, sweeps, top
+
+
+@njit(nogil=True, error_model="numpy")
+def most(load: Longs) -> int:
+    found: int = load[0]
+    for r in range(1, load.size):
+        found = max(found, load[r])
+    return found
