@@ -19,6 +19,16 @@ __device__ u32 tokens_with_any(const Arguments &a, int thread, int num_threads) 
   return found;
 }
 
+// The lanes with the same expert, for lanes that have one: a vote on each of its bits.
+__device__ u32 equals_of(u32 expert, int bits) {
+  u32 equals = __ballot_sync(ALL, expert != NONE);
+  for (int b = 0; b < bits; ++b) {
+    u32 vote = __ballot_sync(ALL, expert >> b & 1);
+    equals &= expert >> b & 1 ? vote : ~vote;
+  }
+  return equals;
+}
+
 // histogram [warps, experts] -> the same summed over the warps before; returns the sum over all.
 __device__ u32 sum_over_warps(u16 *histogram, int experts, int e) {
   const int GROUP = COUNT_WARPS < 8 ? COUNT_WARPS : 8;
@@ -39,7 +49,7 @@ __device__ u32 sum_over_warps(u16 *histogram, int experts, int e) {
 extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds__(COUNT_THREADS, 1)
     count(const __grid_constant__ Arguments a) {
   int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, block = block_of_cluster();
-  int experts = a.experts, num = a.tokens * a.top_k;
+  int experts = a.experts, num = a.tokens * a.top_k, bits = 32 - __clz(experts - 1);
   char *at = reinterpret_cast<char *>(shared_memory);
   u32 *total = take<u32>(at, experts + 1), *base = take<u32>(at, experts + 1), *seen = take<u32>(at, experts + 1);
   u16 *histogram = take<u16>(at, COUNT_WARPS * experts), *mine = histogram + warp * experts;
@@ -56,14 +66,15 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
     for (int i = 0; i < ITEMS; ++i)
       word[i] = i < items && first + 32 * i < num ? expert_of(a, a.ids[first + 32 * i]) : NONE;
     u32 present = begin ? 0 : tokens_with_any(a, block * COUNT_THREADS + thread, TILE);
-    for (int e = lane; e < experts; e += 32) mine[e] = 0;
+    for (int i = thread; i < (COUNT_WARPS * experts + 7) / 8; i += COUNT_THREADS)
+      reinterpret_cast<uint4 *>(histogram)[i] = uint4{0, 0, 0, 0};
     __syncthreads();
     present = __reduce_add_sync(ALL, present);
     if (lane == 0 && present) atomicAdd(&total[experts], present);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (i >= items) continue;
-      u32 expert = word[i], equals = __match_any_sync(ALL, expert);
+      u32 expert = word[i], equals = equals_of(expert, bits);
       u32 before = expert == NONE ? 0 : mine[expert], lower = __popc(equals & ((1u << lane) - 1));
       __syncwarp();
       if (expert != NONE && lower == 0) mine[expert] = static_cast<u16>(before + __popc(equals));
@@ -72,7 +83,8 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
     }
     __syncthreads();
     for (int e = thread; e < experts; e += COUNT_THREADS) total[e] = sum_over_warps(histogram, experts, e);
-    cluster_sync();
+    cluster_arrive();
+    cluster_wait();
     for (int e = thread; e <= experts; e += COUNT_THREADS) {
       u32 here[COUNT_BLOCKS], sum = seen[e];
 #pragma unroll
@@ -84,6 +96,7 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
       }
       seen[e] = sum;
     }
+    cluster_arrive();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -91,7 +104,8 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
       u32 expert = word[i] >> ORDINAL_BITS;
       a.words[first + 32 * i] = word[i] == NONE ? NONE : word[i] + mine[expert] + base[expert];
     }
-    cluster_sync();  // others have read the totals
+    cluster_wait();  // all have read the totals
+    __syncthreads();
     if (thread == 0) total[experts] = 0;
   }
   for (int e = thread; e <= experts; e += COUNT_THREADS) {

@@ -20,8 +20,8 @@ from epsim.kernels.split.solver import EXACT, MAX_SWEEPS
 MOST_EXPERTS, MOST_SLOTS, MOST_ASSIGNMENTS = 1 << 10, (1 << 16) - 1, 1 << 22
 """What dispatch.cu's words and tables hold."""
 BUFFERS = ("counts", "own", "words", "ends", "routed", "step", "physical", "shared_rank", "slots_out")
-POINTERS = "ids counts own words rows loads split ends routed step physical shared_rank slots_out".split()
-POINTERS += "first slot expert nearest node_start".split()
+TABLES = ("first", "copies", "nearest")
+POINTERS = ("ids", "rows", "loads", "split", *BUFFERS, *TABLES, "node")
 NUMBERS = ("tokens", "top_k", "experts", "slots", "ranks", "rank", "follow", "shared", "global", "plus_local")
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
@@ -32,18 +32,20 @@ ARGUMENTS = np.dtype(
 """state.cuh's Arguments."""
 SYSTEMATIC, SAMPLES, GATHERED, STATIC = range(4)
 NO_SHARED, LOCAL, VISITED, EVERY = range(4)
-COST_BITS, SOURCES = 20, 16
+COST_BITS = 20
 WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Threads of a block, and of `count` its blocks and the ids that a thread has at a time; `assign`'s most blocks."""
+    """Threads of a block; `count`'s threads, blocks, and the ids that a thread has at a time; the source ranks that a
+    thread of `serve` has; `assign`'s most blocks."""
 
     threads: int = 256
     count_threads: int = 1024
     count_blocks: int = 8
     items: int = 8
+    sources: int = 4
     most_blocks: int = 264
 
     @property
@@ -53,6 +55,7 @@ class Sizes:
             f"-DCOUNT_THREADS={self.count_threads}",
             f"-DCOUNT_BLOCKS={self.count_blocks}",
             f"-DITEMS={self.items}",
+            f"-DSOURCES={self.sources}",
         )
 
 
@@ -90,6 +93,13 @@ def _module(sizes: Sizes) -> Any:
 
     # No contraction: sums and products are rounded as on the CPU.
     return cupy.RawModule(code=source(), options=("--std=c++17", "--fmad=false", *sizes.options))
+
+
+@functools.cache
+def _stream(pointer: int, device: int) -> Any:
+    import cupy
+
+    return cupy.cuda.ExternalStream(pointer, device)
 
 
 @functools.cache
@@ -171,18 +181,20 @@ class Dispatcher:
         order = slots.argsort(dim=1, stable=True)
         expert = slots.gather(1, order)
         first = torch.searchsorted(expert, torch.arange(num_experts + 1).expand(len(slots), -1).contiguous())
-        node = node_of_rank.cpu()
-        node_start = torch.stack((torch.searchsorted(node, node), torch.searchsorted(node, node, right=True)))
-        self._first, self._slot, self._expert = (self._table(part) for part in (first, order, expert))
+        index = torch.arange(num_slots) - first.gather(1, expert)
+        number = first.diff(dim=1).gather(1, expert)
+        nodes = node_of_rank.cpu()
+        node = torch.stack((torch.searchsorted(nodes, nodes), torch.searchsorted(nodes, nodes, right=True)))
+        self._first, self._copies = self._table(first), self._table(torch.stack((order, expert, index, number), -1))
         self._nearest = None if nearest is None else self._table(nearest)
-        self._node_start = self._table(node_start)
+        self._node = self._table(node)
 
         def empty(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
 
         self.step, self._counts, self._own, self._loads = empty(1), *(empty(num_experts + 1) for _ in range(3))
         self._words = empty(max_tokens, top_k, kind=torch.int32)
-        self._ends, self._routed = empty(num_slots), empty(num_ranks)
+        self._ends, self._routed = empty(num_slots, kind=torch.int32), empty(num_ranks)
         self._physical, self._shared_rank = empty(max_tokens, top_k), empty(max_tokens)
         self._slots_out = empty(max_tokens, top_k + 1)
         self._layer = torch.arange(structure.num_layers, device=device)
@@ -215,7 +227,7 @@ class Dispatcher:
         loads = self._loads if gathers else counts
         arguments["rows"] = counts.data_ptr() if gathers else 0
         arguments["loads"], arguments["layer_key"] = loads.data_ptr(), self._layer_keys[layer]
-        for name in ("first", "slot", "expert", "nearest"):
+        for name in TABLES:
             table = getattr(self, f"_{name}")
             arguments[name] = 0 if table is None else table[layer].data_ptr()
         if gathers:
@@ -228,7 +240,7 @@ class Dispatcher:
             self._launch("quotas", (-(-structure.num_experts // (self.sizes.threads // 32)),))
         elif rule.sees_all_ranks:
             across = -(-structure.num_physical // self.sizes.threads)
-            self._launch("serve", (across, -(-structure.num_ranks // SOURCES)))
+            self._launch("serve", (across, -(-structure.num_ranks // self.sizes.sources)))
         if self._tokens:
             blocks = -(-self._tokens // (self.sizes.threads // self.top_k))
             self._launch("assign", (min(blocks, self.sizes.most_blocks),))
@@ -254,7 +266,7 @@ class Dispatcher:
         follow = STATIC if rule.split == "static" else SAMPLES if rule.split in SAMPLED else SYSTEMATIC
         shared = {"none": NO_SHARED, "local": LOCAL}.get(rule.shared, EVERY if rule.candidates == "all" else VISITED)
         values = {
-            "node_start": self._node_start.data_ptr(),
+            "node": self._node.data_ptr(),
             "seed_key": first_link(rule.seed),
             "cost": round(rule.cost * (1 << COST_BITS)),
             "top_k": self.top_k,
@@ -273,18 +285,15 @@ class Dispatcher:
 
     def _shared_bytes(self, name: str) -> int:
         """Shared memory of a block, as the kernel of that name lays it out."""
-        experts, num_slots, num_ranks = (
-            self.structure.num_experts,
-            self.structure.num_physical,
-            self.structure.num_ranks,
-        )
+        experts, num_slots, num_ranks = (int(self._arguments[name][0]) for name in ("experts", "slots", "ranks"))
         threads, warps = self.sizes.threads, self.sizes.count_threads // 32
+        ends = [4 * num_slots] * 2 + [4 * experts] * 2 + [2 * num_slots]
         spans = {
             "count": [4 * (experts + 1)] * 3 + [2 * warps * experts],
             "total": [8 * threads],
             "quotas": [4 * threads // 32 * 5 * (num_ranks + 1)],
-            "serve": [4 * num_slots],
-            "assign": [4 * num_slots, *[8 * num_ranks] * 3, 16, 16, 4 * threads, 8 * threads],
+            "serve": ends,
+            "assign": [*ends, *[8 * num_ranks] * 3, 16, 16, 4 * threads, 8 * threads],
         }
         return sum(-(-span // 16) * 16 for span in spans[name])
 
@@ -304,5 +313,5 @@ class Dispatcher:
         kernel, shared = self._kernels[name]
         threads = self.sizes.count_threads if name == "count" else self.sizes.threads
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        with cupy.cuda.Device(self._index), cupy.cuda.ExternalStream(stream, self._index):
+        with cupy.cuda.Device(self._index), _stream(stream, self._index):
             kernel(grid, (threads,), (self._arguments,), shared_mem=shared)

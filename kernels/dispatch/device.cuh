@@ -8,10 +8,9 @@ __device__ u32 block_of_cluster() {
   return block;
 }
 
-// All threads of the cluster have come, and see what the others wrote before.
-__device__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+// The wait ends when all threads of the cluster have arrived, and sees what they wrote before.
+__device__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // What another block of the cluster has at the place of its shared memory where this block has `mine`.
 __device__ u32 read_of_block(const u32 *mine, u32 block) {

@@ -17,17 +17,14 @@
 #include "water.cuh"
 
 // The slot of a token's expert.
-__device__ int slot_of(const Arguments &a, const u32 *end, u64 key, u32 word, int token, int j) {
+__device__ int slot_of(const Arguments &a, const Ends &ends, u64 key, u32 word, int token, int j) {
   u32 expert = word >> ORDINAL_BITS, index = word & ((1u << ORDINAL_BITS) - 1);
   if (a.follow == STATIC) return a.nearest[a.rank * a.experts + expert];
-  int first = a.first[expert];
-  if (a.first[expert + 1] - first == 1) return a.slot[first];
-  u32 point = index;
-  if (a.follow == SAMPLED)
-    point = static_cast<u32>(draw(a, key, token, j, BITS));
-  else if (a.follow == SYSTEMATIC)
-    point = static_cast<u32>(((static_cast<u64>(index) << BITS) + offset(a, a.rank, expert)) / a.own[expert]);
-  return a.slot[copy_at(a, end, expert, point)];
+  u32 first = ends.experts[expert] & 0xffff, number = ends.experts[expert] >> 16, point = index;
+  if (number == 1) return ends.slot[first];
+  if (a.follow == SAMPLED) point = static_cast<u32>(draw(a, key, token, j, BITS));
+  if (a.follow == SYSTEMATIC) point = point_of(index, offset(ends.shift, expert), ends.own[expert]);
+  return slot_at(ends, first, number, point);
 }
 
 // A block takes as many whole tokens at a time as it has threads for their top-k.
@@ -40,14 +37,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_consta
   };
   int begin = blockIdx.x * per_block;
   u32 word = word_at(begin + local);  // on its way while the ends are found
-  u32 *end = take<u32>(at, a.slots);
-  find_ends(a, end);
+  Ends ends = place_ends(a, at);
+  find_ends(a, ends);
   Water water = place_water(a, at);
   int *visited = take<int>(at, THREADS);
   i64 *weight = take<i64>(at, THREADS);
   bool fills = a.shared == VISITED || a.shared == EVERY;
   if (fills) {
-    find_loads(a, end, water);
+    find_loads(a, ends, water);
     find_weights(a, water);
     fills = a.own[a.experts] >= FEW_TOKENS;
   }
@@ -56,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_consta
   for (; begin < a.tokens; begin += gridDim.x * per_block) {
     int token = begin + local;
     bool here = fits && token < a.tokens;
-    int slot = word == NONE ? -1 : slot_of(a, end, key, word, token, j), rank = slot < 0 ? -1 : slot / on_rank;
+    int slot = word == NONE ? -1 : slot_of(a, ends, key, word, token, j), rank = slot < 0 ? -1 : slot / on_rank;
     word = word_at(token + gridDim.x * per_block);
     if (here) a.physical[static_cast<i64>(token) * k + j] = slot;
     if (a.shared == NO_SHARED) continue;
@@ -83,8 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_consta
       if (j == 0) give(choose_of_all(a, water, draw(a, key, token, k, 63)));
     } else if (here) {
       u64 number = draw(a, key, token, k, 63);
-      int chosen = rank < 0 ? -1 : choose_of_visited(a, water, ranks, weight + local * k, j, number);
-      if (j == 0 && chosen < 0) chosen = choose_of_visited(a, water, ranks, weight + local * k, k, number);
+      int chosen = choose_of_visited(a, water, ranks, weight + local * k, j, number);
       if (chosen >= 0) give(chosen);
     }
     __syncthreads();

@@ -1,62 +1,90 @@
-// From a split to the upper ends of the copies' intervals (rounding.fixed_point, then cumulative), in shared memory.
+// From a split to the upper ends of the copies' intervals (rounding.fixed_point, then cumulative), and what a token's
+// copy is found by, in shared memory.
 
-// end [slots]: in order of copies. Ends with all threads in step.
-__device__ void find_ends(const Arguments &a, u32 *end) {
+struct Ends {
+  u32 *end, *part;     // [slots], in order of copies: upper ends, and a copy's own part
+  u32 *experts, *own;  // [experts]: first copy | copies << 16; this rank's tokens
+  u16 *slot;           // [slots], in order of copies
+  u32 shift;           // of this rank's offsets
+};
+
+__device__ Ends place_ends(const Arguments &a, char *&at) {
+  Ends ends;
+  ends.end = take<u32>(at, a.slots), ends.part = take<u32>(at, a.slots);
+  ends.experts = take<u32>(at, a.experts), ends.own = take<u32>(at, a.experts);
+  ends.slot = take<u16>(at, a.slots);
+  ends.shift = (static_cast<u32>(a.rank) << BITS) / a.ranks;
+  return ends;
+}
+
+// As rounding.offsets, of this rank where shift is its own.
+__device__ u32 offset(u32 shift, u32 expert) { return (shift + expert * 648055) & (ONE - 1); }
+
+__device__ u32 part_of(const Arguments &a, const Copy &copy) {
+  double fraction = 1.0 / copy.number;
+  i64 load = a.split ? a.loads[copy.expert] : 0;
+  if (load > 0) fraction = static_cast<const double *>(a.split)[copy.slot] / static_cast<double>(load);
+  double rounded = rint(fraction * ONE);
+  return static_cast<u32>(rounded < 0.0 ? 0.0 : rounded > ONE ? static_cast<double>(ONE) : rounded);
+}
+
+// Ends with all threads in step.
+__device__ void find_ends(const Arguments &a, const Ends &ends) {
   if (a.follow == STATIC) return;
   for (int p = threadIdx.x; p < a.slots; p += blockDim.x) {
-    int e = a.expert[p], number = a.first[e + 1] - a.first[e];
-    if (a.follow == GATHERED) {
-      end[p] = static_cast<u32>(number > 1 ? a.ends[p] : a.own[e]);
-      continue;
-    }
-    if (number == 1) {
-      end[p] = ONE;
-      continue;
-    }
-    double fraction = 1.0 / number;
-    if (a.split && a.loads[e] > 0)
-      fraction = static_cast<const double *>(a.split)[a.slot[p]] / static_cast<double>(a.loads[e]);
-    double rounded = rint(fraction * ONE);
-    end[p] = static_cast<u32>(rounded < 0.0 ? 0.0 : rounded > ONE ? static_cast<double>(ONE) : rounded);
+    Copy copy = a.copies[p];
+    ends.slot[p] = copy.slot;
+    if (copy.number == 1)
+      ends.end[p] = a.follow == GATHERED ? static_cast<u32>(a.own[copy.expert]) : ONE;
+    else if (a.follow == GATHERED)
+      ends.end[p] = a.ends[p];
+    else
+      ends.part[p] = part_of(a, copy);
+  }
+  for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
+    ends.experts[e] = a.first[e] | static_cast<u32>(a.first[e + 1] - a.first[e]) << 16;
+    ends.own[e] = static_cast<u32>(a.own[e]);
   }
   __syncthreads();
-  if (a.follow != GATHERED)
-    for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
-      int first = a.first[e], last = a.first[e + 1] - 1;
-      if (first == last) continue;
-      u32 sum = 0;
-      for (int p = first; p < last; ++p) {
-        sum = sum + end[p] < ONE ? sum + end[p] : ONE;
-        end[p] = sum;
-      }
-      end[last] = ONE;
-    }
+  if (a.follow == GATHERED) return;
+  for (int p = threadIdx.x; p < a.slots; p += blockDim.x) {
+    Copy copy = a.copies[p];
+    if (copy.number == 1) continue;
+    u32 sum = 0;
+    for (int q = p - copy.index; q <= p && sum < ONE; ++q) sum += ends.part[q];
+    ends.end[p] = copy.index + 1 == copy.number || sum > ONE ? ONE : sum;
+  }
   __syncthreads();
 }
 
-// The copy, in their order, in whose interval the point falls.
-__device__ int copy_at(const Arguments &a, const u32 *end, u32 expert, u32 point) {
-  int low = a.first[expert], high = a.first[expert + 1] - 1;
+// The slot of the copy, of several, in whose interval the point falls.
+__device__ int slot_at(const Ends &ends, u32 first, u32 number, u32 point) {
+  u32 low = first, high = first + number - 1;
   while (low < high) {
-    int middle = (low + high) / 2;
-    if (end[middle] > point)
+    u32 middle = (low + high) / 2;
+    if (ends.end[middle] > point)
       high = middle;
     else
       low = middle + 1;
   }
-  return low;
+  return ends.slot[low];
+}
+
+// floor(((index << 20) + offset) / number): no quotient of such numbers is rounded up to a whole one.
+__device__ u32 point_of(u32 index, u32 offset, u32 number) {
+  double above = static_cast<double>(static_cast<i64>(index) << BITS | offset);
+  return static_cast<u32>(above / static_cast<double>(number));
 }
 
 // How many of a source rank's tokens have their points below an end: ceil((end * number - offset) / 2^20).
-__device__ i64 points_below(i64 end, i64 number, i64 shift) {
-  return end * (number >> BITS) + ((end * (number & (ONE - 1)) - shift + (ONE - 1)) >> BITS);
+__device__ i64 points_below(i64 end, i64 number, i64 offset) {
+  return end * (number >> BITS) + ((end * (number & (ONE - 1)) - offset + (ONE - 1)) >> BITS);
 }
 
-// How many of a source rank's `number` tokens of its expert go to a copy.
-__device__ i64 quota(const Arguments &a, const u32 *end, int p, i64 rank, i64 number) {
-  int e = a.expert[p];
-  i64 before = p > a.first[e] ? end[p - 1] : 0;
-  if (a.follow == GATHERED) return end[p] - before;
-  i64 shift = offset(a, rank, e);
-  return points_below(end[p], number, shift) - points_below(before, number, shift);
+// How many of a source rank's `number` tokens of its expert go to the copy at place p; shift: that rank's.
+__device__ i64 quota(const Arguments &a, const Ends &ends, int p, const Copy &copy, u32 shift, i64 number) {
+  i64 before = copy.index ? ends.end[p - 1] : 0;
+  if (a.follow == GATHERED) return ends.end[p] - before;
+  i64 from = offset(shift, copy.expert);
+  return points_below(ends.end[p], number, from) - points_below(before, number, from);
 }

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   for (int r = lane; r <= ranks; r += 32) room[r] = 0;
   __syncwarp();
   for (int p = first + lane; p < last; p += 32)
-    atomicAdd(&room[a.slot[p] / slots_per_rank(a)], static_cast<int>(split[a.slot[p]]));
+    atomicAdd(&room[a.copies[p].slot / slots_per_rank(a)], static_cast<int>(split[a.copies[p].slot]));
   __syncwarp();
   for (int r = lane; r < ranks; r += 32) {
     int tokens = static_cast<int>(a.rows[static_cast<i64>(r) * (a.experts + 1) + e]);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   running_sums(tokens_1, ranks, lane);
   running_sums(room_1, ranks, lane);
   for (int r = lane; r < ranks; r += 32) {
-    int start = a.node_start[r], end = a.node_start[ranks + r];
+    int start = a.node[r], end = a.node[ranks + r];
     int tokens_end = tokens_1[r + 1] - tokens_1[start], room_end = room_1[r + 1] - room_1[start];
     int tokens = tokens_1[r + 1] - tokens_1[r], space = room_1[r + 1] - room_1[r];
     tokens_2[r] = least(tokens, most(tokens_end - (room_1[end] - room_1[start]), 0));
@@ -82,14 +82,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   running_sums(room_2, ranks, lane);
 
   // This rank's tokens in the orders of its node and of all, and the room that they meet there.
-  int rank = a.rank, start = a.node_start[rank], end = a.node_start[ranks + rank];
+  int rank = a.rank, start = a.node[rank], end = a.node[ranks + rank];
   int near = tokens_1[rank] - tokens_1[start], near_end = tokens_1[rank + 1] - tokens_1[start];
   int far = tokens_2[rank], far_end = tokens_2[rank + 1], before = 0, room_before = 0;
   for (int base = first; base < last; base += 32) {
-    int p = base + lane, taken = 0, space = p < last ? static_cast<int>(split[a.slot[p]]) : 0;
+    int p = base + lane, taken = 0, space = p < last ? static_cast<int>(split[a.copies[p].slot]) : 0;
     int upper = warp_sum_before(space, lane);
     if (p < last) {
-      int r = a.slot[p] / slots_per_rank(a);
+      int r = a.copies[p].slot / slots_per_rank(a);
       // The copy's part of its rank's room, which own, node's and other tokens fill in this order.
       int high = room_before + upper - room[r], low = high - space;
       int all = room[r + 1] - room[r], left_1 = room_1[r + 1] - room_1[r], left_2 = room_2[r + 1] - room_2[r];
@@ -108,14 +108,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   }
 }
 
-// routed += what each rank serves of all ranks' tokens. A block has some copies, or experts, and 16 source ranks.
+// routed += what each rank serves of all ranks' tokens. A block has some copies, or experts, and some source ranks.
 extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constant__ Arguments a) {
-  const int SOURCES = 16;
   char *at = reinterpret_cast<char *>(shared_memory);
-  u32 *end = take<u32>(at, a.slots);
-  find_ends(a, end);
-  int begin = blockIdx.y * SOURCES, stop = least(begin + SOURCES, a.ranks);
-  int p = blockIdx.x * THREADS + threadIdx.x;
+  Ends ends = place_ends(a, at);
+  find_ends(a, ends);
+  int begin = blockIdx.y * SOURCES, stop = least(begin + SOURCES, a.ranks), p = blockIdx.x * THREADS + threadIdx.x;
   u64 *routed = reinterpret_cast<u64 *>(a.routed);
   if (a.follow == STATIC) {
     for (int r = begin; r < stop && p < a.experts; ++r) {
@@ -125,9 +123,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constan
     return;
   }
   if (p >= a.slots) return;
+  Copy copy = a.copies[p];
   i64 sum = 0;
-#pragma unroll 4
-  for (int r = begin; r < stop; ++r)
-    sum += quota(a, end, p, r, a.rows[static_cast<i64>(r) * (a.experts + 1) + a.expert[p]]);
-  if (sum) atomicAdd(&routed[a.slot[p] / slots_per_rank(a)], static_cast<u64>(sum));
+#pragma unroll
+  for (int i = 0; i < SOURCES; ++i) {
+    i64 number = begin + i < stop ? a.rows[static_cast<i64>(begin + i) * (a.experts + 1) + copy.expert] : 0;
+    sum += quota(a, ends, p, copy, (static_cast<u32>(begin + i) << BITS) / a.ranks, number);
+  }
+  if (sum) atomicAdd(&routed[copy.slot / slots_per_rank(a)], static_cast<u64>(sum));
 }

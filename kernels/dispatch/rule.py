@@ -13,12 +13,15 @@ SAMPLED = ("random", "lplb-sampled")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """split, and its `counts` (of lplb); shared: `none` where the layer has no shared expert, else its policy, with the
-    arguments of `waterfill` (its counts: `shared_counts`) and the shared expert's cost in routed assignments; seed of
-    the draws."""
+    """split, and `counts` and `objective` of lplb.
+
+    shared: `none` where the layer has no shared expert, else its policy; candidates, load and shared_counts: the
+    arguments of `waterfill`; cost of the shared expert in routed assignments. seed of the draws.
+    """
 
     split: str = "lplb"
     counts: Literal["reduced", "gathered"] = "reduced"
+    objective: Literal["tokens", "time"] = "tokens"
     shared: str = "none"
     candidates: Literal["visited", "all"] = "visited"
     load: Literal["routed", "routed+local"] = "routed"
@@ -32,6 +35,7 @@ class Rule:
         return cls(
             split.name,
             getattr(split, "counts", "reduced"),
+            getattr(split, "objective", "tokens"),
             shared.name if cost > 0 else "none",
             getattr(shared, "candidates", "visited"),
             getattr(shared, "load", "routed"),
@@ -44,6 +48,8 @@ class Rule:
         """Why there are no kernels for it, in one line, or None where there are."""
         if self.split not in SPLITS:
             return f"split {self.split} has no kernel (there are {', '.join(SPLITS)})"
+        if self.objective != "tokens":
+            return f"lplb(objective={self.objective}) has no kernel"
         if self.shared not in SHARED:
             return f"shared policy {self.shared} has no kernel (there are {', '.join(SHARED[1:])})"
         if self.shared == "waterfill" and self.split in SAMPLED:

@@ -17,21 +17,24 @@ __device__ Water place_water(const Arguments &a, char *&at) {
 }
 
 // What ranks serve: of all tokens where global, else of this rank's. Ends with all threads in step.
-__device__ void find_loads(const Arguments &a, const u32 *end, const Water &water) {
-  for (int r = threadIdx.x; r < a.ranks; r += blockDim.x)
-    water.load[r] = a.global && a.follow != GATHERED ? a.routed[r] : 0;
+__device__ void find_loads(const Arguments &a, const Ends &ends, const Water &water) {
+  bool summed = a.global && a.follow != GATHERED;
+  for (int r = threadIdx.x; r < a.ranks; r += blockDim.x) water.load[r] = summed ? a.routed[r] : 0;
   __syncthreads();
+  if (summed) return;
   u64 *load = reinterpret_cast<u64 *>(water.load);
-  if (a.global && a.follow == GATHERED) {
+  if (a.global) {
     for (int s = threadIdx.x; s < a.slots; s += blockDim.x)
       atomicAdd(&load[s / slots_per_rank(a)], static_cast<u64>(static_cast<const i64 *>(a.split)[s]));
-  } else if (!a.global && a.follow == STATIC) {
+  } else if (a.follow == STATIC) {
     for (int e = threadIdx.x; e < a.experts; e += blockDim.x)
       atomicAdd(&load[a.nearest[a.rank * a.experts + e] / slots_per_rank(a)], static_cast<u64>(a.own[e]));
-  } else if (!a.global) {
-    for (int p = threadIdx.x; p < a.slots; p += blockDim.x)
-      atomicAdd(&load[a.slot[p] / slots_per_rank(a)],
-                static_cast<u64>(quota(a, end, p, a.rank, a.own[a.expert[p]])));
+  } else {
+    for (int p = threadIdx.x; p < a.slots; p += blockDim.x) {
+      Copy copy = a.copies[p];
+      i64 number = quota(a, ends, p, copy, ends.shift, ends.own[copy.expert]);
+      atomicAdd(&load[copy.slot / slots_per_rank(a)], static_cast<u64>(number));
+    }
   }
   __syncthreads();
 }
@@ -46,28 +49,32 @@ __device__ i64 warp_sum_before(i64 value, int lane) {
   return sum;
 }
 
+// Of equal loads the rank that comes first.
+__device__ bool lighter(i64 load, int rank, i64 than_load, int than_rank) {
+  return load < than_load || (load == than_load && rank < than_rank);
+}
+
 // The waterline and the ranks' weights, by the block's first warp. Ends with all threads in step.
 __device__ void find_weights(const Arguments &a, const Water &water) {
   int lane = threadIdx.x;
   if (lane < 32) {
     i64 sum = 0, least_load = 0x7fffffffffffffffll;
-    int lightest = 0;
-    for (int base = 0; base < a.ranks; base += 32) {
-      int r = base + lane;
-      i64 load = 0;
-      if (r < a.ranks) {
-        load = water.load[r];
-        if (a.plus_local && (a.global || r == a.rank)) {
-          const i64 *counts = a.global ? a.rows + static_cast<i64>(r) * (a.experts + 1) : a.own;
-          load += rounded_up(counts[a.experts], a.cost);
-        }
-        water.load[r] = load;
+    int lightest = a.ranks;
+    for (int r = lane; r < a.ranks; r += 32) {
+      i64 load = water.load[r];
+      if (a.plus_local && (a.global || r == a.rank)) {
+        const i64 *counts = a.global ? a.rows + static_cast<i64>(r) * (a.experts + 1) : a.own;
+        load += rounded_up(counts[a.experts], a.cost);
       }
-      for (int i = 0; i < 32 && base + i < a.ranks; ++i) {
-        i64 other = __shfl_sync(ALL, load, i);
-        sum += other;
-        if (other < least_load) least_load = other, lightest = base + i;
-      }
+      water.load[r] = load;
+      sum += load;
+      if (load < least_load) least_load = load, lightest = r;
+    }
+    for (int by = 16; by; by /= 2) {
+      sum += __shfl_xor_sync(ALL, sum, by);
+      i64 load = __shfl_xor_sync(ALL, least_load, by);
+      int rank = __shfl_xor_sync(ALL, lightest, by);
+      if (lighter(load, rank, least_load, lightest)) least_load = load, lightest = rank;
     }
     i64 waiting = a.global ? a.loads[a.experts] : a.own[a.experts];
     i64 line = (sum + rounded_up(waiting, a.cost) + a.ranks - 1) / a.ranks, before = 0;
@@ -103,21 +110,24 @@ __device__ int choose_of_all(const Arguments &a, const Water &water, u64 number)
 }
 
 // The candidates are this rank and visited [k], -1 for none. weight [k]: of the first of equals, 0 of other ones and of
-// this rank. Called for each j in 0 .. k, k standing for this rank: gives the chosen rank to one of them, -1 to others.
+// this rank. Called by a thread for each j < k: one of them gets the chosen rank, the others -1; the first of them
+// stands for this rank too.
 __device__ int choose_of_visited(const Arguments &a, const Water &water, const int *visited, const i64 *weight, int j,
                                  u64 number) {
-  int k = a.top_k, mine = j < k ? visited[j] : a.rank, lightest = a.rank;
+  int mine = visited[j], lightest = a.rank;
   i64 own = water.weight[a.rank], own_load = water.load[a.rank], least_load = own_load;
-  i64 width = j < k ? weight[j] : own, before = j < k && a.rank < mine ? own : 0, sum = own;
-  for (int i = 0; i < k; ++i) {
+  i64 sum = own, before = a.rank < mine ? own : 0, before_own = 0;
+  for (int i = 0; i < a.top_k; ++i) {
     int other = visited[i];
     if (other < 0) continue;
-    sum += weight[i];
-    if (other < mine) before += weight[i];
-    i64 load = water.load[other];
-    if (load < least_load || (load == least_load && other < lightest)) least_load = load, lightest = other;
+    i64 width = weight[i], load = water.load[other];
+    sum += width;
+    if (other < mine) before += width;
+    if (other < a.rank) before_own += width;
+    if (lighter(load, other, least_load, lightest)) least_load = load, lightest = other;
   }
-  if (sum == 0) return j < k ? -1 : 10 * own_load > 11 * least_load ? lightest : a.rank;
+  if (sum == 0) return j ? -1 : 10 * own_load > 11 * least_load ? lightest : a.rank;
   i64 drawn = number % static_cast<u64>(sum);
-  return before <= drawn && drawn < before + width ? mine : -1;
+  if (mine >= 0 && before <= drawn && drawn < before + weight[j]) return mine;
+  return j == 0 && before_own <= drawn && drawn < before_own + own ? a.rank : -1;
 }

@@ -45,7 +45,8 @@ static void wait(State for_whom, int line) {
 #define shared_memory (shared_of[current / blockDim.x])
 #define __syncwarp() wait(AT_WARP, __LINE__)
 #define __syncthreads() wait(AT_BLOCK, __LINE__)
-#define cluster_sync() wait(AT_CLUSTER, __LINE__)
+#define cluster_arrive() wait(AT_CLUSTER, __LINE__)  // a stricter order than the device's
+#define cluster_wait()
 static unsigned block_of_cluster() { return current / blockDim.x; }
 
 static unsigned read_of_block(const unsigned *mine, unsigned block) {
@@ -70,10 +71,10 @@ static T shuffle(int line, T value, int lane) {
   return value;
 }
 
-static unsigned match(int line, unsigned value) {
+static unsigned ballot(int line, bool value) {
   const unsigned long long *values = exchange(line, value);
   unsigned mask = 0;
-  for (int i = 0; i < 32; ++i) mask |= static_cast<unsigned>(values[i] == value) << i;
+  for (int i = 0; i < 32; ++i) mask |= static_cast<unsigned>(values[i]) << i;
   wait(AT_WARP, line);
   return mask;
 }
@@ -88,9 +89,11 @@ static unsigned sum(int line, unsigned value) {
 
 #define __shfl_sync(mask, value, lane) shuffle(__LINE__, value, lane)
 #define __shfl_up_sync(mask, value, by) shuffle(__LINE__, value, current % 32 - (by))
-#define __match_any_sync(mask, value) match(__LINE__, value)
+#define __shfl_xor_sync(mask, value, by) shuffle(__LINE__, value, current % 32 ^ (by))
+#define __ballot_sync(mask, value) ballot(__LINE__, value)
 #define __reduce_add_sync(mask, value) sum(__LINE__, value)
 
+static int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 template <class T>

@@ -18,13 +18,12 @@ from epsim.kernels.dispatch.cuda import ARGUMENTS, Sizes
 from epsim.kernels.split import prepare, solve, solve_gathered
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.base import Batch, SharedWork, local_index
+from epsim.policies.base import Batch, local_index
 from epsim.policies.nearest import nearest_slots
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
-from epsim.policies.waterfill import Waterfill
 
-SMALL = Sizes(threads=64, count_threads=64, count_blocks=4, items=2, most_blocks=3)
+SMALL = Sizes(threads=64, count_threads=64, count_blocks=4, items=2, sources=2, most_blocks=3)
 
 
 def build(folder: Path) -> ctypes.CDLL | None:
@@ -111,12 +110,7 @@ def expected(bound: BoundStack, ids: list[torch.Tensor], step: int) -> tuple[lis
     if bound.has_shared:
         by_source = copies.per_rank(bound._by_source(batch, physical, copies.placement.num_physical))
         work = bound._shared_work(batch.steps, by_source, bound._tokens(counts, batch), batch, physical)
-        assert isinstance(work, SharedWork)
-        if isinstance(bound.stack.shared, Waterfill):
-            ranks = bound.stack.shared.token_ranks(work)
-        else:
-            ranks = torch.where((batch.expert_ids >= 0).any(-1), source[:, None], -1)
-        shared = list(torch.split(ranks, sizes))
+        shared = list(torch.split(bound.stack.shared.token_ranks(work), sizes))
     return list(torch.split(physical, sizes)), shared
 
 

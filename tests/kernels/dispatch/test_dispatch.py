@@ -164,6 +164,7 @@ def test_rules() -> None:
         assert rule(text).uncovered() is None
     assert rule("lplb+waterfill", cost=0).collective == "all_reduce"
     assert rule("lplb+waterfill", cost=0).shared == "none"
+    assert Rule(objective="time").uncovered() is not None
     for text in ("lplb-ipm", "random+waterfill", "lplb-sampled+waterfill(counts=local)"):
         assert rule(text).uncovered() is not None, text
 

@@ -1,0 +1,291 @@
+"""From a rank's top-k ids to physical experts on one CUDA device, without the collective: time by stack and by part.
+
+    python benchmarks/dispatch_gpu.py [--recordings DIR] [--out benchmarks/results/dispatch_gpu.json]
+
+256 experts and redundant ones placed by EPLB on a recording of DeepSeek-V3 (where it is absent, on lognormal
+marginals, and the table says so); tokens draw their top-8 without replacement from a drifting mixture with another
+recording. Other ranks' counts are made beforehand. Times are of replayed CUDA graphs between device events, in
+microseconds: `alone` a graph of one count-to-ids, event to event; `us` a tenth of ten in a row, each of another layer
+with ids of its own; medians over the inputs. `count`, `solve`, `assign`, `other` (sums and quotas over ranks): of that
+part alone, a tenth of ten in a row. `host`: what the calls take on the host where no graph is captured. `torch`: the
+policies' own form on the same device, not captured; its result and the kernels' are compared on the inputs that it
+runs on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.kernels.dispatch import Dispatcher, Rule
+from epsim.kernels.split import prepare
+from epsim.placement.base import Placement
+from epsim.placement.eplb import rebalance_experts
+from epsim.policies.apply import BoundStack, Setting, bind
+from epsim.policies.base import Batch, SharedWork
+from epsim.policies.nearest import nearest_slots
+from epsim.policies.rounding import fixed_point
+from epsim.policies.stack import parse_stack
+from epsim.policies.waterfill import Waterfill
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERTS, TOP_K, LAYERS, INPUTS, REPLAYS, RANK = 256, 8, 10, 40, 3, 3
+PLANNED, LATER = "prefill_in1024.json", "decode_in1000out1000.json"
+KERNELS = ("count", "total", "solve", "quotas", "serve", "assign")
+OTHER = ("total", "quotas", "serve")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Problem:
+    """ids [INPUTS, LAYERS, N, k] of this rank, rows [INPUTS, LAYERS, R, E + 1] of all."""
+
+    placement: Placement
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+
+class InParts(Dispatcher):
+    """Launches only what is in `only`; the rest stays as an earlier call left it."""
+
+    only: tuple[str, ...] = KERNELS
+    split: torch.Tensor
+
+    def _launch(self, name: str, grid: tuple[int, ...]) -> None:
+        if name in self.only:
+            super()._launch(name, grid)
+
+    def _solve(self, loads: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+        if "solve" in self.only:
+            self.split = super()._solve(loads, layer)
+        return self.split
+
+
+def marginals(recordings: Path, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Counts [LAYERS, E] to plan on and to drift to, and where they are from."""
+    if (recordings / PLANNED).exists():
+        texts = [json.loads((recordings / name).read_text())["logical_count"] for name in (PLANNED, LATER)]
+        found = [np.array(text, dtype=np.float64) for text in texts]
+        planned, later = (torch.from_numpy(c[c.sum(1) > 0][:LAYERS]) for c in found)
+        return planned, later, f"DeepSeek-V3, {PLANNED} drifting to {LATER}"
+    skew = torch.from_numpy(rng.normal(size=(2, LAYERS, EXPERTS)))
+    return (0.7 * skew[0]).exp(), (0.7 * skew[0] + 0.3 * skew[1]).exp(), "lognormal marginals, sigma 0.7"
+
+
+def problem(planned: torch.Tensor, later: torch.Tensor, ranks: int, redundant: int, tokens: int, seed: int) -> Problem:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    slots, _, _ = rebalance_experts(planned, EXPERTS + redundant, 1, 1, ranks)
+    placement = Placement(slots.cuda(), EXPERTS, ranks, 2)
+    old, new = ((part / part.sum(1, keepdim=True)).cuda() for part in (planned, later))
+    ids, rows = [], []
+    for _ in range(INPUTS * LAYERS):
+        layer = len(ids) % LAYERS
+        part = 0.6 * torch.rand(1, generator=generator, device="cuda")
+        noise = 0.3 * torch.randn(EXPERTS, generator=generator, device="cuda")
+        popularity = ((1 - part) * old[layer] + part * new[layer]).clamp(min=1e-9).log().float() + noise
+        keys = torch.rand(ranks * tokens, EXPERTS, generator=generator, device="cuda").log_().neg_().log_().neg_()
+        drawn = keys.add_(popularity).topk(TOP_K).indices.view(ranks, tokens * TOP_K)
+        counts = torch.zeros(ranks, EXPERTS + 1, dtype=torch.int64, device="cuda")
+        counts.scatter_add_(1, drawn, torch.ones_like(drawn))
+        counts[:, -1] = tokens
+        ids.append(drawn[RANK].view(tokens, TOP_K).clone())
+        rows.append(counts)
+    shape = (INPUTS, LAYERS)
+    return Problem(placement, torch.stack(ids).unflatten(0, shape), torch.stack(rows).unflatten(0, shape))
+
+
+def graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        run()
+    return captured
+
+
+def times(run: Callable[[], object], feed: Callable[[int], object]) -> np.ndarray:
+    """Microseconds [INPUTS], the median of the runs of each after feed(i) has set its input."""
+    marks = []
+    for i in range(INPUTS):
+        feed(i)
+        run()
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            marks.append((start, end))
+    torch.cuda.synchronize()
+    found = np.array([start.elapsed_time(end) for start, end in marks]) * 1e3
+    return np.median(found.reshape(INPUTS, REPLAYS), axis=1)
+
+
+def torch_form(bound: BoundStack, ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One rank's ids [N, k] and all ranks' counts [R, E + 1] by the policies -> physical [N, k], shared rank [N]."""
+    copies, device = bound.copies, ids.device
+    counts = rows[None, None, :, :-1]
+    fixed = fixed_point(bound.split.fractions(counts.sum(2), copies), copies)
+    steps, layers = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor(bound.setting.layers, device=device)
+    token_step = torch.zeros(len(ids), dtype=torch.int64, device=device)
+    local = torch.arange(len(ids), device=device)
+    batch = Batch(steps, layers, token_step, torch.full_like(local, RANK), ids[:, None], local)
+    physical = bound.split.physical_ids(batch, counts, fixed, copies, bound.setting.seed)
+    if not isinstance(bound.stack.shared, Waterfill):
+        return physical[:, 0], None
+    by_source = copies.per_rank(bound.split.quotas(counts, fixed, copies))
+    work = SharedWork(
+        cost=1.0,
+        seed=bound.setting.seed,
+        top_k=TOP_K,
+        steps=steps,
+        layers=layers,
+        routed=by_source.sum(2),
+        routed_by_source=by_source,
+        tokens=rows[None, None, :, -1],
+        node_of_rank=copies.node_of_rank,
+        batch=batch,
+        expert_ranks=torch.where(physical >= 0, physical // copies.placement.slots_per_rank, -1),
+    )
+    return physical[:, 0], bound.stack.shared.token_ranks(work)[:, 0]
+
+
+def measure(text: str, given: Problem) -> dict[str, Any]:
+    placement, tokens = given.placement, given.ids.shape[2]
+    cost = 1.0 if "waterfill" in text else 0.0
+    numbers = tuple(range(LAYERS))
+    whole = bind(parse_stack(text), placement, Setting(0, cost, TOP_K, numbers))
+    rule = Rule.of(whole.split, whole.stack.shared, cost, 0)
+    dispatcher = InParts(
+        prepare(placement.physical_to_logical.cpu(), placement.num_ranks, EXPERTS),
+        rule,
+        rank=RANK,
+        node_of_rank=placement.node_of_rank,
+        layers=numbers,
+        top_k=TOP_K,
+        max_tokens=tokens,
+        device=torch.device("cuda"),
+        nearest=nearest_slots(whole.copies) if rule.split == "static" else None,
+    )
+    gathers = rule.collective == "all_gather"
+    counts_of = given.rows if gathers else given.rows.sum(2)
+    ids, counts = given.ids[0].clone(), counts_of[0].clone()
+
+    def feed(i: int) -> None:
+        ids.copy_(given.ids[i])
+        counts.copy_(counts_of[i])
+
+    def one(layer: int) -> Any:
+        dispatcher.count(ids[layer])
+        return dispatcher.assign(layer, counts[layer])
+
+    def all_layers() -> None:
+        for layer in range(LAYERS):
+            one(layer)
+
+    row: dict[str, Any] = {"stack": text, "ranks": placement.num_ranks, "slots": placement.num_physical}
+    row |= {"tokens": tokens, "collective": rule.collective}
+    row["alone"] = float(np.median(times(graph(lambda: one(0)).replay, feed)))
+    found = times(graph(all_layers).replay, feed) / LAYERS
+    row["us"], row["us_most"] = float(np.median(found)), float(found.max())
+
+    def part(*only: str) -> float:
+        dispatcher.only = only
+        return float(np.median(times(graph(all_layers).replay, feed))) / LAYERS
+
+    row |= {"count": part("count"), "assign": part("assign"), "other": part(*OTHER) if gathers else 0.0}
+    # The split needs this input's sum.
+    row["solve"] = part("total", "solve") - (part("total") if gathers else 0.0) if rule.solves else 0.0
+    dispatcher.only = KERNELS
+    start_host = time.perf_counter()
+    all_layers()
+    row["host"] = (time.perf_counter() - start_host) / LAYERS * 1e6
+
+    equal, marks = True, []
+    bounds = []
+    for layer in range(LAYERS):
+        slots = placement.physical_to_logical[layer : layer + 1]
+        single = Placement(slots, EXPERTS, placement.num_ranks, placement.num_nodes)
+        bounds.append(bind(parse_stack(text), single, Setting(0, cost, TOP_K, (layer,))))
+        torch_form(bounds[-1], given.ids[0, layer], given.rows[0, layer])
+    for i in range(1, 5):
+        for layer in range(LAYERS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            physical, shared = torch_form(bounds[layer], given.ids[i, layer], given.rows[i, layer])
+            end.record()
+            marks.append((start, end))
+            feed(i)
+            assigned = one(layer)
+            equal = equal and torch.equal(assigned.physical, physical)
+            equal = equal and (shared is None or torch.equal(assigned.shared_rank, shared))
+    torch.cuda.synchronize()
+    row["torch"] = float(np.median([start.elapsed_time(end) for start, end in marks])) * 1e3
+    row["equal"] = equal
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces/deepseek-v3-sglang")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/dispatch_gpu.json")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    planned, later, source = marginals(options.recordings, np.random.default_rng(options.seed))
+    print(f"{torch.cuda.get_device_name()}; popularity: {source}")
+    rows = []
+    for ranks, redundant, tokens, stacks in (
+        (
+            16,
+            32,
+            4096,
+            (
+                "lplb",
+                "lplb(counts=gathered)",
+                "even",
+                "static",
+                "random",
+                "lplb-sampled",
+                "lplb+waterfill",
+                "lplb+waterfill(candidates=all,counts=local)",
+                "lplb(counts=gathered)+waterfill",
+            ),
+        ),
+        (16, 32, 128, ("lplb", "lplb(counts=gathered)")),
+        (16, 32, 16384, ("even", "lplb", "lplb(counts=gathered)")),
+        (64, 64, 4096, ("lplb", "lplb(counts=gathered)", "lplb+waterfill")),
+    ):
+        given = problem(planned, later, ranks, redundant, tokens, options.seed)
+        for text in stacks:
+            row = measure(text, given)
+            rows.append(row)
+            parts = " ".join(f"{name} {row[name]:5.1f}" for name in ("count", "other", "solve", "assign"))
+            print(
+                f"{text:44} {ranks:3} ranks {tokens:5} tokens | us {row['us']:5.1f} most {row['us_most']:5.1f} alone "
+                f"{row['alone']:5.1f} | {parts} | host {row['host']:5.1f} "
+                f"torch {row['torch']:7.1f} | equal {row['equal']}",
+                flush=True,
+            )
+    result = {
+        "command": shlex.join(["python", "benchmarks/dispatch_gpu.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "popularity": source,
+        "rows": rows,
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
