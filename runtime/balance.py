@@ -82,6 +82,9 @@ class Balancer:
         """The same stack on another placement."""
         return Balancer(self.bound.stack, placement, self.bound.setting, self.collective)
 
+    def begin(self, step: int) -> None:
+        """Before a replay of a captured step: its number, which draws depend on."""
+
     def assign(self, ids: torch.Tensor, step: int) -> Assignment:
         """ids [T, k] int64 of this rank's tokens, -1 for none. Collective where the policies need one."""
         batch = self._batch(ids, step)

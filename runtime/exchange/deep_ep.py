@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from typing import Any
 
 import torch
@@ -52,7 +51,8 @@ class DeepEPExchange:
     """One buffer, shared by all layers of a shape.
 
     fp8: dispatch in float8 (combine stays bfloat16). fixed_size: rows as many as the worst case has, R * max_tokens;
-    then nothing waits for the device, and a layer can be captured in a CUDA graph.
+    then nothing waits for the device, and a layer can be captured in a CUDA graph. num_sms: multiprocessors its kernels
+    take, None for its own default.
     """
 
     name = "deep_ep"
@@ -66,6 +66,7 @@ class DeepEPExchange:
         fp8: bool = False,
         fixed_size: bool = False,
         why: str = "asked for",
+        num_sms: int | None = None,
     ) -> None:
         module = load()
         assert not isinstance(module, str), module
@@ -76,15 +77,19 @@ class DeepEPExchange:
         self.size, self.slots_per_rank, self.fp8, self.why = dist.get_world_size(group), slots_per_rank, fp8, why
         self.worst = self.size * max_tokens if fixed_size else 0
         self.max_tokens, self.host_sync = max_tokens, not fixed_size
-        configs = (module.Buffer.get_dispatch_config(self.size), module.Buffer.get_combine_config(self.size))
-        num_bytes = max(config.get_nvl_buffer_size_hint(hidden * 2, self.size) for config in configs)
+        if num_sms is not None:
+            if num_sms < 2 or num_sms % 2:
+                raise ValueError(f"{num_sms} SMs for deep_ep: give an even number")
+            module.Buffer.set_num_sms(num_sms)  # The configurations made from now on have it.
+        self.configs = (module.Buffer.get_dispatch_config(self.size), module.Buffer.get_combine_config(self.size))
+        num_bytes = max(config.get_nvl_buffer_size_hint(hidden * 2, self.size) for config in self.configs)
         self.buffer = module.Buffer(group=group, num_nvl_bytes=num_bytes, num_rdma_bytes=0)
 
     def dispatch(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> Received:
         """hidden [T, H] bfloat16, slots [T, K] int64, weights [T, K] float32."""
         if len(hidden) > self.max_tokens:
             raise ValueError(f"{len(hidden)} tokens, more than max_tokens {self.max_tokens}")
-        self._num_tokens = len(hidden)
+        num_tokens = len(hidden)
         if not len(hidden):  # An idle rank sends one row nowhere: wrappers have crashed on none.
             hidden = hidden.new_zeros(1, hidden.shape[1])
             slots, weights = slots.new_full((1, slots.shape[1]), -1), weights.new_zeros(1, weights.shape[1])
@@ -102,20 +107,16 @@ class DeepEPExchange:
             topk_idx=slots,
             topk_weights=weights,
             num_worst_tokens=self.worst,
+            config=self.configs[0],
         )
         rows, scales = got if self.fp8 else (got, None)
-        return Received(rows, scales, got_slots, got_weights, (handle, self._num_tokens))
+        return Received(rows, scales, got_slots, got_weights, (handle, num_tokens))
 
     def combine(self, outputs: torch.Tensor, received: Received) -> torch.Tensor:
         handle, num_tokens = received.handle
-        total: torch.Tensor = self.buffer.combine(outputs, handle)[0]
+        total: torch.Tensor = self.buffer.combine(outputs, handle, config=self.configs[1])[0]
         return total[:num_tokens]
 
     def close(self) -> None:
         """Frees the buffer; before the process group is destroyed."""
         del self.buffer
-
-
-def bytes_sent(num_rows: int, hidden: int, fp8: bool) -> int:
-    """Of `num_rows` rows (tokens by ranks) in dispatch: values and scales."""
-    return num_rows * (hidden + 4 * math.ceil(hidden / BLOCK) if fp8 else 2 * hidden)

@@ -18,8 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PRELOAD = ["torch", "torch.distributed", "epsim.runtime.layer", "epsim.runtime.relocation", "epsim.runtime.recording"]
 
 
-def launch(size: int, program: Callable[..., Any], *args: Any, seconds: float = 300) -> list[Any]:
-    """program(rank, *args) in `size` processes of a gloo group -> what each returned, by rank.
+def launch(
+    size: int, program: Callable[..., Any], *args: Any, seconds: float = 300, backend: str = "gloo"
+) -> list[Any]:
+    """program(rank, *args) in `size` processes of a group (with nccl, one a GPU) -> what each returned, by rank.
 
     Raises RuntimeError with the traceback of the first rank that failed, and where they take too long.
     """
@@ -30,7 +32,7 @@ def launch(size: int, program: Callable[..., Any], *args: Any, seconds: float = 
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
         processes = [
-            context.Process(target=_run, args=(rank, size, folder, results, program, args), daemon=True)
+            context.Process(target=_run, args=(rank, size, folder, results, program, args, backend), daemon=True)
             for rank in range(size)
         ]
         for process in processes:
@@ -60,15 +62,32 @@ def _collect(processes: list[Any], results: Any, seconds: float) -> list[Any]:
     return [found[rank] for rank in range(len(processes))]
 
 
-def _run(rank: int, size: int, folder: str, results: Any, program: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    size: int,
+    folder: str,
+    results: Any,
+    program: Callable[..., Any],
+    args: tuple[Any, ...],
+    backend: str,
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
+        device = None
+        if backend == "nccl":
+            device = torch.device("cuda", rank)
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            backend,
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+            device_id=device,
         )
         results.put((rank, "", program(rank, *args)))
         dist.barrier()

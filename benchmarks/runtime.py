@@ -1,0 +1,84 @@
+"""The expert-parallel layer on the GPUs of one host: exchange, balance, phases, graphs, slices, relocation.
+
+    torchrun --nproc-per-node 2 benchmarks/runtime.py [--parts NAME ...] [--out benchmarks/results/runtime.json]
+
+One process a GPU. Times are microseconds between device events, medians of repeats, the slowest rank's; `graph` means
+replays of a CUDA graph. Parts: benchmarks/runtime_parts.py and benchmarks/runtime_slices.py say what each measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import runtime_parts as parts
+import runtime_slices as slices
+import torch
+import torch.distributed as dist
+from runtime_common import Bench, versions
+
+PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
+    "outputs": parts.outputs,
+    "exchange": parts.exchange,
+    "balance": parts.balance,
+    "phases": parts.phases,
+    "graph": parts.graph,
+    "slices": slices.slices,
+    "relocation": slices.relocation,
+}
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{title}")
+    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], (list, dict))))
+    cells = [columns, *[[_shown(row.get(column, "")) for column in columns] for row in rows]]
+    widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    bench = Bench(rank, dist.get_world_size(), device)
+    found: dict[str, Any] = {}
+    for name in options.parts:
+        begun = time.perf_counter()
+        try:
+            found[name] = PARTS[name](bench)
+        except Exception:
+            # On every rank alike, or the others wait in a collective until they are ended: told at once.
+            print(f"rank {rank}, part {name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
+            found[name] = [{"failed": traceback.format_exc().splitlines()[-1]}]
+        torch.cuda.empty_cache()
+        if rank == 0:
+            table(f"{name} ({time.perf_counter() - begun:.0f} s)", found[name])
+            sys.stdout.flush()
+            if options.out:
+                report = {"command": "torchrun --nproc-per-node " + str(bench.size) + " " + shlex.join(sys.argv)}
+                report |= {"device": torch.cuda.get_device_name(device), "num_devices": bench.size, **versions()}
+                options.out.write_text(json.dumps(report | {"parts": found}, indent=1) + "\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

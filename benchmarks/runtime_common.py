@@ -1,0 +1,104 @@
+"""What the parts of benchmarks/runtime.py share: timing across ranks, shapes, skewed tokens."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from epsim.placement.base import Cluster, Placement
+from epsim.policies.stack import parse_stack
+from epsim.runtime.exchange.deep_ep import load
+from epsim.runtime.shapes import LayerShape, shape_of
+
+V3 = shape_of("deepseek-v3-layer").with_experts(224)
+"""DeepSeek-V3's layer with as many experts as two ranks of deep_ep hold: 224 + 28 redundant + 2 shared slots."""
+QWEN = shape_of("qwen3-30b-a3b-layer")
+REDUNDANT = {V3.name: 28, QWEN.name: 16}
+SEED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def has_deep_ep(self) -> bool:
+        return not isinstance(load(), str)
+
+    def slowest(self, microseconds: float) -> float:
+        """The largest over ranks. Collective."""
+        value = torch.tensor([microseconds], device=self.device, dtype=torch.float64)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return float(value)
+
+    def time(self, run: Callable[..., object], *args: Any, inner: int = 20, repeats: int = 15) -> float:
+        """Microseconds a call of run(*args): median over repeats of `inner` calls in a row. Collective."""
+        for _ in range(3):
+            run(*args)
+        found = []
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(inner):
+                run(*args)
+            end.record()
+            torch.cuda.synchronize()
+            found.append(begin.elapsed_time(end) * 1e3 / inner)
+        return self.slowest(statistics.median(found))
+
+    def time_graph(self, run: Callable[..., object], *args: Any, inner: int = 10, repeats: int = 30) -> float:
+        """The same in a CUDA graph of `inner` calls. Collective."""
+        captured = self.capture(run, *args, inner=inner)
+        return self.time(captured.replay, inner=1, repeats=repeats) / inner
+
+    def capture(self, run: Callable[..., object], *args: Any, inner: int = 1) -> torch.cuda.CUDAGraph:
+        for _ in range(3):
+            run(*args)
+        torch.cuda.synchronize()
+        dist.barrier()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            for _ in range(inner):
+                run(*args)
+        return captured
+
+
+def popularity(shape: LayerShape, seed: int = SEED) -> torch.Tensor:
+    """[E] float64: how much experts are liked; the busiest some 8 times the mean, as recorded layers have it."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape.num_experts, generator=generator, dtype=torch.float64).mul(0.9).exp()
+
+
+def skewed_ids(shape: LayerShape, num_tokens: int, seed: int, device: torch.device) -> torch.Tensor:
+    """[T, k] int64: experts by popularity, drifted by a fifth from what placements were planned on."""
+    generator = torch.Generator(device).manual_seed(seed)
+    drift = torch.randn(shape.num_experts, generator=torch.Generator().manual_seed(SEED + 1), dtype=torch.float64)
+    liked = (popularity(shape).log() + 0.2 * drift).to(device, torch.float32)
+    noise = torch.rand(num_tokens, shape.num_experts, generator=generator, device=device).clamp_(1e-9, 1 - 1e-7)
+    return (liked - torch.log(-torch.log(noise))).topk(shape.top_k, dim=1).indices
+
+
+def placement_of(text: str, shape: LayerShape, size: int, redundant: int, nodes: int = 1) -> Placement:
+    history = (popularity(shape) * 1e4).to(torch.int64)[None, None]
+    return parse_stack(text).placement.plan(history, Cluster(size, nodes, redundant, shape.groups))
+
+
+def versions() -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    for name in ("tokenspeed-deepep", "deep_ep"):
+        try:
+            found["deep_ep"] = f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+        break
+    return found

@@ -1,0 +1,266 @@
+"""Parts of benchmarks/runtime.py on layers as they are.
+
+outputs: the layer's distance to a float64 reference, both exchanges, bfloat16 and float8 dispatch, an idle rank.
+exchange: dispatch and combine, ours (with both exchanges) beside deep_ep called bare; GB/s of rows that ranks receive.
+balance: from expert ids to physical ids and shared ranks, collective included, in a graph; by stack and collective.
+phases: what a layer's time goes to.
+graph: the whole layer eager and as a graph, without and with balancing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from runtime_common import QWEN, REDUNDANT, SEED, V3, Bench, placement_of, skewed_ids
+
+from epsim.placement.base import Placement
+from epsim.policies.apply import Setting
+from epsim.policies.stack import parse_stack
+from epsim.runtime.balance_cuda import make_balancer
+from epsim.runtime.collective import Collective
+from epsim.runtime.exchange.collectives import TorchExchange
+from epsim.runtime.exchange.deep_ep import DeepEPExchange
+from epsim.runtime.layer import ExpertParallelMoE, build_layer
+from epsim.runtime.peer import PeerCollective
+from epsim.runtime.phases import PhaseClock
+from epsim.runtime.reference import reference_output
+from epsim.runtime.shapes import LayerShape
+from epsim.runtime.weights import RandomWeights
+
+MOST = 4096
+BALANCED = "eplb+lplb+waterfill"
+PLAIN = "eplb"
+
+
+def exchanges(bench: Bench, shape: LayerShape, fixed: bool = False, most: int = MOST) -> dict[str, Any]:
+    slots = (shape.num_experts + REDUNDANT[shape.name]) // bench.size + shape.has_shared
+    found: dict[str, Any] = {} if fixed else {"torch": TorchExchange(None, slots)}
+    if bench.has_deep_ep:
+        found["deep_ep"] = DeepEPExchange(None, slots, shape.hidden, most, False, fixed)
+        found["deep_ep fp8"] = DeepEPExchange(None, slots, shape.hidden, most, True, fixed)
+    return found
+
+
+def layer_of(bench: Bench, shape: LayerShape, text: str, exchange: Any, most: int = MOST) -> ExpertParallelMoE:
+    return build_layer(
+        shape,
+        parse_stack(text),
+        placement_of(text, shape, bench.size, REDUNDANT[shape.name]),
+        layer=3,
+        seed=SEED,
+        group=None,
+        device=bench.device,
+        dtype=torch.bfloat16,
+        exchange=exchange,
+        max_tokens=most,
+        clock=PhaseClock(bench.rank, bench.device, timed=False),
+    )
+
+
+def like(layer: ExpertParallelMoE, exchange: Any, balancer: Any = None) -> ExpertParallelMoE:
+    """The same layer and weights with another exchange or balancer."""
+    balancer = balancer or layer.balancer
+    return ExpertParallelMoE(
+        layer.shape,
+        layer.layer,
+        layer.router,
+        balancer,
+        exchange,
+        layer.experts,
+        PhaseClock(layer.clock.rank, layer.clock.device),
+    )
+
+
+def hidden_of(bench: Bench, shape: LayerShape, num_tokens: int) -> torch.Tensor:
+    generator = torch.Generator(bench.device).manual_seed(bench.rank + 1)
+    return torch.randn(num_tokens, shape.hidden, generator=generator, device=bench.device).bfloat16()
+
+
+def outputs(bench: Bench) -> list[dict[str, Any]]:
+    rows = []
+    for shape in (V3, QWEN):
+        first = None
+        for name, exchange in exchanges(bench, shape).items():
+            first = layer_of(bench, shape, BALANCED, exchange) if first is None else first
+            layer = like(first, exchange)
+            weights = RandomWeights(shape, SEED, bench.device, torch.bfloat16)
+            worst = 0.0
+            for num_tokens in (48, 0 if bench.rank else 32):
+                hidden = hidden_of(bench, shape, num_tokens)
+                output, record = layer(hidden, step=num_tokens), layer.record
+                assert record is not None
+                if num_tokens:
+                    wanted = reference_output(
+                        shape, weights, 3, hidden, record.ids, record.weights, record.shared_weight
+                    )
+                    far = float((output.double() - wanted).norm() / wanted.norm())
+                    worst = max(worst, far) if far == far else float("inf")
+            rows.append(
+                {"shape": shape.name, "experts": shape.num_experts, "exchange": name, "error": bench.slowest(worst)}
+            )
+        del first
+        torch.cuda.empty_cache()
+    return rows
+
+
+def exchange(bench: Bench) -> list[dict[str, Any]]:
+    rows = []
+    slots_per_rank = (V3.num_experts + REDUNDANT[V3.name]) // bench.size + 1
+    for num_sms in (20, 24, 32, 64):
+        for num_tokens in (128, 1024, 4096):
+            if not bench.has_deep_ep and num_sms > 20:
+                continue
+            slots, weights = _slots(bench, num_tokens)
+            hidden = hidden_of(bench, V3, num_tokens)
+            row: dict[str, Any] = {"sms": num_sms, "tokens": num_tokens}
+            known: dict[str, Any] = {"torch": TorchExchange(None, slots_per_rank)} if num_sms == 20 else {}
+            if bench.has_deep_ep:
+                known["deep_ep"] = DeepEPExchange(None, slots_per_rank, V3.hidden, MOST, num_sms=num_sms)
+                known["fp8"] = DeepEPExchange(None, slots_per_rank, V3.hidden, MOST, True, num_sms=num_sms)
+                row["bare"] = bench.time(_bare, known["deep_ep"], hidden, slots, weights, slots_per_rank)
+            for name, one in known.items():
+                got = one.dispatch(hidden, slots, weights)
+                rows_back = got.hidden.bfloat16()
+                row[name] = bench.time(_there_and_back, one, hidden, slots, weights, rows_back)
+                row[f"{name}_dispatch"] = bench.time(one.dispatch, hidden, slots, weights)
+                row["received_mb"] = len(got.hidden) * V3.hidden * 2 / 1e6
+            if "deep_ep" in row:
+                row["over_bare"] = row["deep_ep"] / row["bare"] - 1
+                row["dispatch_gb_s"] = row["received_mb"] / row["deep_ep_dispatch"] * 1e3
+            rows.append(row)
+            known.clear()
+    return rows
+
+
+def _slots(bench: Bench, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [T, k + 1] by an even placement's first copies, the shared expert at home; weights."""
+    ids = skewed_ids(V3, num_tokens, 100 + bench.rank, bench.device)
+    home = placement_of(PLAIN, V3, bench.size, REDUNDANT[V3.name])
+    physical = home.logical_to_physical()[0, :, 0].to(bench.device)[ids]
+    slots = physical + physical // home.slots_per_rank
+    own = torch.full_like(slots[:, :1], (bench.rank + 1) * (home.slots_per_rank + 1) - 1)
+    slots = torch.cat([slots, own], dim=1)
+    return slots, torch.rand(slots.shape, device=bench.device)
+
+
+def _bare(ours: DeepEPExchange, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, per_rank: int) -> Any:
+    buffer = ours.buffer
+    tokens, _, experts, inside, _ = buffer.get_dispatch_layout(slots, ours.size * per_rank)
+    got, _, _, _, handle, _ = buffer.dispatch(
+        hidden,
+        num_tokens_per_rank=tokens,
+        is_token_in_rank=inside,
+        num_tokens_per_expert=experts,
+        topk_idx=slots,
+        topk_weights=weights,
+        config=ours.configs[0],
+    )
+    return buffer.combine(got, handle, config=ours.configs[1])
+
+
+def _there_and_back(
+    one: Any, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+) -> Any:
+    return one.combine(rows, one.dispatch(hidden, slots, weights))
+
+
+def balance(bench: Bench) -> list[dict[str, Any]]:
+    rows = []
+    collectives: dict[str, Collective] = {
+        "nccl": Collective(),
+        "peer": PeerCollective(None, bench.device, V3.num_experts + 1),
+    }
+    counts = torch.ones(V3.num_experts + 1, dtype=torch.int64, device=bench.device)
+    for name, collective in collectives.items():
+        row: dict[str, Any] = {"stack": "(all-reduce alone)", "collective": name}
+        row["graph"] = bench.time_graph(collective.all_reduce, counts)
+        row["eager"] = bench.time(collective.all_reduce, counts)
+        rows.append(row)
+    stacks = ("eplb", "eplb+lplb", "eplb+lplb+waterfill", "eplb+lplb(counts=gathered)+waterfill")
+    for text in stacks:
+        for num_tokens in (128, 4096):
+            batches = [skewed_ids(V3, num_tokens, 200 + 10 * n + bench.rank, bench.device) for n in range(8)]
+            for name, collective in collectives.items():
+                placement = placement_of(text, V3, bench.size, REDUNDANT[V3.name])
+                here = Placement(placement.physical_to_logical.to(bench.device), V3.num_experts, bench.size)
+                setting = Setting(SEED, V3.shared_cost, V3.top_k, (3,))
+                balancer = make_balancer(parse_stack(text), here, setting, collective, MOST)
+                times = [bench.time_graph(balancer.assign, ids, 0) for ids in batches]
+                row = {"stack": text, "tokens": num_tokens, "collective": name, "graph": statistics.median(times)}
+                row |= {"graph_most": max(times), "eager": bench.time(balancer.assign, batches[0], 0)}
+                row["kernels"] = type(balancer).__name__ == "KernelBalancer"
+                rows.append(row)
+    return rows
+
+
+def phases(bench: Bench) -> list[dict[str, Any]]:
+    rows = []
+    for shape in (V3, QWEN):
+        first = None
+        for name, one in exchanges(bench, shape).items():
+            first = (
+                layer_of(bench, shape, BALANCED if shape.has_shared else "eplb+lplb", one) if first is None else first
+            )
+            layer = like(first, one)
+            layer.clock.timed = True
+            for num_tokens in (128, 4096):
+                hidden = hidden_of(bench, shape, num_tokens)
+                ids = skewed_ids(shape, num_tokens, 300 + bench.rank, bench.device)
+                for step in range(40):
+                    if step == 10:
+                        dist.barrier()
+                        layer.clock.times()
+                    layer(hidden, step=step, forced_ids=ids)
+                by_phase: dict[str, list[float]] = {}
+                for (_, _, phase), microseconds in layer.clock.times().items():
+                    by_phase.setdefault(phase, []).append(microseconds)
+                row: dict[str, Any] = {"shape": shape.name, "exchange": name, "tokens": num_tokens}
+                row |= {phase: bench.slowest(statistics.median(times)) for phase, times in by_phase.items()}
+                record = layer.record
+                assert record is not None
+                assignments = int(record.received.sum() + record.received_shared)
+                work = 6 * shape.hidden * shape.intermediate * assignments / (row["experts"] * 1e6)
+                rows.append(row | {"tflop_s": work})
+        del first, layer
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _step(layer: ExpertParallelMoE, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = layer(hidden, step=0, forced_ids=ids)
+    return output
+
+
+def graph(bench: Bench) -> list[dict[str, Any]]:
+    if not bench.has_deep_ep:
+        return [{"skipped": "no deep_ep"}]
+    rows, most = [], 512
+    one = exchanges(bench, V3, fixed=True, most=most)["deep_ep"]
+    plain = layer_of(bench, V3, PLAIN, one, most)
+    balanced = layer_of(bench, V3, BALANCED, one, most)
+    for num_tokens in (64, 128, 512):
+        hidden = hidden_of(bench, V3, num_tokens)
+        ids = skewed_ids(V3, num_tokens, 400 + bench.rank, bench.device)
+        for text, layer in ((PLAIN, plain), (BALANCED, balanced)):
+            torch.cuda.synchronize()
+            layer(hidden, step=0, forced_ids=ids)
+            torch.cuda.set_sync_debug_mode("error")
+            layer(hidden, step=0, forced_ids=ids)
+            torch.cuda.set_sync_debug_mode("default")
+            eager = layer(hidden, step=0, forced_ids=ids).clone()
+            kept: list[torch.Tensor] = []
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+                kept.append(layer(hidden, step=0, forced_ids=ids))
+            kept[0].zero_()
+            captured.replay()
+            torch.cuda.synchronize()
+            row: dict[str, Any] = {"stack": text, "tokens": num_tokens}
+            row["differs_from_eager"] = bench.slowest(float((kept[0] - eager).abs().max()))
+            row["graph"] = bench.time(captured.replay, inner=10, repeats=20)
+            row["eager"] = bench.time(_step, layer, hidden, ids)
+            rows.append(row)
+    return rows
