@@ -8,12 +8,16 @@ export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX)
 endif
 BIN := $(VENV)/bin
 
-.PHONY: replay test quick lint clean
+.PHONY: replay run test quick lint clean
 
 replay: $(VENV)/.installed
 	$(BIN)/epsim replay sample --ranks 16 --nodes 2 --redundant 32 --out out \
 		--policy contiguous --policy eplb --policy eplb+lplb --policy eplb+lplb+waterfill \
 		--policy searched+lplb --policy "searched+lplb(counts=gathered)+waterfill"
+
+run: $(VENV)/.installed
+	$(BIN)/epsim run sample --model tiny --steps 24 --launcher torchrun --ranks 4 --redundant 8 --device cpu --out out/run \
+		--policy contiguous --policy eplb --policy eplb+lplb --policy "eplb+lplb(counts=gathered)+waterfill"
 
 test: $(VENV)/.tested lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"

@@ -1,4 +1,4 @@
-"""The command line: `epsim replay`, `epsim plan`, `epsim traces ...`, `epsim model ...`.
+"""The command line: `epsim replay`, `plan`, `run`, `compare`, `traces ...`, `model ...`.
 
 Imports lazily: `epsim --help` loads neither torch nor ray. A user's mistake costs one line on stderr and exit code 2.
 """
@@ -18,7 +18,7 @@ import typer
 
 import epsim
 from epsim.cli_model import app as model_app
-from epsim.cli_run import run_command
+from epsim.cli_run import compare_command, run_command
 from epsim.cli_traces import (
     BatchOption,
     ExpertsOption,
@@ -209,6 +209,7 @@ def plan_command(
 
 
 app.command("run")(run_command)
+app.command("compare")(compare_command)
 
 
 def _selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:

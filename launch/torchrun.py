@@ -44,7 +44,7 @@ def run_torchrun(options: RunOptions) -> Results:
     # Workers end by themselves as soon as they know the fault; those that cannot are not waited for.
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))
     os.environ.update(environment)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)  # the elastic launcher's own account of a fault
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -70,6 +70,8 @@ def run_torchrun(options: RunOptions) -> Results:
         fault = read_fault(faults) or _without_words(error, logs)
         print(f"epsim: {fault.line}", file=sys.stderr)
         sys.exit(fault.code)
+    finally:
+        logging.disable(logging.NOTSET)
     return read_results(options.out / RESULTS)
 
 

@@ -284,10 +284,13 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
         words = f"placements planned on {Path(options.history or '').name}"
     elif first:
         words = f"placements planned on the first {first} steps, which are not run"
-    equal = "its loads are those of a replay, integer for integer"
+    equal = "Measured loads are those of a replay, integer for integer, in every step, layer and rank."
     if measured.differing:
         name, step, layer = measured.differing[0]
-        equal = f"{len(measured.differing)} loads differ from a replay's, first {name}, step {step}, layer {layer}"
+        number = len(measured.differing)
+        equal = (
+            f"Loads of {number} steps' layers differ from a replay's, the first of {name}: step {step}, layer {layer}."
+        )
     results: Results = {
         "schema": SCHEMA_VERSION,
         "trace": {

@@ -108,10 +108,8 @@ class TelemetryWriter:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{self._stream}: cannot be written: {reason(error)}; finished steps before this one are kept",
-            ) from None
+            why = f"{self._stream}: cannot be written: {reason(error)}; the steps finished before are kept"
+            raise OSError(why) from None
 
 
 def read_stream(path: Path) -> pa.Table:
