@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -91,15 +91,25 @@ class SharedWork:
         return (self.batch.expert_ids >= 0).any(-1)
 
 
+Needs: TypeAlias = Literal["none", "reduced", "gathered"]
+
+
 class SharedDispatch(Protocol):
     """Where a token's shared expert is computed. `level`: the coarsest trace it works on; where that is `tokens`, it
-    looks at the ranks of a token's routed experts. `notes`: what a reader of results under it should know."""
+    looks at the ranks of a token's routed experts. `notes`: what a reader of results under it should know.
+
+    needs: what a source rank must know of the others to place its own tokens: nothing; `reduced`, the routed load and
+    the tokens of every rank; `gathered`, also which source ranks a load is from (`SharedWork.routed_by_source`).
+    """
 
     name: ClassVar[str]
     notes: ClassVar[tuple[str, ...]]
 
     @property
     def level(self) -> Level: ...
+
+    @property
+    def needs(self) -> Needs: ...
 
     def served(self, work: SharedWork) -> torch.Tensor:
         """-> [S, L, R, R] int64: shared-expert tokens by source rank and the rank that serves them."""

@@ -7,6 +7,7 @@ from typing import Any
 from epsim.placement import PLACEMENTS
 from epsim.policies.base import Dense, TopK
 from epsim.policies.ipm import LplbIpm
+from epsim.policies.joint import WaterfillJoint
 from epsim.policies.nearest import Static
 from epsim.policies.shared import Local
 from epsim.policies.splits import Even, Lplb, LplbSampled, Random
@@ -16,6 +17,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "placement": dict(PLACEMENTS),
     "router": {policy.name: policy for policy in (TopK(),)},
     "split": {policy.name: policy for policy in (Even(), Random(), Static(), Lplb(), LplbSampled(), LplbIpm())},
-    "shared": {policy.name: policy for policy in (Local(), Waterfill())},
+    "shared": {policy.name: policy for policy in (Local(), Waterfill(), WaterfillJoint())},
     "reader": {policy.name: policy for policy in (Dense(),)},
 }

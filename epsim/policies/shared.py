@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from epsim.policies.base import SharedWork
+from epsim.policies.base import Needs, SharedWork
 from epsim.traces.trace import Level
 
 
@@ -17,6 +17,7 @@ class Local:
 
     name: ClassVar[str] = "local"
     notes: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[Needs] = "none"
 
     @property
     def level(self) -> Level:

@@ -9,19 +9,31 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from epsim.placement.base import PlacementPolicy
 from epsim.policies.base import Reader, Router, SharedDispatch, Split
+from epsim.policies.joint import WaterfillJoint
 from epsim.policies.registry import KINDS
+from epsim.policies.splits import Lplb
 from epsim.traces.trace import LEVELS, Level
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyStack:
-    """One policy of each kind. `str` gives the canonical text, which `parse_stack` reads back."""
+    """One policy of each kind. `str` gives the canonical text, which `parse_stack` reads back.
+
+    Raises ValueError where one does not go with another.
+    """
 
     placement: PlacementPolicy
     router: Router
     split: Split
     shared: SharedDispatch
     reader: Reader
+
+    def __post_init__(self) -> None:
+        if isinstance(self.shared, WaterfillJoint) and not isinstance(self.split, Lplb):
+            raise ValueError(
+                f"{self.shared.name} fills up what an exact split leaves, {self.split.name} in {str(self)!r} is none: "
+                "write lplb(counts=gathered)+waterfill-joint, or waterfill"
+            )
 
     def __str__(self) -> str:
         shown = []

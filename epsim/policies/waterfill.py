@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from epsim.policies.base import SharedWork
+from epsim.policies.base import Needs, SharedWork
 from epsim.policies.hashing import draw, slot_key, token_key
 from epsim.traces.trace import Level
 
@@ -45,6 +45,10 @@ class Waterfill:
     @property
     def level(self) -> Level:
         return "tokens" if self.candidates == "visited" else "rank_counts"
+
+    @property
+    def needs(self) -> Needs:
+        return "none" if self.counts == "local" else "reduced"
 
     def token_ranks(self, work: SharedWork) -> torch.Tensor:
         """As `SharedDispatch.token_ranks`; `visited` also needs the ranks of the tokens' routed experts."""

@@ -63,6 +63,12 @@ def test_costs_round_trip(a: float, b: float, spelled: bool) -> None:
     assert parse_stack(str(stack)) == stack
 
 
+def test_a_joint_stack_round_trips() -> None:
+    text = "contiguous+lplb(counts=gathered)+waterfill-joint(candidates=visited)"
+    assert str(parse_stack(text)) == text
+    assert str(parse_stack("waterfill-joint(candidates=all)+lplb")) == "contiguous+lplb+waterfill-joint"
+
+
 def test_counts_by_objective() -> None:
     assert Lplb() == Lplb(counts="reduced") == parse_stack("lplb(counts=reduced,objective=tokens)").split
     assert str(parse_stack("lplb(counts=reduced,objective=tokens)")) == "contiguous+lplb"
@@ -72,8 +78,10 @@ def test_counts_by_objective() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("eplb+oea", "unknown policy 'oea' in 'eplb+oea', known are placement: contiguous, "),
-        ("eplb+waterfill-joint", "unknown policy 'waterfill-joint'"),
+        ("eplb+magic", "unknown policy 'magic' in 'eplb+magic', known are placement: contiguous, "),
+        ("eplb+waterfill-joint", "even in 'eplb+waterfill-joint' is none: write lplb(counts=gathered)+waterfill-joint"),
+        ("lplb-ipm+waterfill-joint", "lplb-ipm in 'contiguous+lplb-ipm+waterfill-joint' is none"),
+        ("lplb+waterfill-joint(candidates=few)", "choose all or visited"),
         ("even(counts=gathered)", "unknown argument 'counts' in 'even(counts=gathered)': it takes none"),
         ("lplb(counts=scattered)", "unknown value counts=scattered"),
         ("lplb(objective=peak)", "unknown value objective=peak"),
@@ -122,6 +130,8 @@ def test_mistakes_are_told_in_one_line(text: str, says: str) -> None:
         ("random+waterfill(candidates=all)", False, True, "rank_counts"),
         ("lplb+waterfill", True, True, "tokens"),
         ("lplb+waterfill", True, False, "counts"),
+        ("lplb+waterfill-joint(candidates=visited)", True, True, "rank_counts"),
+        ("lplb+waterfill-joint", True, False, "counts"),
         ("static+waterfill(candidates=all)", True, True, "rank_counts"),
     ],
 )

@@ -1,0 +1,57 @@
+"""Waterfill with the split, as one problem: shared-expert tokens fill up what the exact split leaves, whole.
+
+Over splits and shared placements together the least total peak is max(M*, mean total load), M* the least routed peak
+(docs/contract.md section 1): the split reaches its part, and shared tokens poured exactly around it reach the other,
+to within one token's cost. Nothing is drawn: numbers by source and serving rank follow from loads that all ranks know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from epsim.kernels.water import assign, pour
+from epsim.policies.base import Needs, SharedWork
+from epsim.traces.trace import Level
+
+
+@dataclass(frozen=True, slots=True)
+class WaterfillJoint:
+    """candidates: `all` ranks, or `visited`, a token's own rank and those of its routed experts.
+
+    `visited`: which ranks a token visits only its own rank knows. All know how many assignments each rank has on each
+    other, and a k-th of them, rounded down, can always be tokens that are served there (every token spread evenly over
+    its k slots is such an assignment, in fractions; so there is one in whole tokens). Within these numbers the peak is
+    the least possible.
+    """
+
+    candidates: Literal["all", "visited"] = "all"
+    name: ClassVar[str] = "waterfill-joint"
+    level: ClassVar[Level] = "rank_counts"
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def needs(self) -> Needs:
+        return "reduced" if self.candidates == "all" else "gathered"
+
+    def served(self, work: SharedWork) -> torch.Tensor:
+        most = None
+        if self.candidates == "visited":
+            most = work.routed_by_source // work.top_k
+        return pour(work.routed, work.tokens, work.cost, work.node_of_rank, most)[0]
+
+    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+        """As `SharedDispatch.token_ranks`; a token goes where it visits as far as `served` allows."""
+        batch, present = work.batch, work.present()
+        assert batch is not None
+        token, layer = present.nonzero(as_tuple=True)
+        source = batch.source_rank[token]
+        quotas = self.served(work)
+        num_layers, num_ranks = quotas.shape[1:3]
+        row = (batch.token_step[token] * num_layers + layer) * num_ranks + source
+        visited = None if work.expert_ranks is None else work.expert_ranks[token, layer]
+        ranks = torch.full(present.shape, -1, device=token.device)
+        ranks[token, layer] = assign(row, source, visited, quotas.reshape(-1, num_ranks))
+        return ranks

@@ -1,0 +1,82 @@
+"""The shared expert's tokens where they level the load: numbers by source and serving rank, and each token's rank."""
+
+from __future__ import annotations
+
+import torch
+
+COST_BITS = 20
+LARGEST = 1 << 40
+"""Of loads and shared work, in assignments."""
+
+
+def pour(
+    routed: torch.Tensor,
+    tokens: torch.Tensor,
+    cost: float,
+    node_of_rank: torch.Tensor,
+    most: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least largest routed + cost * tokens over ranks, and as few tokens off their own rank as it allows.
+
+    routed, tokens [..., R] int64 >= 0: assignments that a rank serves, tokens that live on it. cost > 0: a token's, in
+    assignments, rounded to 2^-20. node_of_rank [R] int64. most [..., R, R] int64: how many tokens a rank can send
+    another, all of which together it has; None for any number.
+    Returns quotas [..., R, R] int64 by source and serving rank, and the peak [...] float64. Solved on the CPU, in
+    integers. Raises ValueError for loads above 2^40.
+    """
+    from epsim.kernels.water.pour import pour_range
+
+    num_ranks, lead, device = routed.shape[-1], routed.shape[:-1], routed.device
+    unit = max(round(cost * (1 << COST_BITS)), 1)
+    flat_tokens = tokens.reshape(-1, num_ranks).cpu().contiguous()
+    flat_routed = routed.reshape(-1, num_ranks).cpu()
+    highest = flat_routed.sum(-1, dtype=torch.float64) + cost * flat_tokens.sum(-1, dtype=torch.float64)
+    if len(highest) and float(highest.max()) > LARGEST:
+        raise ValueError("a step's layer has more than 2^40 assignments, shared ones included: scale the counts down")
+    quotas = torch.empty(len(flat_routed), num_ranks, num_ranks, dtype=torch.int64)
+    level = torch.empty(len(flat_routed), dtype=torch.int64)
+    limits = torch.empty(0, num_ranks, num_ranks, dtype=torch.int64)
+    if most is not None:
+        limits = most.reshape(-1, num_ranks, num_ranks).cpu().contiguous()
+    pour_range(
+        (flat_routed << COST_BITS).contiguous().numpy(),
+        flat_tokens.numpy(),
+        limits.numpy(),
+        unit,
+        node_of_rank.cpu().contiguous().numpy(),
+        most is not None,
+        quotas.numpy(),
+        level.numpy(),
+    )
+    served = quotas.sum(1) * unit + (flat_routed << COST_BITS)
+    peak = served.amax(-1).double() / (1 << COST_BITS)
+    return quotas.reshape(*lead, num_ranks, num_ranks).to(device), peak.reshape(lead).to(device)
+
+
+def assign(
+    group: torch.Tensor, source_rank: torch.Tensor, visited: torch.Tensor | None, quotas: torch.Tensor
+) -> torch.Tensor:
+    """Each token's rank by the quotas of its group; to ranks it visits, as far as they allow.
+
+    group [N] int64: a row of quotas [G, R] int64, which adds up to the group's tokens where it has any. source_rank,
+    visited ([N, k], -1 for none; None: not known) of each token. Returns [N] int64: in a group, tokens that must go
+    where they do not visit are the first. Solved on the CPU.
+    """
+    from epsim.kernels.water.pour import assign_range
+
+    device = group.device
+    if visited is None:
+        visited = torch.empty(len(group), 0, dtype=torch.int64)
+    members = group.cpu().argsort(stable=True)
+    rows, number = torch.unique_consecutive(group.cpu()[members], return_counts=True)
+    first = torch.cat([torch.zeros(1, dtype=torch.int64), number.cumsum(0)])
+    ranks = torch.empty(len(group), dtype=torch.int64)
+    assign_range(
+        first.numpy(),
+        members.numpy(),
+        source_rank.cpu()[members[first[:-1]]].contiguous().numpy(),
+        visited.cpu().contiguous().numpy(),
+        quotas.cpu()[rows].contiguous().numpy(),
+        ranks.numpy(),
+    )
+    return ranks.to(device)
