@@ -27,6 +27,7 @@ from epsim.policies.ipm import LplbIpm
 ALONE = 30
 """Problems that a time alone is the median of, at most."""
 LARGE_BATCH = 50_000
+"""Problems of a GPU's batch, a tenth for the largest ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,7 +166,8 @@ def _ours_gpu(asked: Asked) -> Answer:
     every = torch.arange(structure.num_layers, device="cuda")
     step = counts[0].clone()
     together = replay_times(graph(lambda: solve(structure, step, every), REPEATS), lambda i: None, 1, 5) / REPEATS
-    many = counts.repeat(-(-LARGE_BATCH // (counts.shape[0] * counts.shape[1])), 1, 1)
+    size = LARGE_BATCH if structure.num_physical < 512 else LARGE_BATCH // 10
+    many = counts.repeat(-(-size // (counts.shape[0] * counts.shape[1])), 1, 1)
     batch = replay_times(graph(lambda: solve_batched(structure, many)), lambda i: None, 1, 5)
     times = {
         "alone": float(np.median(alone)),
