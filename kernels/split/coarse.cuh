@@ -1,27 +1,57 @@
 // coarse.py's search: rank r is lane r, sets of ranks are bits of a word, and a wave holds at most one copy of any rank.
 
-// A rank's copy in a wave: its expert's ranks (none: no copy), the expert's load and the copy's part in units.
+// A rank's copy in a wave: the ranks of its expert (none: no copy), the expert's load and the copy's part in units, and a
+// byte for each of the first three other ranks: 0x40 is set where that rank is before this one, ABSENT where there is none.
 struct __align__(16) Cell {
   u32 mask;
   int need, part;
-  u32 used;
+  u32 others;
 };
 
 const int HUGE_UNITS = 1 << 30;  // more than any load
-
-// a / n for 0 <= a <= 2^30 + 32, rounded down; inverse[n] = (2^32 - 1) / n.
-__device__ int over(const Problem &p, int a, int n) {
-  int q = __umulhi(a, p.inverse_units[n]);
-  return a - q * n >= n ? q + 1 : q;
-}
+const u32 ABSENT = 0x80;
 
 __device__ int lowest_bit(u32 bits) { return __ffs(bits) - 1; }
 
-// A wave of experts of two copies or more: the part of the lane's own.
+// a / n for 0 <= a <= 2^30 + 32, rounded down, from inverse = (2^32 - 1) / n.
+__device__ int over(int a, int n, u32 inverse) {
+  int q = __umulhi(a, inverse);
+  return a - q * n >= n ? q + 1 : q;
+}
+
+__device__ int over(const Problem &p, int a, int n) { return over(a, n, p.inverse_units[n]); }
+
+// The part of the lane's own copy in a wave of experts of three or four copies; in one of more.
+__device__ int pour_four(const Cell &cell, int rest) {
+  u32 volume = 0;  // what it takes to fill up to this rank
+  bool lowest = true;
+  int theirs[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    u32 other = cell.others >> 8 * i;
+    theirs[i] = __shfl_sync(ALL, rest, other);
+    if (other & ABSENT) theirs[i] = HUGE_UNITS;
+    volume += max(rest - theirs[i], 0);
+    lowest = lowest && theirs[i] >= rest + static_cast<int>(other >> 6 & 1);
+  }
+  bool wet = volume < static_cast<u32>(cell.need);
+  u32 all_wet = __ballot_sync(ALL, wet);
+  int num = wet, total = cell.need + (wet ? rest : 0);
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    u32 other = cell.others >> 8 * i;
+    bool too = all_wet >> (other & 31) & 1 && !(other & ABSENT);
+    num += too;
+    total += too ? theirs[i] : 0;
+  }
+  u32 inverse = num & 1 ? (num == 1 ? ALL : ALL / 3) : (num == 2 ? ALL / 2 : ALL / 4);
+  int level = over(total, num, inverse);
+  return wet ? level - rest + (lowest ? total - level * num : 0) : 0;
+}
+
 __device__ int pour_wave(const Problem &p, const Cell &cell, int rest, int members, int lane) {
-  u32 volume = 0, left = cell.mask;  // volume: what it takes to fill up to this rank
+  u32 volume = 0, left = cell.mask;
   bool lowest = cell.mask != 0;
-#pragma unroll 2
   for (int i = 0; i < members; ++i, left &= left - 1) {
     int j = lowest_bit(left), theirs = __shfl_sync(ALL, rest, j);
     if (!left) theirs = HUGE_UNITS;
@@ -31,7 +61,6 @@ __device__ int pour_wave(const Problem &p, const Cell &cell, int rest, int membe
   bool wet = cell.mask && volume < static_cast<u32>(cell.need);
   left = __ballot_sync(ALL, wet) & cell.mask;
   int num = __popc(left), total = cell.need;
-#pragma unroll 2
   for (int i = 0; i < members; ++i, left &= left - 1) {
     int theirs = __shfl_sync(ALL, rest, lowest_bit(left));
     if (left) total += theirs;
@@ -41,73 +70,75 @@ __device__ int pour_wave(const Problem &p, const Cell &cell, int rest, int membe
 }
 
 __device__ void sweep(Problem &p, int &load, int lane) {
-  u32 me = 1u << lane;
   bool mine = lane < p.ranks;
-  Cell *cells = p.cells + (mine ? lane : 0), next = {0, 0, 0, 0};
-  if (mine && p.waves) next = cells[0];
-  for (int w = 0; w < p.waves; ++w) {
-    Cell now = next;
-    if (mine && w + 1 < p.waves) next = cells[(w + 1) * p.ranks];
-    int rest = load - now.part, part;
-    if (w < p.pair_waves) {
-      u32 other = now.mask & ~me;
-      int theirs = __shfl_sync(ALL, rest, other ? lowest_bit(other) : lane);
-      bool first = other > me;
-      int ahead = first ? theirs - rest : rest - theirs;
-      part = min(max((ahead + now.need) >> 1, 0), now.need);
-      if (!first) part = now.need - part;
-    } else {
-      part = pour_wave(p, now, rest, p.members[w], lane);
-    }
+  Cell *at = p.cells + (mine ? lane : 0), now = {0, 0, 0, static_cast<u32>(lane)}, next = now;
+  if (mine) next = *at;
+  // Each wave's is read one ahead; there is place for one more wave than any has.
+#pragma unroll 2
+  for (int w = 0; w < p.pair_waves; ++w) {
+    now = next;
+    if (mine) next = at[p.ranks];
+    int rest = load - now.part, partner = now.others & 31, theirs = __shfl_sync(ALL, rest, partner);
+    bool first = partner > lane;
+    int ahead = first ? theirs - rest : rest - theirs;
+    int part = min(max((ahead + now.need) >> 1, 0), now.need);
+    if (!first) part = now.need - part;
     load = rest + part;
-    if (now.mask) cells[w * p.ranks].part = part;
+    if (now.mask) at->part = part;
+    at += p.ranks;
   }
-  __syncwarp();
+  for (int w = p.pair_waves; w < p.waves; ++w) {
+    now = next;
+    if (mine) next = at[p.ranks];
+    int rest = load - now.part, members = p.members[w];
+    int part = members <= 4 ? pour_four(now, rest) : pour_wave(p, now, rest, members, lane);
+    load = rest + part;
+    if (now.mask) at->part = part;
+    at += p.ranks;
+  }
 }
 
-// The load that cannot leave a set of ranks, in units; bound: over the set's size.
-struct Captive {
-  u32 inside;
-  int load, bound;
-};
-
-// Every lane looks at the set of ranks with no less load than its own.
+// A lane looks at the set of ranks with no less load than its own; of up to 16 ranks, with lane + 16 for the other half.
 __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
+  bool halves = p.ranks <= 16;
+  int step = halves ? 2 : 1, begin = halves ? lane >> 4 : 0, rank = halves ? lane & 15 : lane;
   u32 inside = 0;
   int captive = 0;
+  if (halves) load = __shfl_sync(ALL, load, rank);
 #pragma unroll 4
-  for (int j = 0; j < p.ranks; ++j) {
-    int theirs = __shfl_sync(ALL, load, j), held = __shfl_sync(ALL, fixed, j);
-    bool more = theirs > load || (theirs == load && j <= lane);
+  for (int i = 0; i < p.ranks; i += step) {
+    int j = i + begin, theirs = __shfl_sync(ALL, load, j), held = __shfl_sync(ALL, fixed, j);
+    bool more = j < p.ranks && (theirs > load || (theirs == load && j <= rank));
     inside |= static_cast<u32>(more) << j;
     captive += more ? held : 0;
   }
+  if (halves) inside |= __shfl_sync(ALL, inside, lane ^ 16);
 #pragma unroll 4
-  for (int k = 0; k < p.replicated; ++k) {
+  for (int k = begin; k < p.replicated; k += step) {
     uint2 expert = p.experts[k];
     captive += expert.x & ~inside ? 0 : static_cast<int>(expert.y);
   }
+  if (halves) captive += __shfl_sync(ALL, captive, lane ^ 16);
   int size = __popc(inside);
-  int bound = lane < p.ranks ? over(p, captive + (p.whole ? size - 1 : 0), size) : 0;
+  int bound = rank < p.ranks ? over(p, captive + (p.whole ? size - 1 : 0), size) : 0;
   int best = __reduce_max_sync(ALL, static_cast<u32>(bound));
-  int owner = lowest_bit(__ballot_sync(ALL, bound == best && lane < p.ranks));
+  int owner = lowest_bit(__ballot_sync(ALL, bound == best && rank < p.ranks));
   return {__shfl_sync(ALL, inside, owner), __shfl_sync(ALL, captive, owner), best};
 }
 
 // All trees first, then their flows, by depth from the leaves up.
 __device__ void level_out(Problem &p, int &load, int lane) {
   bool mine = lane < p.ranks;
-  Cell *cells = p.cells + (mine ? lane : 0);
-  u32 near = 0;
+  u32 near = 0, *used_here = p.partly_used + (mine ? lane : 0);
+  Cell *here = p.cells + (mine ? lane : 0);
 #pragma unroll 2
-  for (int w = 0; w < p.waves; ++w) {
-    u32 mask = 0;
-    int part = 0;
-    if (mine) mask = cells[w * p.ranks].mask, part = cells[w * p.ranks].part;
-    u32 used = __ballot_sync(ALL, part > 0) & mask;
-    if (part <= 0) used = 0;
+  for (int w = 0; w < p.waves; ++w, here += p.ranks) {
+    u32 mask = here->mask;
+    bool part = mine && here->part > 0;
+    u32 used = __ballot_sync(ALL, part) & mask;
+    if (!part) used = 0;
     near |= used;
-    if (mine) cells[w * p.ranks].used = used;
+    if (mine) used_here[w * p.ranks] = used;
   }
   u32 seen = __ballot_sync(ALL, !(near & ~(1u << lane)));  // connected to none
   int parent = lane, depth = 0, deepest = 0, mean = load;
@@ -130,9 +161,9 @@ __device__ void level_out(Problem &p, int &load, int lane) {
     if (among) mean = over(p, total, __popc(those));
   }
   int edge = 0;
-#pragma unroll 2
+#pragma unroll 4
   for (int w = p.waves - 1; w >= 0; --w)
-    if (depth && cells[w * p.ranks].used >> parent & 1) edge = w;
+    if (used_here[w * p.ranks] >> parent & 1) edge = w;
   // Of the ranks that would draw on one copy, those before this one.
   u32 earlier = __match_any_sync(ALL, depth ? edge << 5 | parent : -1 - lane) & ((1u << lane) - 1);
   int most_earlier = __reduce_max_sync(ALL, static_cast<u32>(__popc(earlier)));
@@ -142,7 +173,7 @@ __device__ void level_out(Problem &p, int &load, int lane) {
   __syncwarp();
   for (int level = deepest; level; --level) {
     bool moves = depth == level;
-    int here = p.loads[lane], amount = moves ? here - mean : 0, drawn = 0, left = 0;
+    int held = p.loads[lane], amount = moves ? held - mean : 0, drawn = 0, left = 0;
     if (moves) left = amount < 0 ? *from : *to;
     u32 ahead = earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
@@ -153,7 +184,7 @@ __device__ void level_out(Problem &p, int &load, int lane) {
     amount = amount < 0 ? -min(-amount, max(left - drawn, 0)) : min(amount, left);
     if (amount) {
       *to -= amount;
-      p.loads[lane] = here - amount;
+      p.loads[lane] = held - amount;
       atomicAdd(from, amount);
       atomicAdd(p.loads + parent, amount);
     }
@@ -162,42 +193,42 @@ __device__ void level_out(Problem &p, int &load, int lane) {
   load = p.loads[lane];
 }
 
-struct Searched {
-  Captive captive;
-  int sweeps, top;
-};
+// The part of a bound that a peak may be above it, of 2^32: a little less than the tolerance.
+__device__ u32 spare_of(const Problem &p, double tol) {
+  return p.whole ? 0 : static_cast<u32>(static_cast<i64>(tol * 0.96875 * 4294967296.0));
+}
 
 __device__ Searched search(Problem &p, int &load, int fixed, double tol, int limit, int lane) {
-  auto largest = [&]() { return static_cast<int>(__reduce_max_sync(ALL, static_cast<u32>(load))); };
   int total = __reduce_add_sync(ALL, load), fullest = __reduce_max_sync(ALL, static_cast<u32>(fixed));
   Captive captive = {ALL >> (32 - p.ranks), total, over(p, total + (p.whole ? p.ranks - 1 : 0), p.ranks)};
   u32 full = __ballot_sync(ALL, fixed == fullest);
   if (fullest > captive.bound) captive = {full & -full, fullest, fullest};
-  u32 spare = p.whole ? 0 : static_cast<u32>(static_cast<i64>(tol * 0.96875 * 4294967296.0));
-  int top = largest(), sweeps = 0;
-  auto above = [&]() { return top > captive.bound + static_cast<int>(__umulhi(captive.bound, spare)); };
+  u32 spare = spare_of(p, tol);
+  int cap = captive.bound + __umulhi(captive.bound, spare), top, sweeps = 0;
+  auto above = [&]() {
+    top = __reduce_max_sync(ALL, static_cast<u32>(load));
+    return top > cap;
+  };
   while (above()) {
     if (sweeps) {
       Captive found = level_sets(p, load, fixed, lane);
-      if (found.bound > captive.bound) captive = found;
-      if (!above()) break;
+      if (found.bound > captive.bound) captive = found, cap = found.bound + __umulhi(found.bound, spare);
+      if (top <= cap) break;
     }
     if (sweeps >= limit) break;
     if (sweeps >= UNLEVELLED && (sweeps <= LEVELLED || sweeps % 2)) {
       level_out(p, load, lane);
-      top = largest();
       if (!above()) break;
     }
     sweep(p, load, lane);
-    top = largest();
     ++sweeps;
   }
   return {captive, sweeps, top};
 }
 
-// As coarse.warm_start, from p.x; an expert a lane.
-__device__ void warm_start(Problem &p, int lane) {
-  for (int k = lane; k < p.replicated; k += 32) {
+// As coarse.warm_start, from p.x; an expert a thread.
+__device__ void warm_start(Problem &p, int thread, int threads) {
+  for (int k = thread; k < p.replicated; k += threads) {
     int first = p.copy_start[k], last = p.copy_start[k + 1], largest = first;
     double total = 0.0;
     for (int c = first; c < last; ++c) {
@@ -228,5 +259,4 @@ __device__ void warm_start(Problem &p, int lane) {
     }
     cells[largest_rank].part = rest;
   }
-  __syncwarp();
 }

@@ -11,7 +11,7 @@ import importlib.util
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from epsim.kernels.split.structure import SplitStructure
 NUM_INVERSES = 33
 NEAR = 32
 """Up to as many ranks a lane keeps a rank."""
+WIDE, FEW = 4, 1056
+"""Warps a problem in launches of few problems, FEW at most: twice as many as can be solved at the same time."""
 TWIN = 0x8000
 SIZES = ("ranks", "experts", "slots", "fixed", "rows", "replicated", "copies", "waves", "twins", "staged")
 ARGUMENTS = np.dtype(
@@ -102,6 +104,7 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
                 (INVERSE_UNITS, len(INVERSE_UNITS), np.uint32),
                 (wave_mask.ravel(), wave_mask.size, np.uint32),
                 (wave_copy.ravel(), wave_copy.size, np.uint32),
+                (_others(wave_mask).ravel(), wave_mask.size, np.uint32),
                 (fixed_row.ravel(), fixed_row.size, np.uint16),
                 (members, sizes["waves"], np.uint16),
                 (wave_of, sizes["replicated"], np.uint16),
@@ -136,6 +139,16 @@ def _joined(sections: list[Section]) -> bytes:
     return row + bytes(-len(row) % 16)
 
 
+def _others(wave_mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """[waves, R]: a byte for each of the first three other ranks of the expert, as coarse.cuh's `Cell` has them."""
+    found = np.zeros_like(wave_mask)
+    for (wave, rank), mask in np.ndenumerate(wave_mask):
+        others = [r for r in range(NEAR) if r != rank and int(mask) >> r & 1][:3]
+        place = [r | 0x40 * (r < rank) for r in others] + [rank | 0x80] * (3 - len(others))
+        found[wave, rank] = place[0] | place[1] << 8 | place[2] << 16
+    return found
+
+
 def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
     """Where each wave of a layer's experts begins (a wave: neighbours in order that share no rank, one a lane), with
     the end of the last, and how many of the waves are of pairs."""
@@ -164,8 +177,9 @@ def shared_bytes(sizes: dict[str, int]) -> int:
     ranks, replicated = sizes["ranks"], sizes["replicated"]
     words = (sizes["copies"] + 1) // 2 * 2 + sizes["experts"] + 1 + 2 * ranks + replicated
     if ranks <= NEAR:
-        words += replicated + NEAR // 2
-        words = (words + 1) // 2 * 2 + max(2 * sizes["waves"] * ranks, -(-(replicated + sizes["copies"]) // 2))
+        words += replicated + NEAR // 2 + 1 + 3
+        cells = 2 * (sizes["waves"] + 1) * ranks + -(-sizes["waves"] * ranks // 2)
+        words = (words + 1) // 2 * 2 + max(cells, WIDE * NEAR)
     else:
         words += NUM_INVERSES + 4 * -(-ranks // 4) + -(-ranks // 2)
     return sizes["staged"] + 8 * words
@@ -175,6 +189,24 @@ def source() -> str:
     """split.cu with its own headers in place: CuPy looks up binaries by the text that it is given."""
     text = Path(__file__).with_name("split.cu").read_text()
     return re.sub(r'#include "(\w+\.cuh)"', lambda found: Path(__file__).with_name(found[1]).read_text(), text)
+
+
+class _Current:
+    """PyTorch's stream as CuPy takes others': it stays PyTorch's."""
+
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.pointer
+
+
+@functools.cache
+def _stream(device: int, pointer: int) -> Any:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream.from_external(_Current(pointer))
 
 
 @functools.cache
@@ -204,6 +236,34 @@ def _on_device(structure: SplitStructure, device: torch.device) -> tuple[torch.T
     return found
 
 
+class Out(NamedTuple):
+    """Where `solve` writes: a Solution's tensors for B problems, on one device, contiguous."""
+
+    split: torch.Tensor  # [B, P] float64, int64 of the integral split; or [B, 0]: not wanted
+    peak: torch.Tensor  # [B] float64
+    bound: torch.Tensor  # [B] float64
+    numerator: torch.Tensor  # [B], of the loads' type
+    size: torch.Tensor  # [B] int64
+    sweeps: torch.Tensor  # [B] int64
+    status: torch.Tensor  # [B] int64
+
+
+def empty(
+    num: int,
+    num_physical: int,
+    device: torch.device,
+    integral: bool = True,
+    whole: bool = False,
+    want_split: bool = True,
+) -> Out:
+    """Room for the solutions of num problems; integral: of integer loads."""
+    peak, bound = torch.empty(2, num, dtype=torch.float64, device=device)
+    size, sweeps, status = torch.empty(3, num, dtype=torch.int64, device=device)
+    split = torch.empty(num, num_physical * want_split, dtype=torch.int64 if whole else torch.float64, device=device)
+    numerator = torch.empty(num, dtype=torch.int64 if integral else torch.float64, device=device)
+    return Out(split, peak, bound, numerator, size, sweeps, status)
+
+
 def solve(
     structure: SplitStructure,
     loads: torch.Tensor,
@@ -214,14 +274,14 @@ def solve(
     too_large: float,
     whole: bool,
     want_split: bool,
-) -> tuple[torch.Tensor, ...]:
+    out: Out | None = None,
+) -> Out:
     """loads [B, E], layer [B] int64, start [B, P] or None, on one CUDA device -> the tensors of a Solution, in order.
 
     `whole`: the integral split. A problem that the CPU form refuses has a status instead of OK, an infinite peak, and a
-    split of zeros.
+    split of zeros. out: where to write, as `empty` makes it; it is returned, and nothing is allocated where loads,
+    layer and start are contiguous and of type (loads int64 or float64, start float64).
     """
-    import cupy
-
     device = loads.device
     tables, sizes = _on_device(structure, device)
     integral = not loads.is_floating_point()
@@ -229,40 +289,33 @@ def solve(
     layer = layer.to(device).contiguous()
     start = None if start is None else start.detach().to(device, torch.float64).contiguous()
     num = len(loads)
-    split = torch.empty(
-        num, structure.num_physical * want_split, dtype=torch.int64 if whole else torch.float64, device=device
-    )
-    peak, bound = torch.empty(2, num, dtype=torch.float64, device=device)
-    numerator = torch.empty(num, dtype=loads.dtype, device=device)
-    size, sweeps, status = torch.empty(3, num, dtype=torch.int64, device=device)
-    if num:
-        table_bytes = tables.shape[1]
-        values = {
-            "tables": tables.data_ptr(),
-            "loads": loads.data_ptr(),
-            "layer": layer.data_ptr(),
-            "start": 0 if start is None else start.data_ptr(),
-            "split": split.data_ptr() if want_split else 0,
-            "peak": peak.data_ptr(),
-            "bound": bound.data_ptr(),
-            "numerator": numerator.data_ptr(),
-            "size": size.data_ptr(),
-            "sweeps": sweeps.data_ptr(),
-            "status": status.data_ptr(),
-            "tol": tol,
-            "too_large": too_large,
-            "problems": num,
-            "layers": structure.num_layers,
-            "table_bytes": table_bytes,
-            "integral": integral,
-            "limit": min(max_sweeps, 2**30),
-            "whole": whole,
-            **sizes,
-        }
-        arguments = np.array([tuple(values[name] for name in ARGUMENTS.names or ())], ARGUMENTS)
-        shared = shared_bytes(sizes)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        kernel = _kernel(index, "split_near" if structure.num_ranks <= NEAR else "split_far", shared)
-        with cupy.cuda.Device(index), cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream, index):
-            kernel((num,), (32,), (arguments,), shared_mem=shared)
-    return split, peak, bound, numerator, size, sweeps, status
+    if out is None:
+        out = empty(num, structure.num_physical, device, integral, whole, want_split)
+    if not num:
+        return out
+    values = {
+        "tables": tables.data_ptr(),
+        "loads": loads.data_ptr(),
+        "layer": layer.data_ptr(),
+        "start": 0 if start is None else start.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in out._asdict().items()},
+        "tol": tol,
+        "too_large": too_large,
+        "problems": num,
+        "layers": structure.num_layers,
+        "table_bytes": tables.shape[1],
+        "integral": integral,
+        "limit": min(max_sweeps, 2**30),
+        "whole": whole,
+        **sizes,
+    }
+    if not want_split:
+        values["split"] = 0
+    arguments = np.array([tuple(values[name] for name in ARGUMENTS.names or ())], ARGUMENTS)
+    shared = shared_bytes(sizes)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    name = "split_far" if structure.num_ranks > NEAR else "split_wide" if num <= FEW else "split_near"
+    kernel = _kernel(index, name, shared)
+    with _stream(index, torch.cuda.current_stream(device).cuda_stream):
+        kernel((num,), (32 * WIDE if name == "split_wide" else 32,), (arguments,), shared_mem=shared)
+    return out

@@ -67,31 +67,42 @@ __device__ int close_gap(Problem &p, Bound &bound, double tol, double tiny_part,
   return rounds;
 }
 
-// What all problems need of a problem's table and its experts' loads, to shared memory; whether a load is negative. The
-// first loads are asked for before the table, whose address waits for the layer.
-__device__ bool stage(const Arguments &a, int b, const char *table, char *staged, double *expert_load, int lane) {
-  const int AHEAD = 8;
+template <int WARPS>
+__device__ void meet_all() {
+  if (WARPS > 1)
+    __syncthreads();
+  else
+    __syncwarp();
+}
+
+// What all problems need of a problem's table and its experts' loads as they are, to shared memory; whether a load is
+// negative. The first loads are asked for before the table, whose address waits for the layer.
+template <int WARPS>
+__device__ bool stage(const Arguments &a, int b, const char *table, char *staged, i64 *expert_load, int thread) {
+  const int THREADS = 32 * WARPS, AHEAD = 8 / WARPS;
   i64 ahead[AHEAD];
   int experts = a.n.experts;
   bool bad = false;
   const i64 *loads = a.loads + static_cast<i64>(b) * experts;
   auto put = [&](int e, i64 bits) {
-    double value = a.integral ? static_cast<double>(bits) : __longlong_as_double(bits);
-    bad = bad || value < 0.0;
-    expert_load[e] = value;
+    bad = bad || (a.integral ? bits < 0 : __longlong_as_double(bits) < 0.0);
+    // Sums stay below 2^63; no total with such a load is accepted.
+    expert_load[e] = a.integral && bits > TOO_MUCH ? TOO_MUCH : bits;
   };
 #pragma unroll
-  for (int j = 0; j < AHEAD; ++j) ahead[j] = lane + 32 * j < experts ? loads[lane + 32 * j] : 0;
+  for (int j = 0; j < AHEAD; ++j) ahead[j] = thread + THREADS * j < experts ? loads[thread + THREADS * j] : 0;
   const uint4 *from = reinterpret_cast<const uint4 *>(table);
-#pragma unroll 8
-  for (int i = lane; i < a.n.staged / 16; i += 32) reinterpret_cast<uint4 *>(staged)[i] = from[i];
+#pragma unroll 8 / WARPS
+  for (int i = thread; i < a.n.staged / 16; i += THREADS) reinterpret_cast<uint4 *>(staged)[i] = from[i];
 #pragma unroll
   for (int j = 0; j < AHEAD; ++j)
-    if (lane + 32 * j < experts) put(lane + 32 * j, ahead[j]);
-#pragma unroll 4
-  for (int e = lane + 32 * AHEAD; e < experts; e += 32) put(e, loads[e]);
-  if (lane == 0) expert_load[experts] = 0.0;
-  return __ballot_sync(ALL, bad) != 0;
+    if (thread + THREADS * j < experts) put(thread + THREADS * j, ahead[j]);
+  for (int e = thread + THREADS * AHEAD; e < experts; e += THREADS) put(e, loads[e]);
+  if (thread == 0) expert_load[experts] = 0;
+  if (WARPS > 1) return __syncthreads_or(bad);
+  bad = __ballot_sync(ALL, bad) != 0;
+  __syncwarp();
+  return bad;
 }
 
 __device__ void write(void *out, i64 i, double value, bool integer) {
@@ -102,18 +113,21 @@ __device__ void write(void *out, i64 i, double value, bool integer) {
 }
 
 // The copies' parts of another batch's split, to x.
-__device__ void place_start(Problem &p, const double *start, int slots, int even_copies, int lane) {
-  for (int c = lane; c < p.copies; c += 32) p.x[c] = 0.0;
-  __syncwarp();
-  for (int s = lane; s < slots; s += 32)
+template <int WARPS>
+__device__ void place_start(Problem &p, const double *start, int slots, int even_copies, int thread) {
+  for (int c = thread; c < p.copies; c += 32 * WARPS) p.x[c] = 0.0;
+  meet_all<WARPS>();
+#pragma unroll 4
+  for (int s = thread; s < slots; s += 32 * WARPS)
     if (p.source[s] < even_copies) p.x[p.source[s]] = start[s];
-  __syncwarp();
-  if (lane == 0)
+  meet_all<WARPS>();
+  if (!p.twins) return;
+  if (thread == 0)
     for (int i = 0; i < p.twins; ++i) {
       int s = p.twin[3 * i], from = p.source[s] & ~TWIN;
       if (from < even_copies) p.x[from] += start[s];
     }
-  __syncwarp();
+  meet_all<WARPS>();
 }
 
 __device__ double add_experts(const Problem &p) {
@@ -132,72 +146,91 @@ struct Found {
   bool look_at_even;  // whether the even split's peak may be less
 };
 
-// As cpu.near_split: lane r is rank r, of whose fixed experts `fixed` is the load.
-__device__ Found near_split(Problem &p, const Arguments &a, double fixed, double total, const double *start, int lane) {
-  int exponent = 0;
+// How many binary places loads are moved by, so that their total has 30.
+__device__ int places_of(const Problem &p, double total) {
+  int places = 0;
   if (total > 0.0) {
-    exponent = min(max(1052 - static_cast<int>(__double_as_longlong(total) >> 52), -1000), 1000);
-    if (p.whole) exponent = min(exponent, 0);
+    places = min(max(1052 - static_cast<int>(__double_as_longlong(total) >> 52), -1000), 1000);
+    if (p.whole) places = min(places, 0);
   }
-  double unit = __longlong_as_double(static_cast<i64>(1023 + exponent) << 52);
-  double inverse = __longlong_as_double(static_cast<i64>(1023 - exponent) << 52);
-  bool exact = a.integral && exponent >= 0;  // all in units is as it is in loads
-  for (int k = lane; k < p.replicated; k += 32)
-    p.experts[k] = {p.mask[k], static_cast<u32>(static_cast<int>(p.demand[k] * unit))};
-  __syncwarp();
+  return places;
+}
 
-  bool mine = lane < p.ranks;
-  u32 before_me = (1u << lane) - 1;
-  int fixed_units = static_cast<int>(fixed * unit), load = fixed_units;
-#pragma unroll 2
-  for (int w = 0; w < p.waves; ++w) {
-    int at = w * p.ranks + lane;
-    Cell cell = {0, 0, 0, 0};
-    if (mine) {
-      u32 mask = p.wave_mask[at];
-      if (mask) {
-        int copy = p.wave_copy[at] & 0xffff, need = p.experts[p.wave_copy[at] >> 16].y;
-        int below = mask & before_me ? static_cast<int>(need * p.until[copy - 1]) : 0;
-        cell = {mask, need, static_cast<int>(need * p.until[copy]) - below, 0};
-      }
-      p.cells[at] = cell;
+__device__ double power_of_two(int places) { return __longlong_as_double(static_cast<i64>(1023 + places) << 52); }
+
+// As cpu.near_split, but that what is found is not looked at yet. Lane r of the first warp is rank r; `fixed`: the load of
+// its fixed experts. The other warps take part in what comes before and after the search.
+template <int WARPS>
+__device__ Searched near_split(Problem &p, const Arguments &a, double fixed, int places, const i64 *expert_load,
+                               const double *start, int thread) {
+  double unit = power_of_two(places);
+  int lane = thread & 31;
+  auto in_units = [&](i64 bits) {
+    if (a.integral) return static_cast<int>(places >= 0 ? bits << places : bits >> -places);
+    return static_cast<int>(__longlong_as_double(bits) * unit);
+  };
+  for (int k = thread; k < p.replicated; k += 32 * WARPS)
+    p.experts[k] = {p.mask[k], static_cast<u32>(in_units(expert_load[p.expert[k]]))};
+  for (int i = thread; i < p.waves * p.ranks; i += 32 * WARPS) {
+    u32 mask = p.wave_mask[i], copy = p.wave_copy[i] & 0xffff;
+    int rank = i % p.ranks;
+    Cell cell = {mask, 0, 0, static_cast<u32>(rank)};
+    if (mask) {
+      cell.need = in_units(expert_load[p.expert[p.wave_copy[i] >> 16]]);
+      int below = mask & ((1u << rank) - 1) ? static_cast<int>(cell.need * p.until[copy - 1]) : 0;
+      cell.part = static_cast<int>(cell.need * p.until[copy]) - below;
+      cell.others = p.wave_others[i];
     }
-    load += cell.part;
+    p.cells[i] = cell;
   }
-  __syncwarp();
-  int even_top = __reduce_max_sync(ALL, static_cast<u32>(load));
-  if (start) {
-    place_start(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, lane);
-    warm_start(p, lane);
+  meet_all<WARPS>();
+  bool mine = lane < p.ranks;
+  int fixed_units = static_cast<int>(fixed * unit), load = fixed_units;
+  auto add_parts = [&]() {
     load = fixed_units;
+#pragma unroll 4
     for (int w = 0; w < p.waves; ++w)
       if (mine) load += p.cells[w * p.ranks + lane].part;
+  };
+  if (thread < 32) {
+    add_parts();
+    u32 even_top = __reduce_max_sync(ALL, static_cast<u32>(load));
+    if (lane == 0) *p.even_top = even_top;
   }
-  Searched found = search(p, load, fixed_units, a.tol, min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS), lane);
+  if (start) {
+    place_start<WARPS>(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
+    warm_start(p, thread, 32 * WARPS);
+    meet_all<WARPS>();
+    if (thread < 32) add_parts();
+  }
+  if (thread < 32) {
+    int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
+    Searched found = search(p, load, fixed_units, a.tol, limit, lane);
+    if (lane == 0) *p.searched = found;
+  }
+  meet_all<WARPS>();
+  return *p.searched;
+}
 
-  double sum = fixed;
-#pragma unroll 2
-  for (int w = 0; w < p.waves; ++w) {
-    int at = w * p.ranks + lane;
-    if (!mine || !p.wave_mask[at]) continue;
-    u32 copy = p.wave_copy[at];
-    double part = p.cells[at].part * inverse;
-    if (!(p.wave_mask[at] & before_me)) part += p.demand[copy >> 16] - p.experts[copy >> 16].y * inverse;
+// x from the cells, with what the units leave out.
+template <int WARPS>
+__device__ void place_parts(Problem &p, int places, bool exact, int thread) {
+  double inverse = power_of_two(-places);
+  for (int i = thread; i < p.waves * p.ranks; i += 32 * WARPS) {
+    u32 mask = p.cells[i].mask, copy = p.wave_copy[i];
+    if (!mask) continue;
+    double part = p.cells[i].part * inverse;
+    if (!exact && !(mask & ((1u << i % p.ranks) - 1)))
+      part += p.demand[copy >> 16] - static_cast<int>(p.experts[copy >> 16].y) * inverse;
     p.x[copy & 0xffff] = part;
-    sum += part;
   }
-  if (mine) p.load[lane] = sum;
-  __syncwarp();
-  u32 inside = found.captive.inside;
-  double captive = exact ? found.captive.load * inverse : captive_load(p, inside, lane);
-  return {exact ? found.top * inverse : warp_most(sum), {captive, __popc(inside)}, found.sweeps,
-          even_top <= found.top + a.n.slots};
+  meet_all<WARPS>();
 }
 
 // As cpu.far_split.
 __device__ Found far_split(Problem &p, const Arguments &a, double total, const double *start, int lane) {
   if (start) {
-    place_start(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, lane);
+    place_start<1>(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, lane);
     rescale(p, lane);
   } else if (p.whole) {
     for (int c = lane; c < p.copies; c += 32) p.x[c] = 0.0;
@@ -215,14 +248,41 @@ __device__ Found far_split(Problem &p, const Arguments &a, double total, const d
   return {add_copies(p, lane), bound, NUM_SWEEPS, true};
 }
 
+// Pushes where the bound is not yet met, and never worse than even, not by a part of the tolerance either. One warp.
 template <bool FAR>
-__device__ void solve(const Arguments &a, char *shared, int b, int lane) {
+__device__ int finish(Problem &p, const Arguments &a, Found &found, int lane) {
+  int rounds = 0;
+  Bound &bound = found.bound;
+  double mean = bound.numerator / bound.size;
+  if (p.whole ? (found.peak - 1.0) * bound.size >= bound.numerator : found.peak > mean * (1 + a.tol)) {
+    double tiny_part = static_cast<double>(p.ranks) / (2 * a.n.slots);
+    rounds = close_gap<FAR>(p, bound, a.tol, tiny_part, a.limit - found.sweeps, lane);
+    if (rounds) {
+      if (FAR && !p.whole) water_fill(p, lane);
+      found.peak = add_copies(p, lane);
+    }
+  }
+  if (!p.whole && (found.look_at_even || rounds)) {
+    double even_peak = add_even(p, lane);
+    if (found.peak > even_peak) {
+      split_evenly(p, lane);
+      found.peak = even_peak;
+    }
+  }
+  return rounds;
+}
+
+template <bool FAR, int WARPS>
+__device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   const Sizes &n = a.n;
+  const int THREADS = 32 * WARPS;
+  int lane = thread & 31;
   Problem p;
   char *at = shared + n.staged;
   int even_copies = (n.copies + 1) / 2 * 2;
   p.values = p.x = take<double>(at, even_copies + n.experts + 1);
   double *expert_load = p.x + even_copies;
+  i64 *expert_bits = reinterpret_cast<i64 *>(expert_load);
   p.fixed = take<double>(at, n.ranks);
   p.load = take<double>(at, n.ranks);
   p.demand = take<double>(at, n.replicated);
@@ -230,12 +290,16 @@ __device__ void solve(const Arguments &a, char *shared, int b, int lane) {
     p.inverse = nullptr;
     p.experts = take<uint2>(at, n.replicated);
     p.loads = take<int>(at, 32);
+    p.even_top = take<int>(at, 2);
+    p.searched = take<Searched>(at, 1);
     at = shared + (at - shared + 15) / 16 * 16;
     // After the search: the place of what the paths need.
     p.used = reinterpret_cast<u32 *>(at);
     p.reach = p.used + n.replicated;
     p.queue = reinterpret_cast<u16 *>(p.loads);
-    p.cells = take<Cell>(at, n.waves * n.ranks);
+    p.cells = take<Cell>(at, (n.waves + 1) * n.ranks);
+    p.partly_used = take<u32>(at, n.waves * n.ranks);
+    p.sums = reinterpret_cast<i64 *>(p.cells);  // [WARPS, 32], before there are cells
   } else {
     p.inverse = take<double>(at, NUM_INVERSES);
     for (int i = lane; i < NUM_INVERSES; i += 32) p.inverse[i] = 1.0 / i;
@@ -252,41 +316,55 @@ __device__ void solve(const Arguments &a, char *shared, int b, int lane) {
   int status = OK;
   if (layer < 0 || layer >= a.layers) status = BAD_LAYER, layer = 0;
   const char *table = a.tables + layer * a.table_bytes;
-  bool bad = stage(a, b, table, shared, expert_load, lane);
-  __syncwarp();
+  bool bad = stage<WARPS>(a, b, table, shared, expert_bits, thread);
   place_table<FAR>(p, shared, table, n);
 
+  auto as_load = [&](i64 bits) { return a.integral ? static_cast<double>(bits) : __longlong_as_double(bits); };
   double fixed = 0.0, total;
-  for (int k = lane; k < p.replicated; k += 32) p.demand[k] = expert_load[p.expert[k]];
-  if (!FAR) {
-    if (lane < p.ranks) {
+  for (int k = thread; k < p.replicated; k += THREADS) p.demand[k] = as_load(expert_bits[p.expert[k]]);
+  if (!FAR && a.integral) {  // whole numbers add up in any order: by all warps
+    i64 sum = 0;
+    if (lane < p.ranks)
 #pragma unroll 4
-      for (int i = lane; i < n.rows * p.ranks; i += p.ranks) fixed += expert_load[p.fixed_row[i]];
-      p.fixed[lane] = fixed;
-    }
-  } else {
-    for (int r = lane; r < p.ranks; r += 32) {
-      double here = 0.0;
-      int end = p.fixed_start[r + 1];
-#pragma unroll 4
-      for (int i = p.fixed_start[r]; i < end; ++i) here += expert_load[p.fixed_expert[i]];
-      p.fixed[r] = here;
-    }
-  }
-  __syncwarp();
-  if (!FAR && a.integral) {  // in any order
-    total = fixed;
-    for (int k = lane; k < p.replicated; k += 32) total += p.demand[k];
+      for (int i = lane + (thread - lane) / 32 * p.ranks; i < n.rows * p.ranks; i += WARPS * p.ranks)
+        sum += expert_bits[p.fixed_row[i]];
+    if (WARPS > 1) {
+      p.sums[thread] = sum;
+      meet_all<WARPS>();
+      sum = 0;
 #pragma unroll
-    for (int step = 16; step; step /= 2) total += __shfl_sync(ALL, total, lane ^ step);
+      for (int i = lane; i < THREADS; i += 32) sum += p.sums[i];
+    }
+    fixed = sum;
+    if (thread < p.ranks) p.fixed[thread] = fixed;
+    for (int k = lane; k < p.replicated; k += 32) sum += expert_bits[p.expert[k]];
+    // 27 bits at a time: sums of 32 have 32.
+    u32 low = __reduce_add_sync(ALL, static_cast<u32>(sum & 0x7ffffff));
+    u32 middle = __reduce_add_sync(ALL, static_cast<u32>(sum >> 27 & 0x7ffffff));
+    u32 high = __reduce_add_sync(ALL, static_cast<u32>(sum >> 54));
+    total = static_cast<double>(low) + static_cast<double>(middle) * 134217728.0 + static_cast<double>(high) * power_of_two(54);
   } else {
+    for (int r = thread; r < p.ranks; r += 32) {
+      if (thread >= 32) break;
+      if (FAR) {
+        double here = 0.0;
+        int end = p.fixed_start[r + 1];
+#pragma unroll 4
+        for (int i = p.fixed_start[r]; i < end; ++i) here += as_load(expert_bits[p.fixed_expert[i]]);
+        p.fixed[r] = here;
+      } else {
+        for (int i = r; i < n.rows * p.ranks; i += p.ranks) fixed += as_load(expert_bits[p.fixed_row[i]]);
+        p.fixed[r] = fixed;
+      }
+    }
+    meet_all<WARPS>();
     total = add_experts(p);
   }
   if (status == OK) status = bad || total != total ? BAD_LOAD : total >= a.too_large ? TOO_LARGE : OK;
   if (status != OK) {
     if (a.split)
-      for (int s = lane; s < n.slots; s += 32) write(a.split, static_cast<i64>(b) * n.slots + s, 0.0, p.whole);
-    if (lane == 0) {
+      for (int s = thread; s < n.slots; s += THREADS) write(a.split, static_cast<i64>(b) * n.slots + s, 0.0, p.whole);
+    if (thread == 0) {
       a.peak[b] = __longlong_as_double(0x7ff0000000000000ll);  // counts as not proven
       a.bound[b] = 0.0;
       write(a.numerator, b, 0.0, a.integral);
@@ -296,39 +374,54 @@ __device__ void solve(const Arguments &a, char *shared, int b, int lane) {
   }
 
   const double *start = a.start ? a.start + static_cast<i64>(b) * n.slots : nullptr;
-  Found found = FAR ? far_split(p, a, total, start, lane) : near_split(p, a, fixed, total, start, lane);
-  Bound bound = found.bound;
-  double peak = found.peak, mean = bound.numerator / bound.size;
+  Found found;
   int rounds = 0;
-  if (p.whole ? (peak - 1.0) * bound.size >= bound.numerator : peak > mean * (1 + a.tol)) {
-    double tiny_part = static_cast<double>(p.ranks) / (2 * n.slots);
-    rounds = close_gap<FAR>(p, bound, a.tol, tiny_part, a.limit - found.sweeps, lane);
-    mean = bound.numerator / bound.size;
-    if (rounds) {
-      if (FAR && !p.whole) water_fill(p, lane);
-      peak = add_copies(p, lane);
+  if (FAR) {
+    found = far_split(p, a, total, start, lane);
+    rounds = finish<FAR>(p, a, found, lane);
+  } else {
+    if (WARPS > 1) meet_all<WARPS>();  // p.sums are read
+    int places = places_of(p, total);
+    bool exact = a.integral && places >= 0;  // all in units is as it is in loads
+    Searched searched = near_split<WARPS>(p, a, fixed, places, expert_bits, start, thread);
+    place_parts<WARPS>(p, places, exact, thread);
+    double inverse = power_of_two(-places);
+    found.peak = searched.top * inverse;
+    found.bound = {searched.captive.load * inverse, __popc(searched.captive.inside)};
+    found.sweeps = searched.sweeps;
+    found.look_at_even = *p.even_top <= searched.top + n.slots;
+    // Nearly always within the tolerance (to be exact, by a thirty-second of it), and better than even.
+    bool settled = exact && (p.whole ? searched.top <= searched.captive.bound : !found.look_at_even) &&
+                   searched.top <= searched.captive.bound + __umulhi(searched.captive.bound, spare_of(p, a.tol));
+    if (!settled) {
+      if (thread < 32) {
+        if (!exact) {
+          found.bound.numerator = captive_load(p, searched.captive.inside, lane);
+          found.peak = add_copies(p, lane);
+        } else {
+          add_copies(p, lane);
+        }
+        rounds = finish<FAR>(p, a, found, lane);
+      }
+      meet_all<WARPS>();
     }
   }
-  if (!p.whole && (found.look_at_even || rounds)) {
-    double even_peak = add_even(p, lane);
-    if (peak > even_peak) {
-      split_evenly(p, lane);
-      peak = even_peak;
-    }
-  }
-  if (lane == 0) {
-    a.peak[b] = peak;
-    a.bound[b] = least(mean, peak);
-    write(a.numerator, b, bound.numerator, a.integral);
-    a.size[b] = bound.size, a.sweeps[b] = found.sweeps + rounds, a.status[b] = OK;
+  if (thread == 0) {
+    double mean = found.bound.numerator / found.bound.size;
+    a.peak[b] = found.peak;
+    a.bound[b] = least(mean, found.peak);
+    write(a.numerator, b, found.bound.numerator, a.integral);
+    a.size[b] = found.bound.size, a.sweeps[b] = found.sweeps + rounds, a.status[b] = OK;
   }
   if (!a.split) return;
   i64 out = static_cast<i64>(b) * n.slots;
-  for (int s = lane; s < n.slots; s += 32)
-    if (!(p.source[s] & TWIN)) write(a.split, out + s, p.values[p.source[s]], p.whole);
-  for (int i = lane; i < p.twins; i += 32) {
+  auto value = [&](int from) { return from < even_copies ? p.x[from] : as_load(expert_bits[from - even_copies]); };
+#pragma unroll 4
+  for (int s = thread; s < n.slots; s += THREADS)
+    if (!(p.source[s] & TWIN)) write(a.split, out + s, value(p.source[s]), p.whole);
+  for (int i = thread; i < p.twins; i += THREADS) {
     int s = p.twin[3 * i], place = p.twin[3 * i + 1], mates = p.twin[3 * i + 2];
-    double part = p.values[p.source[s] & ~TWIN];
+    double part = value(p.source[s] & ~TWIN);
     part = p.whole ? floor((part + (mates - 1 - place)) / mates) : part / mates;
     write(a.split, out + s, part, p.whole);
   }
@@ -336,10 +429,15 @@ __device__ void solve(const Arguments &a, char *shared, int b, int lane) {
 
 extern __shared__ uint4 shared_memory[];
 
-extern "C" __global__ void __launch_bounds__(32, 16) split_near(const __grid_constant__ Arguments a) {
-  solve<false>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
+extern "C" __global__ void __launch_bounds__(32, 20) split_near(const __grid_constant__ Arguments a) {
+  solve<false, 1>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
+}
+
+// With more warps a problem, for few problems.
+extern "C" __global__ void __launch_bounds__(32 * WIDE, 4) split_wide(const __grid_constant__ Arguments a) {
+  solve<false, WIDE>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(32, 16) split_far(const __grid_constant__ Arguments a) {
-  solve<true>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
+  solve<true, 1>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
 }

@@ -5,11 +5,13 @@ typedef unsigned int u32;
 typedef long long i64;
 
 #define ALL 0xffffffffu
+const i64 TOO_MUCH = 1ll << 53;
+
 #define TWIN 0x8000u  // marks a slot whose expert has more on its rank
 
 enum { OK, BAD_LOAD, TOO_LARGE, BAD_LAYER };
 
-const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33;
+const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 4;  // WIDE: warps where problems are few
 const int UNLEVELLED = 2, LEVELLED = 8, MOST_SWEEPS = 40, MOST_WHOLE = 8;  // as in coarse.py
 
 // The most that any layer has; sections of a layer's table are as long. staged: the bytes of it that all problems need.
@@ -19,18 +21,31 @@ struct Sizes {
 
 struct Cell;
 
+// The load that cannot leave a set of ranks, in units; bound: over the set's size.
+struct Captive {
+  u32 inside;
+  int load, bound;
+};
+
+struct Searched {
+  Captive captive;
+  int sweeps, top;
+};
+
 // One layer's table (cuda.py packs it: structure.Tables, and the waves), and a problem's state, in shared memory; what is
 // not staged of a table stays in global memory. x [copies], then the experts' loads: values. Experts of a wave, neighbours
 // in order, share no rank; waves of pairs come first.
 struct Problem {
   const double *share, *until;
   double *values, *x, *fixed, *load, *demand, *inverse;
-  const u32 *mask, *inverse_units, *wave_mask, *wave_copy;
-  u32 *used, *reach;
+  const u32 *mask, *inverse_units, *wave_mask, *wave_copy, *wave_others;
+  u32 *used, *reach, *partly_used;
   const u16 *fixed_start, *fixed_expert, *fixed_row, *expert, *copy_start, *copy_rank, *copy_expert, *rank_start, *rank_copy;
   const u16 *source, *wave_start, *wave_of, *members, *twin;
   u16 *queue, *root, *from, *to;
-  int *seen, *loads;
+  int *seen, *loads, *even_top;
+  i64 *sums;
+  Searched *searched;
   Cell *cells;
   uint2 *experts;  // mask, and load in units
   int ranks, replicated, copies, paired, waves, pair_waves, twins;
@@ -83,6 +98,7 @@ __device__ void place_table(Problem &p, const char *staged, const char *table, c
     p.inverse_units = take<const u32>(at, NUM_INVERSES);
     p.wave_mask = take<const u32>(at, n.waves * n.ranks);
     p.wave_copy = take<const u32>(at, n.waves * n.ranks);
+    p.wave_others = take<const u32>(at, n.waves * n.ranks);
     p.fixed_row = take<const u16>(at, n.rows * n.ranks);
     p.members = take<const u16>(at, n.waves);
     p.wave_of = take<const u16>(at, n.replicated);

@@ -37,6 +37,7 @@ def solve_on_host(
     start: torch.Tensor | None = None,
     whole: bool = False,
     descending: bool = False,
+    wide: bool = False,
 ) -> Solution:
     packed, sizes = cuda.pack(structure)
     num, integral = len(loads), not loads.is_floating_point()
@@ -58,7 +59,7 @@ def solve_on_host(
     limits = {"tol": 0.0 if whole else 1e-4, "too_large": 2.0**53 if integral else math.inf}
     arguments = np.array([tuple((values | limits)[name] for name in cuda.ARGUMENTS.names or ())], cuda.ARGUMENTS)
     assert library.bytes_of_arguments() == cuda.ARGUMENTS.itemsize
-    line = library.run_on_host(ctypes.c_void_p(arguments.ctypes.data), int(descending))
+    line = library.run_on_host(ctypes.c_void_p(arguments.ctypes.data), int(descending), int(wide))
     assert line == 0, f"lanes part at line {line}"
     return Solution(
         split=out["split"],
@@ -84,9 +85,9 @@ def random_structure(num_ranks: int, num_experts: int, rng: np.random.Generator)
     return prepare(torch.from_numpy(np.stack([rng.permutation(slots) for _ in range(3)])), num_ranks, num_experts)
 
 
-@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize(("descending", "wide"), [(False, False), (True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("num_ranks", [1, 2, 11, 16, 32, 35])
-def test_random_placements(library: ctypes.CDLL, num_ranks: int, descending: bool) -> None:
+def test_random_placements(library: ctypes.CDLL, num_ranks: int, descending: bool, wide: bool) -> None:
     rng = np.random.default_rng(num_ranks)
     num_experts = 5 * num_ranks
     structure = random_structure(num_ranks, num_experts, rng)
@@ -94,12 +95,12 @@ def test_random_placements(library: ctypes.CDLL, num_ranks: int, descending: boo
     counts = torch.from_numpy(rng.integers(0, 5000, (18, num_experts)) * (rng.random((18, num_experts)) < 0.9))
     for loads in (counts, torch.from_numpy(rng.lognormal(0, 2, (18, num_experts)))):
         here = solve(structure, loads, layer)
-        assert_same(solve_on_host(library, structure, loads, layer, descending=descending), here)
+        assert_same(solve_on_host(library, structure, loads, layer, descending=descending, wide=wide), here)
         start = torch.roll(here.split, 3, 0)
-        warm = solve_on_host(library, structure, loads, layer, start=start, descending=descending)
+        warm = solve_on_host(library, structure, loads, layer, start=start, descending=descending, wide=wide)
         assert_same(warm, solve(structure, loads, layer, start=start))
     whole = solve_gathered(structure, counts.reshape(6, 3, num_experts))
-    found = solve_on_host(library, structure, counts, layer, whole=True, descending=descending)
+    found = solve_on_host(library, structure, counts, layer, whole=True, descending=descending, wide=wide)
     assert torch.equal(found.split, whole.split.flatten(0, 1))
     assert torch.equal(found.sweeps, whole.sweeps.flatten())
 
@@ -138,4 +139,4 @@ def test_it_compiles_for_hopper_without_spills(tmp_path: Path) -> None:
     built = subprocess.run(
         ["nvcc", *options, "-o", tmp_path / "split.cubin", source], check=True, capture_output=True, text=True
     )
-    assert built.stderr.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 2
+    assert built.stderr.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 3

@@ -1,5 +1,6 @@
 // Runs split.cu on the host: a warp is 32 fibers that take turns. At every warp-wide operation a lane gives way until all
-// 32 have come to the same one, in ascending order of lanes or, to expose races, in descending order.
+// 32 have come to the same one, in ascending order of lanes or, to expose races, in descending order. Warps of a block
+// take turns between such operations; at a block's barrier a warp waits for the others.
 
 #include <ucontext.h>
 
@@ -32,20 +33,24 @@ struct Place {
 
 static Place threadIdx, blockIdx;
 static uint4 shared_memory[1 << 16];
-static ucontext_t lanes[32], scheduler;
-static std::vector<char> stacks(32 << 17);
-static int current, line_of[32];
-static unsigned long long value_of[32];
-static bool done[32];
+const int MOST_LANES = 256;
+static ucontext_t lanes[MOST_LANES], scheduler;
+static std::vector<char> stacks(MOST_LANES << 17);
+static int current, all_line_of[MOST_LANES];
+static unsigned long long all_value_of[MOST_LANES];
+static bool done[MOST_LANES];
+static int block_votes;
+#define line_of (all_line_of + current / 32 * 32)
+#define value_of (all_value_of + current / 32 * 32)
 
 // Comes back when all lanes have come here.
 static void meet(int line) {
-  line_of[current] = line;
+  all_line_of[current] = line;
   swapcontext(&lanes[current], &scheduler);
 }
 
 static void offer(int line, unsigned long long value) {
-  value_of[current] = value;
+  all_value_of[current] = value;
   meet(line);
 }
 
@@ -77,7 +82,7 @@ static unsigned minimum(int line, unsigned value) {
 
 static unsigned maximum(int line, unsigned value) { return ~minimum(line, ~value); }
 
-static int sum(int line, int value) {
+static int addition(int line, int value) {
   offer(line, static_cast<unsigned>(value));
   unsigned total = 0;
   for (int i = 0; i < 32; ++i) total += static_cast<unsigned>(value_of[i]);
@@ -93,12 +98,25 @@ static unsigned match(int line, int value) {
   return mask;
 }
 
+static const int BARRIER = 1 << 20;  // added to the line of a block's barrier
+
+static bool any_of_block(int line, bool value) {
+  block_votes += value;
+  meet(line + BARRIER);
+  bool found = block_votes;
+  meet(line + BARRIER);
+  block_votes = 0;
+  return found;
+}
+
+#define __syncthreads() meet(__LINE__ + BARRIER)
+#define __syncthreads_or(value) any_of_block(__LINE__, value)
 #define __syncwarp() meet(__LINE__)
 #define __ballot_sync(mask, value) ballot(__LINE__, value)
 #define __shfl_sync(mask, value, lane) shuffle(__LINE__, value, lane)
 #define __reduce_max_sync(mask, value) maximum(__LINE__, value)
 #define __reduce_min_sync(mask, value) minimum(__LINE__, value)
-#define __reduce_add_sync(mask, value) sum(__LINE__, value)
+#define __reduce_add_sync(mask, value) addition(__LINE__, value)
 #define __match_any_sync(mask, value) match(__LINE__, value)
 
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
@@ -127,37 +145,53 @@ using std::min;
 
 static const Arguments *arguments;
 
+static bool wide;
+
 static void lane_main() {
-  if (arguments->n.ranks <= 32)
-    split_near(*arguments);
-  else
+  if (arguments->n.ranks > 32)
     split_far(*arguments);
+  else if (wide)
+    split_wide(*arguments);
+  else
+    split_near(*arguments);
   done[current] = true;
-  line_of[current] = 0;
+  all_line_of[current] = 0;
   swapcontext(&lanes[current], &scheduler);
 }
 
 // Returns 0, or a line of split.cu where lanes met at different lines.
-extern "C" int run_on_host(const Arguments *given, int descending) {
+extern "C" int run_on_host(const Arguments *given, int descending, int in_wide) {
   arguments = given;
+  wide = in_wide && given->n.ranks <= 32;
+  int warps = wide ? WIDE : 1;
   for (blockIdx.x = 0; blockIdx.x < given->problems; ++blockIdx.x) {
     memset(shared_memory, 0xff, sizeof shared_memory);
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 32 * warps; ++i) {
       getcontext(&lanes[i]);
       lanes[i].uc_stack.ss_sp = &stacks[i << 17];
       lanes[i].uc_stack.ss_size = 1 << 17;
       lanes[i].uc_link = nullptr;
       makecontext(&lanes[i], lane_main, 0);
       done[i] = false;
+      all_line_of[i] = 0;
     }
-    while (!done[0]) {
-      for (int i = 0; i < 32; ++i) {
-        current = descending ? 31 - i : i;
-        threadIdx.x = current;
-        swapcontext(&scheduler, &lanes[current]);
+    while (true) {
+      int waiting = 0, ended = 0;
+      for (int w = 0; w < warps; ++w) ended += done[32 * w], waiting += all_line_of[32 * w] > BARRIER;
+      if (ended == warps) break;
+      bool all_wait = waiting + ended == warps;
+      for (int i = 0; i < warps; ++i) {
+        int warp = descending ? warps - 1 - i : i, first = 32 * warp;
+        if (done[first] || (all_line_of[first] > BARRIER && !all_wait)) continue;
+        for (int j = 0; j < 32; ++j) {
+          current = first + (descending ? 31 - j : j);
+          threadIdx.x = current;
+          swapcontext(&scheduler, &lanes[current]);
+        }
+        for (int j = first; j < first + 32; ++j)
+          if (all_line_of[j] != all_line_of[first] || done[j] != done[first])
+            return all_line_of[j] ? all_line_of[j] : all_line_of[first];
       }
-      for (int i = 0; i < 32; ++i)
-        if (line_of[i] != line_of[0] || done[i] != done[0]) return line_of[i] ? line_of[i] : line_of[0];
     }
   }
   return 0;
