@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, TypeAlias
 
@@ -45,11 +46,65 @@ def ordinal(group: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(place).scatter_(0, order, place - start)
 
 
+def alone(counts: torch.Tensor) -> torch.Tensor:
+    """The sum over a group of one source rank."""
+    return counts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterWork:
+    """What a router may look at: batches of B tokens of one layer each, over any leading axes.
+
+    scores [..., B, E] float32: what the model chose by, -inf where not known. weighs [..., B, E] float32 >= 0: what its
+    weights are in proportion to, the scores themselves in most models.
+    expert_ids [..., B, k] int64: the model's choice, -1 for an empty slot; a row of -1 alone is padding and wakes no
+    expert. weights [..., B, k] float32: what the choice weighs.
+    decode [..., B] bool: tokens to route anew; the others (prefill) keep their choice.
+    holds [..., E, R] bool, broadcast over leading axes: which rank has a copy of which expert; None where not known.
+    total: an int64 tensor of this source rank -> its sum over all source ranks of the batch, one collective a call;
+    where the tokens are all here, the identity.
+    """
+
+    scores: torch.Tensor
+    weighs: torch.Tensor
+    expert_ids: torch.Tensor
+    weights: torch.Tensor
+    decode: torch.Tensor
+    holds: torch.Tensor | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] = alone
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Routed:
+    """expert_ids [..., B, k'] int64: by falling preference, -1 behind them for fewer than k'; weights [..., B, k']
+    float32, 0 there."""
+
+    expert_ids: torch.Tensor
+    weights: torch.Tensor
+
+
 class Router(Protocol):
-    """Which experts a token takes."""
+    """Which experts a token takes, given the other tokens of its batch. One object serves the simulator, the runtime
+    and a live model.
+
+    acts: whether it changes anything, and so needs scores. whole_batch: whether it looks at the tokens of all source
+    ranks of a step (by `RouterWork.total`), or each source rank's tokens are a batch of their own.
+    notes: what a reader of results under it should know.
+    """
 
     name: ClassVar[str]
     level: ClassVar[Level]
+    acts: ClassVar[bool]
+
+    @property
+    def whole_batch(self) -> bool: ...
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def route(self, work: RouterWork) -> Routed:
+        """Raises ValueError where the arguments do not fit the model."""
+        ...
 
 
 class Reader(Protocol):
@@ -167,6 +222,12 @@ class TopK:
 
     name: ClassVar[str] = "topk"
     level: ClassVar[Level] = "counts"
+    acts: ClassVar[bool] = False
+    whole_batch: ClassVar[bool] = False
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    def route(self, work: RouterWork) -> Routed:
+        return Routed(work.expert_ids, work.weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,20 @@ from epsim.policies.base import Dense, TopK
 from epsim.policies.ipm import LplbIpm
 from epsim.policies.joint import WaterfillJoint
 from epsim.policies.nearest import Static
+from epsim.policies.one_copy import OneCopy
+from epsim.policies.routing.oea import Oea, Pruned
+from epsim.policies.routing.ranks import OeaEp
+from epsim.policies.routing.rivals import Lynx, MaskLowDemand
 from epsim.policies.shared import Local
 from epsim.policies.splits import Even, Lplb, LplbSampled, Random
 from epsim.policies.waterfill import Waterfill
 
 KINDS: dict[str, dict[str, Any]] = {
     "placement": dict(PLACEMENTS),
-    "router": {policy.name: policy for policy in (TopK(),)},
-    "split": {policy.name: policy for policy in (Even(), Random(), Static(), Lplb(), LplbSampled(), LplbIpm())},
+    "router": {policy.name: policy for policy in (TopK(), Pruned(), Oea(), OeaEp(), Lynx(), MaskLowDemand())},
+    "split": {
+        policy.name: policy for policy in (Even(), Random(), Static(), OneCopy(), Lplb(), LplbSampled(), LplbIpm())
+    },
     "shared": {policy.name: policy for policy in (Local(), Waterfill(), WaterfillJoint())},
     "reader": {policy.name: policy for policy in (Dense(),)},
 }

@@ -134,6 +134,8 @@ def _when_given(hint: Any) -> Any:
 
 def _with_arguments(kind: str, policy: Any, arguments: dict[str, str], item: str) -> Any:
     parameters = _parameters(kind, policy)
+    if missing := [key for key in getattr(policy, "needed", ()) if key not in arguments]:
+        raise ValueError(f"{item!r} needs {missing[0]}=: write {policy.name}({missing[0]}=...)")
     values: dict[str, Any] = {}
     for key, text in arguments.items():
         if key not in parameters:

@@ -1,0 +1,62 @@
+"""What all routers have in common: a token's order of preference, and taking the best of what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epsim.policies.base import Routed, RouterWork
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preference:
+    """order [..., B, E] int64: experts from the most to the least wanted; position [..., B, E] int64: each expert's
+    place in it. own [..., B, E] bool: the model's choice. known [..., B, E] bool: experts the token may take at all.
+    there [..., B] bool: tokens to route anew, padding aside."""
+
+    order: torch.Tensor
+    position: torch.Tensor
+    own: torch.Tensor
+    known: torch.Tensor
+    there: torch.Tensor
+
+
+def preference(work: RouterWork) -> Preference:
+    """The model's own choice comes first, by score, then all others by score; ties by expert id, in fp32.
+
+    Where the model takes its k best scores this is the order of the scores. Where it chooses within groups, or scores
+    were recorded in half precision, what it chose still comes first, so that k0 = k changes nothing.
+    """
+    chosen = work.expert_ids >= 0
+    num_experts = work.scores.shape[-1]
+    marks = torch.zeros(*work.scores.shape[:-1], num_experts + 1, dtype=torch.bool, device=work.scores.device)
+    own = marks.scatter_(-1, torch.where(chosen, work.expert_ids, num_experts), True)[..., :num_experts]
+    scores = work.scores.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    bits = scores.contiguous().view(torch.int32).to(torch.int64)
+    # Whole numbers in the order of the scores; the choice lies above them all.
+    key = torch.where(bits >= 0, bits, -(bits & 0x7FFFFFFF)) + (own.to(torch.int64) << 33)
+    order = key.sort(dim=-1, descending=True, stable=True).indices
+    place = torch.arange(num_experts, device=order.device).expand_as(order)
+    position = torch.empty_like(order).scatter_(-1, order, place)
+    return Preference(order, position, own, own | (scores > -torch.inf), work.decode & chosen.any(-1))
+
+
+def take(work: RouterWork, wish: Preference, allowed: torch.Tensor, most: int) -> Routed:
+    """allowed [..., B, E] bool: each token takes its `most` best of them, fewer where there are fewer.
+
+    Weights are in proportion to `work.weighs` and sum to what the model's own choice weighs. Tokens that are not routed
+    anew keep their choice and weights.
+    """
+    top_k, num_experts = work.expert_ids.shape[-1], wish.position.shape[-1]
+    width = min(max(most, top_k), num_experts)
+    nowhere = torch.where(allowed & wish.known, wish.position, num_experts)
+    place, ids = nowhere.topk(width, dim=-1, largest=False)
+    kept = (place < num_experts) & (torch.arange(width, device=ids.device) < most)
+    weighs = work.weighs.gather(-1, ids).float().masked_fill(~kept, 0.0)
+    whole = work.weights.float().sum(-1, keepdim=True)
+    weights = weighs / weighs.sum(-1, keepdim=True).clamp(min=1e-20) * whole
+    anew = wish.there[..., None]
+    own_ids = torch.nn.functional.pad(work.expert_ids, (0, width - top_k), value=-1)
+    own_weights = torch.nn.functional.pad(work.weights.float(), (0, width - top_k))
+    return Routed(torch.where(anew, ids.masked_fill(~kept, -1), own_ids), torch.where(anew, weights, own_weights))

@@ -1,0 +1,90 @@
+"""Opportunistic expert activation and its first phase alone (arXiv 2511.02237, Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from epsim.policies.base import Routed, RouterWork
+from epsim.policies.routing.choose import preference, take
+from epsim.policies.routing.schedule import parse_schedule
+from epsim.policies.routing.union import union
+from epsim.traces.trace import Level
+
+DECODE_ONLY = "acts on decode tokens alone: prefill keeps the model's choice, whose experts count as read"
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """Every token keeps its k0 best experts alone: phase 1. k0: a number, or by batch size (`parse_schedule`)."""
+
+    k0: str = ""
+    name: ClassVar[str] = "pruned"
+    level: ClassVar[Level] = "tokens"
+    acts: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("k0",)
+    whole_batch: ClassVar[bool] = True
+    notes: ClassVar[tuple[str, ...]] = (f"pruned {DECODE_ONLY}",)
+
+    def __post_init__(self) -> None:
+        if self.k0:
+            object.__setattr__(self, "k0", str(parse_schedule(self.k0, self.name, 1)))
+
+    def route(self, work: RouterWork) -> Routed:
+        schedule = parse_schedule(self.k0, self.name, 1)
+        top_k = work.expert_ids.shape[-1]
+        schedule.check(top_k, f"{self.name}(k0={self.k0})")
+        wish = preference(work)
+        return take(work, wish, union(work, wish, schedule).base, top_k)
+
+
+@dataclass(frozen=True, slots=True)
+class Oea:
+    """Every token keeps its k0 best experts and adds, best first, experts that are read for others anyway.
+
+    k0: a number, or by batch size (`parse_schedule`); a batch of one token keeps the model's k.
+    p: a token's base is no more experts than have this share of its scores. kmax: experts a token takes in all, by
+    default the model's k. maxp: it looks no further than its maxp best, by default at all of known score.
+    union: `batch`, over the tokens of the whole step, which takes one small all-reduce ahead of the exchange; `rank`,
+    over those of each source rank, which takes none. The experts read are the same either way, as a union of unions;
+    with `rank` a token finds fewer of them to add.
+    Raises ValueError where arguments do not go together.
+    """
+
+    k0: str = ""
+    p: float = 1.0
+    kmax: int | None = None
+    maxp: int | None = None
+    union: Literal["batch", "rank"] = "batch"
+    name: ClassVar[str] = "oea"
+    level: ClassVar[Level] = "tokens"
+    acts: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("k0",)
+    notes: ClassVar[tuple[str, ...]] = (f"oea {DECODE_ONLY}",)
+
+    def __post_init__(self) -> None:
+        if not self.k0:
+            return
+        schedule = parse_schedule(self.k0, self.name, 2)
+        object.__setattr__(self, "k0", str(schedule))
+        if not 0 < self.p <= 1:
+            raise ValueError(f"oea: p={self.p}: give a share above 0 and up to 1")
+        for name, value in (("kmax", self.kmax), ("maxp", self.maxp)):
+            if value is not None and value < max(schedule.values):
+                raise ValueError(f"oea: {name}={value} is less than k0={self.k0}, which every token is guaranteed")
+
+    @property
+    def whole_batch(self) -> bool:
+        return self.union == "batch"
+
+    def route(self, work: RouterWork) -> Routed:
+        schedule = parse_schedule(self.k0, self.name, 2)
+        top_k, num_experts = work.expert_ids.shape[-1], work.scores.shape[-1]
+        schedule.check(top_k, f"{self.name}(k0={self.k0})")
+        if self.kmax is not None and self.kmax > num_experts:
+            raise ValueError(f"oea: kmax={self.kmax}, but the model has {num_experts} experts")
+        wish = preference(work)
+        found = union(work, wish, schedule, self.p)
+        within = wish.position < (num_experts if self.maxp is None else self.maxp)
+        allowed = found.base | (found.loaded[..., None, :] & within)
+        return take(work, wish, allowed, top_k if self.kmax is None else self.kmax)

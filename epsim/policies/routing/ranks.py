@@ -1,0 +1,71 @@
+"""Opportunistic expert activation under expert parallelism, where the rank with the most active experts is slowest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from epsim.policies.base import Routed, RouterWork
+from epsim.policies.routing.choose import Preference, preference, take
+from epsim.policies.routing.matching import active_ranks
+from epsim.policies.routing.oea import DECODE_ONLY
+from epsim.policies.routing.schedule import parse_schedule
+from epsim.policies.routing.union import union
+from epsim.traces.trace import Level
+
+UNITS = 1 << 24
+"""A weight of 1 in whole numbers, whose sums do not depend on their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class OeaEp:
+    """`oea`, and ranks with slack also read the experts that tokens want most, up to the busiest rank's number.
+
+    Tokens' k0 best experts are the base. With one copy an expert, the busiest rank has M of them; every other rank adds
+    its most wanted experts until it has M as well. With several copies each active expert is served by one, chosen so
+    that M is least, and the added experts are those of greatest want in all that still fit M a rank (the `one-copy`
+    split makes the same choice from the counts alone). Want: what an expert weighs in the model's own choices, summed
+    over the tokens to route anew; an expert that none chose is never added. Tokens take their k best of all that is
+    read. So M is `oea`'s at most, and a token's experts are a superset or better.
+
+    k0: as in `oea`. Takes one all-reduce of [len(schedule) + 2, E + 1] whole numbers.
+    """
+
+    k0: str = ""
+    name: ClassVar[str] = "oea-ep"
+    level: ClassVar[Level] = "tokens"
+    acts: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("k0",)
+    whole_batch: ClassVar[bool] = True
+    notes: ClassVar[tuple[str, ...]] = (
+        f"oea-ep {DECODE_ONLY}",
+        "oea-ep counts on one active copy an expert, which the one-copy split gives; any other may wake more",
+    )
+
+    def __post_init__(self) -> None:
+        if self.k0:
+            object.__setattr__(self, "k0", str(parse_schedule(self.k0, self.name, 2)))
+
+    def route(self, work: RouterWork) -> Routed:
+        if work.holds is None:
+            raise ValueError("oea-ep needs to know which rank holds which expert: give --ranks")
+        schedule = parse_schedule(self.k0, self.name, 2)
+        top_k = work.expert_ids.shape[-1]
+        schedule.check(top_k, f"{self.name}(k0={self.k0})")
+        wish = preference(work)
+        found = union(work, wish, schedule, extra=_want(work, wish))
+        holds = work.holds.expand(*found.loaded.shape, work.holds.shape[-1])
+        ranks = active_ranks(found.loaded, found.extra, holds)
+        return take(work, wish, (ranks >= 0)[..., None, :].expand_as(wish.known), top_k)
+
+
+def _want(work: RouterWork, wish: Preference) -> torch.Tensor:
+    """[..., E] int64"""
+    chosen = (work.expert_ids >= 0) & wish.there[..., None]
+    units = (work.weights.double() * UNITS).round().to(torch.int64)
+    *lead, _, num_experts = work.scores.shape
+    want = torch.zeros(*lead, num_experts, dtype=torch.int64, device=units.device)
+    at = work.expert_ids.clamp(min=0).flatten(-2)
+    return want.scatter_add_(-1, at, torch.where(chosen, units, 0).flatten(-2))

@@ -1,0 +1,84 @@
+"""Routers that begin with the whole union and take experts away, to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from epsim.policies.base import Routed, RouterWork
+from epsim.policies.routing.choose import Preference, preference, take
+from epsim.traces.trace import Level
+
+LEFT = "left with none of known score it takes none at all"
+
+
+def _demand(work: RouterWork, wish: Preference) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> two of [..., E] int64, by one call of `work.total`: how many tokens to route anew chose an expert, and how
+    many others."""
+    by_phase = [(wish.own & there[..., None]).sum(-2) for there in (wish.there, ~work.decode)]
+    both = work.total(torch.stack(by_phase, -2))
+    return both[..., 0, :], both[..., 1, :]
+
+
+def _take_of(work: RouterWork, wish: Preference, left: torch.Tensor) -> Routed:
+    """Every token takes its k best of what is left [..., E] bool."""
+    allowed = left[..., None, :].expand_as(wish.known)
+    return take(work, wish, allowed, work.expert_ids.shape[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Lynx:
+    """Of the union of all choices the `keep` most popular experts stay, ties by expert id; tokens take their k best of
+    these (after Lynx, arXiv 2411.08982, which drops the least popular experts of a batch's union).
+
+    What prefill tokens chose stays as well. Nothing is guaranteed to a token.
+    """
+
+    keep: int | None = None
+    name: ClassVar[str] = "lynx"
+    level: ClassVar[Level] = "tokens"
+    acts: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("keep",)
+    whole_batch: ClassVar[bool] = True
+    notes: ClassVar[tuple[str, ...]] = (f"lynx acts on decode tokens alone; a token {LEFT}",)
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise ValueError(f"lynx: keep={self.keep}: give 1 or more")
+
+    def route(self, work: RouterWork) -> Routed:
+        wish = preference(work)
+        demand, fixed = _demand(work, wish)
+        popular = demand.sort(dim=-1, descending=True, stable=True).indices[..., : self.keep]
+        left = torch.zeros_like(demand, dtype=torch.bool).scatter_(-1, popular, True) & (demand > 0)
+        return _take_of(work, wish, left | (fixed > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class MaskLowDemand:
+    """Experts that fewer than `least` tokens chose are masked out; tokens take their k best of the others.
+
+    Where no expert has that many, all that were chosen stay.
+    """
+
+    least: int | None = None
+    name: ClassVar[str] = "mask-low-demand"
+    level: ClassVar[Level] = "tokens"
+    acts: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("least",)
+    whole_batch: ClassVar[bool] = True
+    notes: ClassVar[tuple[str, ...]] = (f"mask-low-demand acts on decode tokens alone; a token {LEFT}",)
+
+    def __post_init__(self) -> None:
+        if self.least is not None and self.least < 1:
+            raise ValueError(f"mask-low-demand: least={self.least}: give 1 or more")
+
+    def route(self, work: RouterWork) -> Routed:
+        assert self.least is not None
+        wish = preference(work)
+        demand, fixed = _demand(work, wish)
+        left = demand >= self.least
+        left = torch.where(left.any(-1, keepdim=True), left, demand > 0)
+        return _take_of(work, wish, left | (fixed > 0))
