@@ -8,21 +8,17 @@ dispatch that looks at them; policies that need neither make none.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.base import Batch, Dense, SharedDispatch, SharedWork, Split, TopK
+from epsim.policies.base import Batch, Dense, Needs, SharedWork, Split, TopK
 from epsim.policies.nearest import Static
 from epsim.policies.rounding import fixed_point
-from epsim.policies.shared import Local
 from epsim.policies.splits import Even, Random
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.collective import Collective
-
-Needs: TypeAlias = Literal["none", "reduced", "gathered"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +39,6 @@ def needs_of_split(split: Split) -> Needs:
     return needs
 
 
-def needs_of_shared(shared: SharedDispatch) -> bool:
-    """Whether a shared dispatch looks at loads and tokens of the whole group."""
-    return not isinstance(shared, Local) and getattr(shared, "counts", "global") == "global"
-
-
 class Balancer:
     """A stack on one layer's placement, on one rank of the group.
 
@@ -65,7 +56,7 @@ class Balancer:
         self.bound: BoundStack = bind(stack, placement, setting)
         self.placement, self.collective, self.version = placement, collective, placement.version
         self.split_needs: Needs = needs_of_split(self.bound.split)
-        self.shared_needs = self.bound.has_shared and needs_of_shared(stack.shared)
+        self.shared_needs: Needs = stack.shared.needs if self.bound.has_shared else "none"
         device = placement.physical_to_logical.device
         self._layers = torch.tensor(setting.layers, device=device)
         self._fixed = None
@@ -132,9 +123,13 @@ class Balancer:
         tokens = torch.zeros(1, 1, num_ranks, dtype=torch.int64, device=ranks.device)
         tokens[0, 0, rank] = (batch.expert_ids >= 0).any(-1).sum()
         routed = loads.sum(2)
-        if self.shared_needs:
+        if self.shared_needs == "reduced":
             both = self.collective.all_reduce(torch.stack([routed[0, 0], tokens[0, 0]]))
             routed, tokens = both[None, None, 0], both[None, None, 1]
+        elif self.shared_needs == "gathered":
+            rows = self.collective.all_gather(torch.cat([loads[0, 0, rank], tokens[0, 0, rank : rank + 1]]))
+            loads, tokens = rows[None, None, :, :-1], rows[None, None, :, -1]
+            routed = loads.sum(2)
         setting = self.bound.setting
         work = SharedWork(
             cost=setting.shared_cost,

@@ -187,3 +187,88 @@ def not_a_number(rank: int, size: int, slots: Any) -> str:
             return f"{(error.rank, error.step, error.layer, error.phase)} {error}"
         return "no error"
     return ""
+
+
+def exchanged(rank: int, size: int) -> dict[str, Any]:
+    """Every token goes to slots that its number tells; rank 1 has none."""
+    slots_per_rank = 3
+    exchange = TorchExchange(None, slots_per_rank)
+    tokens = 0 if rank == 1 else 5
+    number = torch.arange(tokens) + 10 * rank
+    hidden = torch.stack([number, -number], dim=1).to(torch.bfloat16)
+    # Token t takes slot t and the one after (often of the same rank), and none in its last column.
+    slots = torch.stack([number % (size * 3), (number + 1) % (size * 3), torch.full_like(number, -1)], dim=1)
+    weights = torch.stack([number + 0.25, number + 0.5, number.float()], dim=1)
+    received = exchange.dispatch(hidden, slots, weights)
+    # Each row comes back as the sum of its weights, on every rank that has it.
+    outputs = (received.weights.sum(1, keepdim=True) * torch.tensor([1.0, 2.0])).to(torch.float32)
+    back = exchange.combine(outputs, received)
+    return {
+        "rows": received.hidden[:, 0].float().tolist(),
+        "slots": received.slots.tolist(),
+        "weights": received.weights.tolist(),
+        "back": back.float().tolist(),
+    }
+
+
+def run_model(rank: int, size: int, seed: int) -> float:
+    """Layers of a transformers model under a stack, with its real router: the largest distance to the model's own."""
+    from epsim.runtime.weights import ModelWeights
+    from epsim.traces.model.config import ModelShape, build_model
+
+    torch.manual_seed(seed)
+    small = ModelShape(vocabulary=64, num_layers=2, hidden=32, num_heads=2, num_experts=8, top_k=2, intermediate=16)
+    model = build_model(small)
+    weights, far = ModelWeights(model), 0.0
+    for layer in weights.layers:
+        slots = [[*range(8), *range(8)]]
+        made = build_layer(
+            weights.shape,
+            parse_stack("eplb+lplb+waterfill"),
+            Placement(torch.tensor(slots), 8, size),
+            layer=layer,
+            seed=1,
+            group=None,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            weights=weights,
+            router=weights.router(layer, torch.device("cpu"), torch.float32),
+        )
+        hidden = torch.randn(80 + rank, 32, generator=torch.Generator().manual_seed(rank))
+        with torch.no_grad():
+            wanted = model.model.layers[layer].mlp(hidden[None])[0]
+            far = max(far, float((made(hidden, step=0) - wanted).norm() / wanted.norm()))
+    return far
+
+
+def recorded(rank: int, size: int, nodes: int, text: str, slots: Any) -> Any:
+    """Two layers, recorded by the recorder: its block, on rank 0, and what each rank served."""
+    from epsim.runtime.recording import RoutingRecorder
+
+    weights = RandomWeights(SHAPE, SEED)
+    layers = []
+    for number, layer in enumerate((3, 7)):
+        layers.append(
+            build_layer(
+                SHAPE,
+                parse_stack(text),
+                table(slots[number : number + 1], SHAPE, size, nodes),
+                layer=layer,
+                seed=SEED,
+                group=None,
+                device=torch.device("cpu"),
+                dtype=torch.float32,
+                weights=weights,
+            )
+        )
+    recorder = RoutingRecorder(layers)
+    served = []
+    for step in STEPS:
+        hidden = hidden_states(step, rank, size, torch.float32)
+        row = []
+        for made in layers:
+            hidden = hidden + made(hidden, step=step)
+            assert made.record is not None
+            row.append((int(made.record.received.sum()), int(made.record.received_shared)))
+        served.append(row)
+    return recorder.block(), served

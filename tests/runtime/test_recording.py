@@ -1,0 +1,54 @@
+"""What a run routed replays, through a file, to the load that the run had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from epsim.placement.base import Placement
+from epsim.policies.apply import Setting, bind
+from epsim.policies.stack import parse_stack
+from epsim.runtime.recording import joined
+from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.trace import TokenBlock, TraceMeta
+from tests.runtime import programs
+from tests.runtime.worlds import launch
+
+
+@pytest.mark.parametrize("text", ["eplb+lplb+waterfill", "eplb+lplb(counts=gathered)", "eplb+random+waterfill"])
+def test_a_recorded_run_replays_to_its_load(text: str, tmp_path: Path) -> None:
+    size, nodes, shape = 4, 2, programs.SHAPE
+    rng = np.random.default_rng(1)
+    slots = np.stack([rng.permutation([*range(32), *rng.integers(0, 32, 16)]) for _ in range(2)])
+    ran = launch(size, programs.recorded, size, nodes, text, slots)
+    block = ran[0][0]
+    assert [one[0] for one in ran[1:]] == [None] * 3
+    meta = TraceMeta("tokens", 2, 32, 4, size, shape.shared_cost, layers=(3, 7))
+    with TraceWriter(tmp_path / "run.parquet", meta) as writer:
+        writer.append(block)
+    trace = StoredTrace(tmp_path / "run.parquet")
+    setting = Setting(programs.SEED, shape.shared_cost, shape.top_k, trace.meta.layers)
+    bound = bind(parse_stack(text), Placement(torch.from_numpy(slots), 32, size, nodes), setting)
+    loads = [bound.load(part) for part in trace.blocks()]
+    routed, shared = (torch.cat([getattr(load, name) for load in loads]) for name in ("routed", "shared_tokens"))
+    served = torch.tensor([one[1] for one in ran])  # [R, S, L, 2]
+    assert torch.equal(routed, served[..., 0].permute(1, 2, 0))
+    assert torch.equal(shared, served[..., 1].permute(1, 2, 0))
+
+
+def test_ranks_are_put_in_order() -> None:
+    ids = {step: np.full((tokens, 2, 1), step) for step, tokens in ((4, 2), (9, 0))}
+    other = {step: np.full((tokens, 2, 1), 10 + step) for step, tokens in ((4, 1), (9, 3))}
+    block = joined([ids, other])
+    assert isinstance(block, TokenBlock)
+    assert block.steps.tolist() == [4, 9]
+    assert block.token_step.tolist() == [0, 0, 0, 1, 1, 1]
+    assert block.source_rank.tolist() == [0, 0, 1, 1, 1, 1]
+    assert block.expert_ids[:, 1, 0].tolist() == [4, 4, 14, 19, 19, 19]
+    with pytest.raises(ValueError, match="rank 1 recorded 1 steps, rank 0 2"):
+        joined([ids, {4: ids[4]}])
+    with pytest.raises(ValueError, match="nothing recorded"):
+        joined([{}, {}])
