@@ -125,7 +125,7 @@ def replay(
     keys_wanted = history_keys if history is not None else None
     placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, keys_wanted)
     watch = bool(history_keys)
-    setting = Setting(options.seed, shared_cost, meta.top_k, meta.layers, options.device)
+    setting = Setting(options.seed, shared_cost, meta.top_k, meta.layers, backend=options.device)
     structures: dict[str, SplitStructure] = {}
     runs = []
     for name, stack in options.policies:
