@@ -14,6 +14,8 @@ from epsim.policies.base import Batch, SharedWork, Split, local_index
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load, joined
 from epsim.policies.rounding import ONE, fixed_point
+from epsim.policies.rows import RowCounts, expected_rows, token_rows
+from epsim.policies.shared import Local
 from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
 from epsim.traces.trace import Block, CountsBlock, Level, RankCountsBlock, TokenBlock
@@ -30,6 +32,7 @@ class Setting:
     seed: of all draws. shared_cost: work of the shared expert in routed assignments, 0 for none.
     top_k: routed experts a token chooses. layers: the model's number of each layer, which draws depend on.
     backend: which form of `epsim.kernels.split` solves splits; all give the same bits.
+    rows: whether loads tell the rows that are moved (Load.rank_rows), from the coarsest level that knows source ranks.
     """
 
     seed: int
@@ -37,6 +40,7 @@ class Setting:
     top_k: int
     layers: tuple[int, ...]
     backend: Backend = "auto"
+    rows: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +147,8 @@ class BoundStack:
         fractions = split.fractions(counts, copies) if split.by_fractions else None
         fixed = counts.new_empty(0) if fractions is None else fixed_point(fractions, copies)
         ids = None
-        if not split.by_rank or (self.has_shared and self.stack.shared.level == "tokens"):
+        of_tokens = not split.by_rank or (self.has_shared and self.stack.shared.level == "tokens")
+        if of_tokens or (self.setting.rows and batch is not None):
             assert batch is not None
             ids = split.physical_ids(batch, rank_counts, fixed, copies, self.setting.seed)
         if ids is None or batch is None:
@@ -157,8 +162,10 @@ class BoundStack:
             real = copies.per_rank(fractions * copies.per_slot(counts))
         tokens = self._tokens(rank_counts, batch)
         shared = torch.zeros_like(by_source)
-        if self.has_shared:
-            shared = self.stack.shared.served(self._shared_work(steps, by_source, tokens, batch, ids))
+        work = self._shared_work(steps, by_source, tokens, batch, ids) if self.has_shared else None
+        if work is not None:
+            shared = self.stack.shared.served(work)
+        rank_rows, node_rows = self._rows(by_source, tokens, shared, work, batch, ids)
         return Load(
             routed=routed,
             routed_real=real,
@@ -172,7 +179,28 @@ class BoundStack:
             shared_remote_rank=self._leaving(shared, node=False),
             shared_remote_node=self._leaving(shared, node=True),
             rounded=True,
+            rank_rows=rank_rows,
+            node_rows=node_rows,
         )
+
+    def _rows(
+        self,
+        by_source: torch.Tensor,
+        tokens: torch.Tensor,
+        shared: torch.Tensor,
+        work: SharedWork | None,
+        batch: Batch | None,
+        ids: torch.Tensor | None,
+    ) -> RowCounts | tuple[None, None]:
+        """A shared expert that stays local is not dispatched."""
+        if not self.setting.rows:
+            return None, None
+        nodes, dispatched = self.copies.node_of_rank, work is not None and not isinstance(self.stack.shared, Local)
+        if batch is None or ids is None:
+            return expected_rows(by_source, tokens, self.setting.top_k, shared if dispatched else None, nodes)
+        ranks = torch.where(ids >= 0, ids // self.copies.placement.slots_per_rank, -1)
+        shared_ranks = self.stack.shared.token_ranks(work) if work is not None and dispatched else None
+        return token_rows(batch, ranks, shared_ranks, nodes)
 
     def _tokens(self, rank_counts: torch.Tensor, batch: Batch | None) -> torch.Tensor:
         """[S, L, R]: tokens of each source rank; int64, or float64 where nothing needs them whole."""

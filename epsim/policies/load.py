@@ -23,6 +23,8 @@ class Load:
     shared_remote_rank, shared_remote_node [S, L] int64: shared-expert tokens that do; None where the trace holds counts
     only.
     rounded: whether loads are whole, as the runtime's, or expected values.
+    rank_rows [S, L, R, R], node_rows [S, L, R, N] float64: tokens by source rank and the rank, or node, that they are
+    sent to, each once (`epsim.policies.rows`); None where not asked for (Setting.rows) or at counts level.
     """
 
     routed: torch.Tensor
@@ -37,6 +39,8 @@ class Load:
     shared_remote_rank: torch.Tensor | None
     shared_remote_node: torch.Tensor | None
     rounded: bool
+    rank_rows: torch.Tensor | None = None
+    node_rows: torch.Tensor | None = None
 
     @property
     def total(self) -> torch.Tensor:

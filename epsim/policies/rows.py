@@ -1,0 +1,79 @@
+"""Rows that a dispatch moves: a token goes once to each rank, and once to each node, that serves any of its experts."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numba
+import numpy as np
+import torch
+
+from epsim.policies.base import Batch
+
+RowCounts: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+"""[S, L, R, R] by source rank and rank that serves, [S, L, R, N] by source rank and node that does; float64."""
+
+
+def token_rows(
+    batch: Batch, expert_ranks: torch.Tensor, shared_ranks: torch.Tensor | None, node_of_rank: torch.Tensor
+) -> RowCounts:
+    """Counted. expert_ranks [T, L, k] int64: ranks that serve a token's experts, -1 for an empty slot; shared_ranks
+    [T, L]: the rank that serves its shared expert where that is dispatched, -1 for none; node_of_rank [R]."""
+    num_steps, num_ranks = len(batch.steps), len(node_of_rank)
+    num_nodes = int(node_of_rank.max()) + 1
+    if shared_ranks is not None:
+        expert_ranks = torch.cat([expert_ranks, shared_ranks[:, :, None]], dim=2)
+    rank_rows = np.zeros((num_steps, expert_ranks.shape[1], num_ranks, num_ranks))
+    node_rows = np.zeros((*rank_rows.shape[:3], num_nodes))
+    _count(
+        batch.token_step.cpu().numpy(),
+        batch.source_rank.cpu().numpy(),
+        expert_ranks.cpu().contiguous().numpy(),
+        node_of_rank.cpu().numpy(),
+        rank_rows,
+        node_rows,
+    )
+    device = expert_ranks.device
+    return torch.from_numpy(rank_rows).to(device), torch.from_numpy(node_rows).to(device)
+
+
+def expected_rows(
+    by_source: torch.Tensor, tokens: torch.Tensor, top_k: int, shared: torch.Tensor | None, node_of_rank: torch.Tensor
+) -> RowCounts:
+    """By expectation, each of a token's top_k choices falling where those of its source rank do, independently.
+
+    by_source [S, L, R, R]: assignments by source rank and rank that serves. tokens [S, L, R] of each source rank.
+    shared [S, L, R, R]: shared-expert tokens likewise, where they are dispatched.
+    """
+    num_nodes = int(node_of_rank.max()) + 1
+    to_node = torch.nn.functional.one_hot(node_of_rank, num_nodes).double()
+    found = []
+    for into in (None, to_node):
+        share = by_source.double() / (tokens.double().clamp(min=1e-300) * top_k)[..., None]
+        extra = None if shared is None else shared.double()
+        if into is not None:
+            share, extra = share @ into, None if extra is None else extra @ into
+        visited = 1 - (1 - share).clamp(min=0) ** top_k
+        rows = visited * tokens[..., None]
+        found.append(rows if extra is None else rows + extra * (1 - visited))
+    return found[0], found[1]
+
+
+@numba.njit(cache=True, nogil=True)
+def _count(step: Any, source: Any, ranks: Any, node: Any, rank_rows: Any, node_rows: Any) -> None:
+    num_tokens, num_layers, width = ranks.shape
+    last_rank = np.full(rank_rows.shape[3], -1, dtype=np.int64)
+    last_node = np.full(node_rows.shape[3], -1, dtype=np.int64)
+    for token in range(num_tokens):
+        for layer in range(num_layers):
+            here = token * num_layers + layer
+            for slot in range(width):
+                rank = ranks[token, layer, slot]
+                if rank < 0:
+                    continue
+                if last_rank[rank] != here:
+                    last_rank[rank] = here
+                    rank_rows[step[token], layer, source[token], rank] += 1.0
+                if last_node[node[rank]] != here:
+                    last_node[node[rank]] = here
+                    node_rows[step[token], layer, source[token], node[rank]] += 1.0
