@@ -1,0 +1,116 @@
+"""Time of dispatch and combine: the busiest rank's rows on each level of the network.
+
+Normal kernels (DeepEP): a token's row goes once to each node that holds one of its experts (RDMA, to the rank of the
+same place in its node), and from there once to each rank (NVLink); both levels stream at the same time, so that the
+slower one counts: time = alpha + max over levels of bytes / rate(bytes), with bytes those of the rank that sends or
+receives most. Low-latency kernels send a row for every assignment, straight to its rank. Combine is the way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from epsim.cost.hardware import Hardware, Link
+from epsim.cost.model import ModelSpec
+
+Kernels: TypeAlias = Literal["normal", "low-latency"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows that the busiest rank moves, per step and layer. nvlink, rdma [S, L] float64: max over ranks of max(sent,
+    received), on NVLink with those that stay on their rank, on RDMA those that leave their node."""
+
+    nvlink: torch.Tensor
+    rdma: torch.Tensor
+
+
+def busiest_rows(rank_rows: torch.Tensor, node_rows: torch.Tensor) -> Rows:
+    """rank_rows [..., R, R]: tokens by source rank and rank they go to, each once; node_rows [..., R, N]: the same by
+    node they go to. Ranks fill nodes in order, all of them equally."""
+    num_ranks, num_nodes = rank_rows.shape[-1], node_rows.shape[-1]
+    lead, places = rank_rows.shape[:-2], num_ranks // num_nodes
+    received = rank_rows.sum(-2)
+    # What a rank sends on NVLink: its own rows and those that came to it from its place in the other nodes.
+    by_place = rank_rows.reshape(*lead, num_nodes, places, num_nodes, places)
+    sent = by_place.sum((-4, -1)).transpose(-1, -2).reshape(*lead, num_ranks)
+    nvlink = torch.maximum(received, sent).amax(-1)
+    if num_nodes == 1:
+        return Rows(nvlink.double(), torch.zeros_like(nvlink, dtype=torch.float64))
+    node = torch.arange(num_nodes, device=node_rows.device)
+    leaving = node_rows * (node.repeat_interleave(places)[:, None] != node)
+    arriving = leaving.reshape(*lead, num_nodes, places, num_nodes).sum(-3)
+    rdma = torch.maximum(leaving.sum(-1).amax(-1), arriving.flatten(-2).amax(-1))
+    return Rows(nvlink.double(), rdma.double())
+
+
+def expected_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_nodes: int) -> Rows:
+    """By expectation, where only loads are known: tokens live evenly on all ranks, and each of a token's top_k choices
+    falls on a rank as its load tells, independently of the others.
+
+    load [..., R]: routed assignments a rank serves; tokens [...] of the layer.
+    """
+    num_ranks = load.shape[-1]
+    share = load / (tokens.clamp(min=1e-300) * top_k)[..., None]
+    arriving = visits(share, top_k) * tokens[..., None]
+    # A rank forwards what its node's ranks receive from ranks of its place: as much as each of them.
+    places = num_ranks // num_nodes
+    lead = load.shape[:-1]
+    forwarded = arriving.reshape(*lead, num_nodes, places).mean(-1)
+    nvlink = torch.maximum(arriving.amax(-1), forwarded.amax(-1))
+    if num_nodes == 1:
+        return Rows(nvlink, torch.zeros_like(nvlink))
+    per_node = visits(share.reshape(*lead, num_nodes, places).sum(-1), top_k) * (tokens / num_ranks)[..., None]
+    # A rank of node n sends what is for the other nodes; a rank of node n receives from its place in each of them.
+    leaving = per_node.sum(-1, keepdim=True) - per_node
+    return Rows(nvlink, torch.maximum(leaving, per_node * (num_nodes - 1)).amax(-1))
+
+
+def visits(share: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Probability that at least one of top_k independent choices falls where a share of all choices falls."""
+    return 1 - (1 - share).clamp(min=0) ** top_k
+
+
+def exchange_us(rows: Rows, hardware: Hardware, model: ModelSpec, num_nodes: int, kernels: Kernels) -> torch.Tensor:
+    """[2, ...] microseconds of dispatch and of combine; rows of low-latency kernels are assignments."""
+    rates = hardware.normal if kernels == "normal" else hardware.low_latency
+    across = num_nodes > 1
+    found = []
+    for alpha, row_bytes, near, forward, far in (
+        (rates.dispatch_alpha_us, model.dispatch_row_bytes, rates.nvlink_dispatch, rates.forward_dispatch,
+         rates.rdma_dispatch),
+        (rates.combine_alpha_us, model.combine_row_bytes, rates.nvlink_combine, rates.forward_combine,
+         rates.rdma_combine),
+    ):  # fmt: skip
+        time = bytes_us(rows.nvlink * row_bytes, forward if across and forward is not None else near)
+        if across:
+            time = torch.maximum(time, bytes_us(rows.rdma * row_bytes, far))
+        found.append(time + alpha + across * rates.nodes_alpha_us)
+    return torch.stack(found)
+
+
+def bytes_us(size: torch.Tensor, link: Link) -> torch.Tensor:
+    """Bytes [...] -> microseconds [...] at the rate of that size."""
+    if len(link.gb_per_s) == 1:
+        return size * (1e-3 / link.gb_per_s[0])
+    rates = torch.tensor(link.gb_per_s, dtype=torch.float64, device=size.device)
+    at = torch.tensor(link.at_bytes, dtype=torch.float64, device=size.device).log()
+    log_size = size.clamp(min=1.0).log()
+    right = torch.searchsorted(at, log_size).clamp(1, len(at) - 1)
+    weight = ((log_size - at[right - 1]) / (at[right] - at[right - 1])).clamp(0, 1)
+    return size * 1e-3 / torch.lerp(rates[right - 1], rates[right], weight)
+
+
+def low_latency_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_nodes: int) -> Rows:
+    """A row for each assignment. load [..., R]: assignments a rank serves; tokens [...]: evenly on all ranks. Those
+    whose node is another travel by RDMA."""
+    num_ranks = load.shape[-1]
+    sent = tokens * (top_k / num_ranks)
+    busiest = torch.maximum(load.amax(-1).double(), sent)
+    if num_nodes == 1:
+        return Rows(busiest, torch.zeros_like(busiest))
+    away = (num_nodes - 1) / num_nodes
+    return Rows(busiest * (1 - away), busiest * away)

@@ -1,0 +1,116 @@
+"""What a GPU and its links can do: specifications and the rates measured on them (epsim/cost/specs/hardware/*.toml)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from epsim.cost.spec_files import build, read_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of one level of an exchange: time = bytes / rate(bytes).
+
+    gb_per_s: the rate at each of `at_bytes` (ascending; bytes of the busiest rank), between them by the logarithm of
+    the size and outside them the nearest; a single rate needs no sizes.
+    """
+
+    gb_per_s: tuple[float, ...]
+    at_bytes: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = self.at_bytes or (1.0,) * len(self.gb_per_s)
+        if not self.gb_per_s or len(sizes) != len(self.gb_per_s) or (len(sizes) > 1 and not self.at_bytes):
+            raise ValueError("gb_per_s needs one rate, or as many as there are at_bytes")
+        if min(self.gb_per_s) <= 0 or min(sizes) <= 0 or (list(sizes) != sorted(set(sizes)) and len(sizes) > 1):
+            raise ValueError("rates and sizes must be above 0, and sizes ascending")
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeRates:
+    """Dispatch and combine of one kind of kernel.
+
+    alpha_us: what a call costs without bytes, within a node and, on top, between nodes. nvlink, rdma: rates of each
+    level; bytes on NVLink include those that stay on their own rank, which the kernels copy as well, bytes on RDMA are
+    those that leave the node. forward: NVLink's rates where kernels also forward what comes from other nodes; left out,
+    they are NVLink's.
+    """
+
+    dispatch_alpha_us: float
+    combine_alpha_us: float
+    nodes_alpha_us: float
+    nvlink_dispatch: Link
+    nvlink_combine: Link
+    rdma_dispatch: Link
+    rdma_combine: Link
+    forward_dispatch: Link | None = None
+    forward_combine: Link | None = None
+
+    def __post_init__(self) -> None:
+        _not_negative(self, ("dispatch_alpha_us", "combine_alpha_us", "nodes_alpha_us"))
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyCosts:
+    """Microseconds a layer that policies add, as measured. all_reduce_us: one of a layer's counts, within a node and
+    between nodes. solve_us: of a split by `epsim.kernels.split`; published_solve_us: of LPLB's interior point method.
+    assign_us: from fractions to physical experts; waterfill_us: the shared expert's placing."""
+
+    all_reduce_us: float
+    all_reduce_nodes_us: float
+    solve_us: float
+    published_solve_us: float
+    assign_us: float
+    waterfill_us: float
+
+    def __post_init__(self) -> None:
+        _not_negative(self, self.__slots__)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One GPU of a node of `ranks_per_node`.
+
+    memory_gb: capacity. memory_gb_per_s, bf16_tflops, fp8_tflops: what kernels reach, not peaks. kernel_us: fixed cost
+    of the expert computation's kernels. tile: rows to which grouped GEMMs pad each expert's tokens. exchange_sms of
+    `sms` are taken by an exchange that runs beside computation. source: where the numbers come from.
+    """
+
+    name: str
+    source: str
+    memory_gb: float
+    memory_gb_per_s: float
+    bf16_tflops: float
+    fp8_tflops: float
+    kernel_us: float
+    tile: int
+    ranks_per_node: int
+    sms: int
+    exchange_sms: int
+    normal: ExchangeRates
+    low_latency: ExchangeRates
+    policy: PolicyCosts
+
+    def __post_init__(self) -> None:
+        for name in ("memory_gb", "memory_gb_per_s", "bf16_tflops", "fp8_tflops", "tile", "ranks_per_node", "sms"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, give a number above 0")
+        _not_negative(self, ("kernel_us", "exchange_sms"))
+        if self.exchange_sms >= self.sms:
+            raise ValueError(f"exchange_sms {self.exchange_sms} leaves none of {self.sms} SMs to compute")
+
+
+def load_hardware(name: str) -> Hardware:
+    """`h100`, `h200`, `h800`, `b200`, or the path of a TOML file. Raises ValueError in one line."""
+    content, where = read_spec("hardware", "--hardware", name)
+    found = build(Hardware, content, where)
+    assert isinstance(found, Hardware)
+    return found
+
+
+def _not_negative(spec: object, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is {value}, give 0 or more")

@@ -1,0 +1,99 @@
+"""Shapes and weights of models, as far as time and memory need them (epsim/cost/specs/models/*.toml)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from epsim.cost.spec_files import build, known_specs, read_spec
+
+SCALE_BLOCK = 128
+"""FP8 rows carry one float32 scale for so many values."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Experts: `moe_layers` layers of `num_experts` of `intermediate`, `top_k` a token, and a shared expert of
+    `shared_intermediate` (0 for none). top_groups of `groups`: group-limited routing (1 of 1: none).
+
+    weight_bytes: of one expert parameter. compute: type of the expert GEMMs; dispatch: type of dispatched rows; those
+    combined are bf16. rest_parameters: of attention, norms and router, a layer; rest_us: what else a layer costs beyond
+    reading them and computing with them; dense_layers are layers without experts, of `dense_parameters` each besides.
+    source: where the numbers come from.
+    """
+
+    name: str
+    source: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    moe_layers: int
+    weight_bytes: float
+    compute: Literal["fp8", "bf16"]
+    dispatch: Literal["fp8", "bf16"]
+    rest_parameters: float
+    rest_us: float
+    shared_intermediate: int = 0
+    groups: int = 1
+    top_groups: int = 1
+    dense_layers: int = 0
+    dense_parameters: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "intermediate", "num_experts", "top_k", "moe_layers", "groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, give at least 1")
+        for name in ("shared_intermediate", "rest_parameters", "rest_us", "dense_layers", "dense_parameters"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, give 0 or more")
+        if not self.weight_bytes > 0:
+            raise ValueError(f"weight_bytes is {self.weight_bytes}, give a number above 0")
+        if self.num_experts % self.groups or self.top_groups > self.groups:
+            raise ValueError(
+                f"{self.groups} groups, the best {self.top_groups}: must divide {self.num_experts} experts"
+            )
+        if self.top_k > self.num_experts // self.groups * self.top_groups:
+            raise ValueError(f"top_k {self.top_k} is more than the experts that can be chosen")
+
+    @property
+    def shared_cost(self) -> float:
+        """The shared expert's work in routed assignments (docs/contract.md section 1)."""
+        return self.shared_intermediate / self.intermediate
+
+    @property
+    def expert_bytes(self) -> float:
+        """Weights of one routed expert: gate, up and down projections."""
+        return 3 * self.hidden * self.intermediate * self.weight_bytes
+
+    @property
+    def expert_flops(self) -> float:
+        """Of one assignment: two for each weight."""
+        return 6.0 * self.hidden * self.intermediate
+
+    @property
+    def dispatch_row_bytes(self) -> float:
+        """Bytes of a dispatched token: bf16, or fp8 with one float32 scale for each 128 values."""
+        return 2.0 * self.hidden if self.dispatch == "bf16" else self.hidden * (1 + 4 / SCALE_BLOCK)
+
+    @property
+    def combine_row_bytes(self) -> float:
+        return 2.0 * self.hidden
+
+
+def load_model(name: str) -> ModelSpec:
+    """A shipped model by name (`deepseek-v3`; a longer name such as `deepseek-ai/DeepSeek-V3-0324` finds the shipped
+    one it begins with), or the path of a TOML file. Raises ValueError in one line."""
+    if not name.endswith(".toml"):
+        plain = _plain(name.rsplit("/", 1)[-1])
+        fits = [known for known in known_specs("models") if plain.startswith(_plain(known))]
+        name = max(fits, key=len, default=name)
+    content, where = read_spec("models", "--model", name)
+    found = build(ModelSpec, content, where)
+    assert isinstance(found, ModelSpec)
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,0 +1,93 @@
+"""Specifications: small TOML files shipped with the package, or a user's own, read into frozen dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from epsim.traces.files import check_source
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def known_specs(kind: str) -> tuple[str, ...]:
+    """Names of the shipped files of a kind (`hardware`, `models`)."""
+    folder = resources.files("epsim.cost").joinpath("specs", kind)
+    return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
+
+
+def read_spec(kind: str, option: str, name: str) -> tuple[dict[str, Any], str]:
+    """The content of a shipped file by name, case ignored, or of a file by its path; and words for where it is.
+
+    Raises ValueError in one line for an unknown name (naming the known ones) and for a file that is no TOML.
+    """
+    if name.endswith(".toml") or "/" in name:
+        path = Path(name)
+        check_source(path)
+        where, text = str(path), path.read_text(encoding="utf-8")
+    else:
+        known = known_specs(kind)
+        found = next((one for one in known if one == name.lower()), None)
+        if found is None:
+            raise ValueError(f"{option} {name}: known are {', '.join(known)}, or give a .toml file")
+        where = f"{kind}/{found}.toml"
+        text = resources.files("epsim.cost").joinpath("specs", kind, f"{found}.toml").read_text(encoding="utf-8")
+    try:
+        return tomllib.loads(text), where
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{where}: not TOML: {error}") from None
+
+
+def build(kind: type[Any], content: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from a TOML table: tables become the dataclasses of its fields, whole numbers pass for numbers.
+
+    Raises ValueError naming the key: unknown, missing, of the wrong type, or refused by the class itself.
+    """
+    hints = get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    unknown = next((key for key in content if key not in fields), None)
+    if unknown is not None:
+        raise ValueError(f"{where}: unknown key {unknown!r}, known are {', '.join(fields)}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in content:
+            values[name] = _value(hints[name], content[name], f"{where}: {name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where}: key {name!r} is missing")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    options = [part for part in get_args(hint) if part is not type(None)]
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{where}: {value!r} is no list")
+        return tuple(_value(options[0], part, where) for part in value)
+    if type(None) in get_args(hint):
+        return _value(options[0], value, where)
+    if options and all(isinstance(part, str) for part in options):
+        if value not in options:
+            raise ValueError(f"{where}: {value!r} is none of {', '.join(options)}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: {value!r} is no table")
+        assert isinstance(hint, type)
+        return build(hint, value, where)
+    kinds = (int, float) if hint is float else (hint,)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ValueError(f"{where}: {value!r} is not of type {hint.__name__}")
+    if hint is float and not math.isfinite(value):
+        raise ValueError(f"{where}: {value!r} is not finite")
+    return hint(value)

@@ -1,0 +1,36 @@
+"""The metrics that need hardware and model: layer_time_us, bytes_read and throughput_gain of a load."""
+
+from __future__ import annotations
+
+import torch
+
+from epsim.cost.layer_time import LayerTiming
+from epsim.cost.metrics import Values
+from epsim.policies.load import Load
+from epsim.policies.stack import PolicyStack
+
+TOGETHER = "timed for routed and shared experts together"
+
+
+def timed_metrics(
+    timing: LayerTiming, load: Load, stack: PolicyStack, redundant: bool, shared: bool, first: torch.Tensor | None
+) -> tuple[dict[str, Values], torch.Tensor]:
+    """The metrics of a load under its stack, and the time of its steps [S] in microseconds.
+
+    redundant: whether any expert has several copies; shared: whether the load has a shared expert's part.
+    first [S]: the time of the same steps under the first stack, None where this is the first.
+    """
+    busy = load.assignments > 0
+    layer_us = timing.layer_us(load, stack, redundant)
+    step_us = timing.step_us(layer_us, load.tokens, load.routed.shape[-1])
+    shared_read = (load.shared_tokens > 0) * (timing.model.expert_bytes * timing.model.shared_cost)
+    read = (load.active * timing.model.expert_bytes + shared_read).amax(-1)
+    nan = torch.nan
+    values: dict[str, Values] = {
+        "layer_time_us": torch.where(busy, layer_us, nan),
+        "bytes_read": torch.where(busy, read, nan),
+        "throughput_gain": torch.where(busy.any(-1), (step_us if first is None else first) / step_us - 1, nan),
+    }
+    if shared:
+        values |= {f"routed_{key}": TOGETHER for key in list(values)}
+    return values, step_us
