@@ -11,12 +11,14 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import epsim
+from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, timing_of
 from epsim.cli_model import app as model_app
 from epsim.cli_run import compare_command, run_command
 from epsim.cli_traces import (
@@ -107,6 +109,9 @@ def replay_command(
     device: Annotated[
         str, typer.Option("--device", help="Where splits are solved: cpu or cuda; the results are the same.")
     ] = "cpu",
+    hardware: HardwareOption = None,
+    overlap: OverlapOption = False,
+    expert_table: ExpertTableOption = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write results.json, report.md and report.html there.")
     ] = None,
@@ -140,10 +145,11 @@ def replay_command(
     with working("reading"):
         scored = _selected(open_trace([Path(trace)], reading), only, min_tokens)
         planned = None if history is None else _selected(open_trace([Path(history)], reading), only, min_tokens)
+    timing = timing_of(hardware, model or scored.meta.model, nodes, only or scored.meta.phase, overlap, expert_table)
     with _progress("replaying", replay_length(scored, planned)) as advance:
         results = replay(
             scored,
-            options,
+            replace(options, timing=timing),
             planned,
             trace_name=Path(trace).name,
             history_name="" if history is None else Path(history).name,

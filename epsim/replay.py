@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 import epsim
+from epsim.cost.layer_time import LayerTiming
 from epsim.cost.metrics import Values, layer_metrics
 from epsim.cost.statistics import BlockBootstrap
 from epsim.cost.summary import StackSummary, load_over_mean, tied_with_best
+from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.split import SplitStructure, cuda, prepare, solve_peak
 from epsim.kernels.split.solver import REFUSED
 from epsim.parallel import in_parallel
@@ -37,7 +39,7 @@ class ReplayOptions:
 
     shared_cost: None takes the trace's; plan_share: part of the trace that placements are planned on where there is no
     history, the rest being scored. device: where splits are solved; both give the same results, bit for bit. All else
-    is done on the CPU, where sums of real numbers have one order.
+    is done on the CPU, where sums of real numbers have one order. timing: how long layers take; None leaves times out.
     """
 
     cluster: Cluster
@@ -47,6 +49,7 @@ class ReplayOptions:
     plan_share: float = 0.5
     command: str = ""
     device: Device = "cpu"
+    timing: LayerTiming | None = None
 
     def __post_init__(self) -> None:
         if not self.policies:
@@ -75,10 +78,12 @@ def check_device(name: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Of one stack on one block: metrics, and each rank's load over the mean load, summed over pairs [R]."""
+    """Of one stack on one block: metrics, each rank's load over the mean load, summed over pairs [R], and the time of
+    steps [S] where it is modelled."""
 
     metrics: dict[str, Values]
     load_over_mean: torch.Tensor
+    step_us: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -89,9 +94,15 @@ class _StackRun:
     structure: SplitStructure
     summary: StackSummary
 
-    def score(self, block: Block, optimum: torch.Tensor, shared: bool) -> _Scores:
-        load = self.bound.load(block)
-        return _Scores(layer_metrics(load, optimum, shared), load_over_mean(load.total.double()))
+    def score(self, block: Block, optimum: torch.Tensor, timing: LayerTiming | None, first: _Scores | None) -> _Scores:
+        """first: the first stack's, None where this is it."""
+        load, shared, step_us = self.bound.load(block), self.bound.has_shared, None
+        metrics = layer_metrics(load, optimum, shared)
+        if timing is not None:
+            redundant, first_us = self.bound.copies.redundant, None if first is None else first.step_us
+            timed, step_us = timed_metrics(timing, load, self.bound.stack, redundant, shared, first_us)
+            metrics |= timed
+        return _Scores(metrics, load_over_mean(load.total.double()), step_us)
 
 
 def replay(
@@ -125,7 +136,17 @@ def replay(
     keys_wanted = history_keys if history is not None else None
     placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, keys_wanted)
     watch = bool(history_keys)
-    setting = Setting(options.seed, shared_cost, meta.top_k, meta.layers, backend=options.device)
+    timing = options.timing
+    if timing is not None:
+        timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
+    setting = Setting(
+        options.seed,
+        shared_cost,
+        meta.top_k,
+        meta.layers,
+        backend=options.device,
+        rows=timing is not None,
+    )
     structures: dict[str, SplitStructure] = {}
     runs = []
     for name, stack in options.policies:
@@ -139,7 +160,7 @@ def replay(
 
     def score(block: Block) -> tuple[int, Ints | None, list[_Scores]]:
         counts = to_counts(block, meta.num_experts).counts
-        scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, setting)
+        scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, setting, timing)
         return len(block.steps), step_keys(counts) if watch else None, scores
 
     max_steps = _steps_a_block(meta, cluster)
@@ -180,6 +201,7 @@ def replay(
             "seed": options.seed,
             "shared_cost": shared_cost,
             "history": _history_words(num_planned, history_name, history_keys, scored_keys),
+            **({} if timing is None else {"timing": timing.words()}),
             "version": epsim.__version__,
             "command": options.command,
         },
@@ -214,7 +236,9 @@ def replay_length(trace: StoredTrace, history: StoredTrace | None) -> int:
     return trace.num_steps + (history.num_steps if history is not None else 0)
 
 
-def _score(block: Block, step_counts: Ints, runs: Sequence[_StackRun], setting: Setting) -> list[_Scores]:
+def _score(
+    block: Block, step_counts: Ints, runs: Sequence[_StackRun], setting: Setting, timing: LayerTiming | None
+) -> list[_Scores]:
     """block: regrouped to the cluster's ranks; step_counts [S, L, E]: its counts."""
     counts = torch.from_numpy(step_counts)
     num_steps, num_layers, num_experts = counts.shape
@@ -225,7 +249,10 @@ def _score(block: Block, step_counts: Ints, runs: Sequence[_StackRun], setting: 
         if solution.status.any():  # from a GPU; the CPU form has raised this itself
             raise ValueError(REFUSED[int(solution.status.max())])
         optima[id(structure)] = solution.bound.reshape(num_steps, num_layers)
-    return [run.score(block, optima[id(run.structure)], setting.shared_cost > 0) for run in runs]
+    scores: list[_Scores] = []
+    for run in runs:
+        scores.append(run.score(block, optima[id(run.structure)], timing, scores[0] if scores else None))
+    return scores
 
 
 def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:
@@ -233,6 +260,8 @@ def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[s
         return options.shared_cost, []
     if meta.shared_cost is not None:
         return meta.shared_cost, []
+    if options.timing is not None:
+        return options.timing.model.shared_cost, []
     return 0.0, ["the recording does not tell of a shared expert: none is assumed; --shared-cost says otherwise"]
 
 
