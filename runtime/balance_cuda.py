@@ -19,8 +19,6 @@ def uncovered(stack: PolicyStack, setting: Setting, device: torch.device) -> str
     """Why the kernels cannot balance this stack, or None."""
     if device.type != "cuda" or not available():
         return "they need a GPU of compute capability 9.0, and CuPy"
-    if getattr(stack.split, "objective", "tokens") != "tokens":
-        return "a split by time is searched for on the CPU"
     return Rule.of(stack.split, stack.shared, setting.shared_cost, setting.seed).uncovered()
 
 
