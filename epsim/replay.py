@@ -15,7 +15,7 @@ from epsim.cost.metrics import Values, layer_metrics
 from epsim.cost.statistics import BlockBootstrap
 from epsim.cost.summary import StackSummary, load_over_mean, tied_with_best
 from epsim.cost.time_metrics import timed_metrics
-from epsim.kernels.split import SplitStructure, cuda, prepare, solve_peak
+from epsim.kernels.split import Backend, SplitStructure, cuda, prepare, solve_peak
 from epsim.kernels.split.solver import REFUSED
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
@@ -97,6 +97,8 @@ class _StackRun:
     def score(self, block: Block, optimum: torch.Tensor, timing: LayerTiming | None, first: _Scores | None) -> _Scores:
         """first: the first stack's, None where this is it."""
         load, shared, step_us = self.bound.load(block), self.bound.has_shared, None
+        if load.counts is not None:
+            optimum = _optimum(self.structure, load.counts, self.bound.setting.backend)
         metrics = layer_metrics(load, optimum, shared)
         if timing is not None:
             redundant, first_us = self.bound.copies.redundant, None if first is None else first.step_us
@@ -145,6 +147,8 @@ def replay(
         meta.top_k,
         meta.layers,
         backend=options.device,
+        phase=meta.phase,
+        num_scores=meta.num_scores,
         rows=timing is not None,
     )
     structures: dict[str, SplitStructure] = {}
@@ -241,18 +245,23 @@ def _score(
 ) -> list[_Scores]:
     """block: regrouped to the cluster's ranks; step_counts [S, L, E]: its counts."""
     counts = torch.from_numpy(step_counts)
-    num_steps, num_layers, num_experts = counts.shape
-    layer = torch.arange(num_layers).repeat(num_steps)
     optima: dict[int, torch.Tensor] = {}
     for structure in {id(run.structure): run.structure for run in runs}.values():
-        solution = solve_peak(structure, counts.reshape(-1, num_experts), layer, backend=setting.backend)
-        if solution.status.any():  # from a GPU; the CPU form has raised this itself
-            raise ValueError(REFUSED[int(solution.status.max())])
-        optima[id(structure)] = solution.bound.reshape(num_steps, num_layers)
+        optima[id(structure)] = _optimum(structure, counts, setting.backend)
     scores: list[_Scores] = []
     for run in runs:
         scores.append(run.score(block, optima[id(run.structure)], timing, scores[0] if scores else None))
     return scores
+
+
+def _optimum(structure: SplitStructure, counts: torch.Tensor, backend: Backend) -> torch.Tensor:
+    """counts [S, L, E] -> [S, L] float64: the least peak of any split, or a proven lower bound."""
+    num_steps, num_layers, num_experts = counts.shape
+    layer = torch.arange(num_layers).repeat(num_steps)
+    solution = solve_peak(structure, counts.reshape(-1, num_experts), layer, backend=backend)
+    if solution.status.any():  # from a GPU; the CPU form has raised this itself
+        raise ValueError(REFUSED[int(solution.status.max())])
+    return solution.bound.reshape(num_steps, num_layers)
 
 
 def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:

@@ -76,4 +76,6 @@ def _metrics(
             remote = routed_remote + shared_remote if shared and shared_remote is not None else routed_remote
             values[key] = torch.where(busy, remote.double() / served, nan)
     values |= {"kept_mass": NO_ROUTER, "bytes_read": NO_MODEL, "layer_time_us": NO_TIME, "throughput_gain": NO_TIME}
+    if load.kept_mass is not None:
+        values["kept_mass"] = torch.where(busy, load.kept_mass, nan)
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,12 +14,15 @@ from epsim.placement.base import Placement
 from epsim.policies.base import Batch, SharedWork, Split, local_index
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load, joined
+from epsim.policies.one_copy import OneCopy, held_by_rank
 from epsim.policies.rounding import ONE, fixed_point
+from epsim.policies.routing.block import Rerouted, reroute_block
+from epsim.policies.routing.ranks import OeaEp
 from epsim.policies.rows import RowCounts, expected_rows, token_rows
 from epsim.policies.shared import Local
 from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
-from epsim.traces.trace import Block, CountsBlock, Level, RankCountsBlock, TokenBlock
+from epsim.traces.trace import Block, CountsBlock, Level, Phase, RankCountsBlock, TokenBlock
 
 EXACT = 2**53
 CELLS = 1 << 18
@@ -32,6 +36,7 @@ class Setting:
     seed: of all draws. shared_cost: work of the shared expert in routed assignments, 0 for none.
     top_k: routed experts a token chooses. layers: the model's number of each layer, which draws depend on.
     backend: which form of `epsim.kernels.split` solves splits; all give the same bits.
+    phase, num_scores: of the trace, for router policies.
     rows: whether loads tell the rows that are moved (Load.rank_rows), from the coarsest level that knows source ranks.
     """
 
@@ -41,6 +46,8 @@ class Setting:
     layers: tuple[int, ...]
     backend: Backend = "auto"
     rows: bool = False
+    phase: Phase = "unknown"
+    num_scores: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,8 +70,25 @@ class BoundStack:
         if not isinstance(block, CountsBlock):
             level = "tokens" if isinstance(block, TokenBlock) else "rank_counts"
         self.stack.check_level(level, self.copies.redundant, self.has_shared)
-        parts = self._token_parts(block) if isinstance(block, TokenBlock) else self._count_parts(block)
-        return joined(list(parts))
+        if not isinstance(block, TokenBlock):
+            return joined(list(self._count_parts(block)))
+        if not self.stack.router.acts:
+            return joined(list(self._token_parts(block)))
+        routed = self.rerouted(block)
+        load = joined(list(self._token_parts(routed.block)))
+        counts = torch.from_numpy(routed.block.to_counts(self.copies.placement.num_experts).counts)
+        return dataclasses.replace(load, kept_mass=routed.kept_mass, counts=counts)
+
+    def rerouted(self, block: TokenBlock) -> Rerouted:
+        """The block as the stack's router would have routed it. Raises ValueError as `reroute_block`."""
+        placement, setting = self.copies.placement, self.setting
+        if block.expert_ids.shape[1] != placement.num_layers:
+            raise ValueError(
+                f"tokens of {block.expert_ids.shape[1]} layers do not fit a placement of {placement.num_layers} layers"
+            )
+        holds = self.copies.once(held_by_rank)
+        router, num_ranks = self.stack.router, placement.num_ranks
+        return reroute_block(router, block, setting.phase, placement.num_experts, num_ranks, holds)
 
     @property
     def has_shared(self) -> bool:
@@ -267,7 +291,20 @@ def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundSta
     if setting.shared_cost == 0:
         notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
     copies = Copies(placement, setting.backend)
+    notes = (*_router_notes(stack, copies, setting), *notes)
     return BoundStack(stack, copies, setting, (*(stack.split.notes if copies.redundant else ()), *notes))
+
+
+def _router_notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple[str, ...]:
+    router, known = stack.router, setting.num_scores
+    notes = list(router.notes)
+    if router.acts and 0 < known < copies.placement.num_experts:
+        notes.append(
+            f"the trace holds the {known} best scores of a token: none takes an expert beyond (maxp is {known})"
+        )
+    if isinstance(router, OeaEp) and copies.redundant and not isinstance(stack.split, OneCopy):
+        notes.append(f"oea-ep counts on one active copy an expert: {stack.split.name} may wake more, one-copy does not")
+    return tuple(notes)
 
 
 def _sums(counts: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,8 @@ class Oea:
     p: a token's base is no more experts than have this share of its scores. kmax: experts a token takes in all, by
     default the model's k. maxp: it looks no further than its maxp best, by default at all of known score.
     union: `batch`, over the tokens of the whole step, which takes one small all-reduce ahead of the exchange; `rank`,
-    over those of each source rank, which takes none. The experts read are the same either way, as a union of unions;
-    with `rank` a token finds fewer of them to add.
+    over those of each source rank, which takes none: k0 then follows from the rank's own number of tokens. Under the
+    same k0 the experts read are the same either way, as a union of unions; with `rank` a token finds fewer to add.
     Raises ValueError where arguments do not go together.
     """
 

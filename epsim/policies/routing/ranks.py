@@ -39,10 +39,7 @@ class OeaEp:
     acts: ClassVar[bool] = True
     needed: ClassVar[tuple[str, ...]] = ("k0",)
     whole_batch: ClassVar[bool] = True
-    notes: ClassVar[tuple[str, ...]] = (
-        f"oea-ep {DECODE_ONLY}",
-        "oea-ep counts on one active copy an expert, which the one-copy split gives; any other may wake more",
-    )
+    notes: ClassVar[tuple[str, ...]] = (f"oea-ep {DECODE_ONLY}",)
 
     def __post_init__(self) -> None:
         if self.k0:

@@ -1,0 +1,131 @@
+"""A router policy on recorded tokens: a block of a trace as the policy would have routed it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from epsim.policies.base import Router, RouterWork
+from epsim.traces.trace import Phase, TokenBlock
+
+ROUTED_ANEW = ("decode", "unknown")
+CELLS = 1 << 21
+"""Elements of the largest intermediate tensor, unless one batch alone has more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rerouted:
+    """block: with the policy's expert ids. kept_mass [S, L] float64: recorded scores of the experts that tokens take
+    over those of the experts that the model chose, sums over the tokens; 1 where a step is left as it is."""
+
+    block: TokenBlock
+    kept_mass: torch.Tensor
+
+
+def reroute_block(
+    router: Router, block: TokenBlock, phase: Phase, num_experts: int, num_ranks: int, holds: torch.Tensor
+) -> Rerouted:
+    """Steps of phase decode (or unknown) routed anew, each a batch, or each source rank's tokens of one.
+
+    phase: of the trace, for blocks that do not tell their steps'. holds [L, E, R] bool: which rank holds which expert;
+    on its device the work is done. Weights are taken in proportion to the scores, which is what they are in models
+    that weigh by what they choose by. Raises ValueError where no step may be routed anew, or scores are missing.
+    """
+    num_steps, num_layers = len(block.steps), block.expert_ids.shape[1]
+    if block.phase is None and phase not in ROUTED_ANEW:
+        raise ValueError(
+            f"router {router.name} acts on decode steps, but the trace is of phase {phase} and does not tell its steps "
+            "apart: record with phases, or import with --phase decode if its steps are decode steps"
+        )
+    anew = np.isin(block.phase, ROUTED_ANEW) if block.phase is not None else np.ones(num_steps, dtype=bool)
+    tokens = np.flatnonzero(anew[block.token_step])
+    kept_mass = torch.ones(num_steps, num_layers, dtype=torch.float64)
+    if not len(tokens):
+        return Rerouted(block, kept_mass)
+    if block.scores is None:
+        raise ValueError(
+            f"router {router.name} needs router scores, and the trace holds none for step "
+            f"{int(block.steps[block.token_step[tokens[0]]])}: record with num_scores='all', or import a recording "
+            "that has them"
+        )
+    group = block.token_step[tokens]
+    if not router.whole_batch:
+        group = group * num_ranks + block.source_rank[tokens]
+    _, begins, sizes = np.unique(group, return_index=True, return_counts=True)
+    ids = torch.from_numpy(block.expert_ids[tokens].astype(np.int64))
+    chosen: list[torch.Tensor] = []
+    own_mass, taken_mass = [], []
+    for first, last in _parts(sizes, num_layers * num_experts):
+        part = slice(int(begins[first]), int(begins[last - 1] + sizes[last - 1]))
+        scores = _by_expert(block, tokens[part], num_experts)
+        place = np.arange(part.stop - part.start) - np.repeat(begins[first:last] - part.start, sizes[first:last])
+        batch = np.repeat(np.arange(last - first), sizes[first:last])
+        at = (torch.from_numpy(batch), torch.from_numpy(place))
+        routed = _route(router, ids[part], scores, at, (last - first, int(sizes[first:last].max())), holds)
+        chosen.append(routed)
+        own_mass.append(_mass(scores, ids[part]))
+        taken_mass.append(_mass(scores, routed))
+    width = max(ids.shape[-1], chosen[0].shape[-1])
+    expert_ids = np.full((len(block.token_step), num_layers, width), -1, dtype=np.int64)
+    expert_ids[..., : ids.shape[-1]] = block.expert_ids
+    expert_ids[tokens] = torch.cat(chosen).numpy()
+    step = torch.from_numpy(block.token_step[tokens].astype(np.int64))
+    own, taken = (torch.zeros_like(kept_mass).index_add_(0, step, torch.cat(mass)) for mass in (own_mass, taken_mass))
+    return Rerouted(dataclasses.replace(block, expert_ids=expert_ids), torch.where(own > 0, taken / own, kept_mass))
+
+
+def _route(
+    router: Router,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    at: tuple[torch.Tensor, torch.Tensor],
+    shape: tuple[int, int],
+    holds: torch.Tensor,
+) -> torch.Tensor:
+    """ids [n, L, k], scores [n, L, E] of tokens at (batch, place) [n] of `shape` batches -> [n, L, k'] int64."""
+
+    def batched(values: torch.Tensor, empty: float) -> torch.Tensor:
+        padded = torch.full((*shape, *values.shape[1:]), empty, dtype=values.dtype)
+        padded[at] = values
+        return padded.transpose(1, 2).to(holds.device)
+
+    padded_ids, padded_scores = batched(ids, -1), batched(scores, 0.0)
+    weighs = padded_scores.clamp(min=0)
+    weights = weighs.gather(-1, padded_ids.clamp(min=0)).masked_fill(padded_ids < 0, 0.0)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    decode = torch.ones(padded_ids.shape[:-1], dtype=torch.bool, device=holds.device)
+    routed = router.route(RouterWork(padded_scores, weighs, padded_ids, weights, decode, holds))
+    return routed.expert_ids.cpu().transpose(1, 2)[at]
+
+
+def _by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) -> torch.Tensor:
+    """[n, L, E] float32: scores of the tokens, -inf where the trace holds none."""
+    assert block.scores is not None
+    scores = torch.from_numpy(block.scores[tokens].astype(np.float32))
+    if scores.shape[-1] == num_experts and block.score_ids is None:
+        return scores
+    named = block.expert_ids if block.score_ids is None else block.score_ids
+    ids = torch.from_numpy(named[tokens].astype(np.int64))
+    dense = torch.full((*scores.shape[:-1], num_experts + 1), -torch.inf)
+    return dense.scatter_(-1, torch.where(ids >= 0, ids, num_experts), scores)[..., :num_experts]
+
+
+def _mass(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """scores [n, L, E], ids [n, L, k] -> [n, L] float64: the sum over the token's experts."""
+    found = scores.gather(-1, ids.clamp(min=0)).to(torch.float64)
+    return found.masked_fill(ids < 0, 0.0).clamp(min=0).sum(-1)
+
+
+def _parts(sizes: np.ndarray, per_token: int) -> list[tuple[int, int]]:
+    """Consecutive batches that, padded to their largest, are at most CELLS elements, or one batch."""
+    parts, first = [], 0
+    largest = 0
+    for number, size in enumerate(sizes.tolist()):
+        largest = max(largest, size)
+        if number > first and (number + 1 - first) * largest * per_token > CELLS:
+            parts.append((first, number))
+            first, largest = number, size
+    return [*parts, (first, len(sizes))]
