@@ -104,6 +104,7 @@ def evaluate_command(
     length: Annotated[int, typer.Option("--length", help="Tokens of each.")] = 256,
     generated: Annotated[int, typer.Option("--generated", help="Tokens of each continuation.")] = 512,
     generations: Annotated[int, typer.Option("--generations", help="Continuations a domain; 0 for none.")] = 16,
+    ranks: Annotated[int, typer.Option("--ranks", help="Ranks of the experts, in contiguous shares.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", help="JSON file for the figures.")] = None,
 ) -> None:
     """What a router policy costs the model: cross-entropy, KL to the plain model, repetition."""
@@ -117,6 +118,7 @@ def evaluate_command(
         length=length,
         generations=generations,
         generated=generated,
+        ranks=ranks,
         seed=seed,
         cache=cache,
         device=device,
@@ -149,17 +151,20 @@ def _print_evaluation(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("domain", "batch", "cross-entropy", "plain", "KL", "repetition", "plain ")
+    ranks = result["ranks"]
+    active = ["active"] if ranks == 1 else ["active", f"most of {ranks}"]
+    table = Table("domain", "batch", "cross-entropy", "plain", "KL", *active, "kept", "repetition", "plain ")
     for name, sizes in result["loss"].items():
         rates = result["repetition"].get(name)
         shown = [f"{rates['policy']:.3f}", f"{rates['plain']:.3f}"] if rates else ["-", "-"]
         for size, one in sizes.items():
-            table.add_row(
-                name, str(size), f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}", *shown
-            )
+            read = [f"{number:.1f}" for number in one["active_experts"].values()]
+            losses = [f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}"]
+            table.add_row(name, str(size), *losses, *read, f"{one['kept_mass']:.4f}", *shown)
     console = Console()
     console.print(table)
     console.print(
-        f"{result['policy']} on {result['device']}; nats a token; "
+        f"{result['policy']} on {result['device']}; nats a token; active: experts read a layer; "
+        "kept: probability of the experts taken over that of the model's choice; "
         "repetition: share of a continuation's 4-grams that it has held before"
     )

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from epsim.policies.stack import parse_stack
-from epsim.quality.hook import Reroute, keep, reroute_of, rerouted
+from epsim.quality.hook import Reroute, check_rules, contiguous_ranks, keep, reroute_of, rerouted
+from epsim.quality.meter import Meter
 from epsim.traces.files import check_target, whole_file
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
@@ -25,7 +26,8 @@ NGRAM = 4
 @dataclass(frozen=True, slots=True)
 class EvaluateOptions:
     """policy: a stack; only its router acts on the model. sequences of `length` tokens a domain are read in batches of
-    each of `batch_sizes`, which divide `sequences`; `generations` continuations of `generated` tokens a domain."""
+    each of `batch_sizes`, which divide `sequences`; `generations` continuations of `generated` tokens a domain.
+    ranks: among which the experts lie in contiguous shares, for policies that look at ranks."""
 
     policy: str = "topk"
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
@@ -34,13 +36,14 @@ class EvaluateOptions:
     length: int = 256
     generations: int = 16
     generated: int = 512
+    ranks: int = 1
     seed: int = 0
     cache: Path | None = None
     device: str | None = None
     out: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("sequences", 1), ("generations", 0), ("seed", 0)):
+        for name, least in (("sequences", 1), ("generations", 0), ("ranks", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} {getattr(self, name)}: give at least {least}")
         if self.generations > self.sequences:
@@ -91,7 +94,7 @@ def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
 def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
     """Sampled continuations [sequences, num_tokens] in one batch; decode steps are routed by the policy."""
     torch.manual_seed(seed)
-    with rerouted(model, reroute, whole_sequences=False):
+    with rerouted(model, reroute, whole_sequences=False, end_id=tokens.END_ID):
         out: torch.Tensor = model.generate(
             prompts.to(model.device),
             attention_mask=torch.ones_like(prompts, device=model.device),
@@ -126,7 +129,8 @@ def evaluation_text(
 def evaluate_model(
     model: Any, reroute: Reroute, heldout: dict[str, tokens.Tokens], options: EvaluateOptions
 ) -> dict[str, Any]:
-    """{"loss": {domain: {batch size: {cross_entropy, plain, kl}}}, "repetition": {domain: {policy, plain}}}."""
+    """{"loss": {domain: {batch size: {cross_entropy, plain, kl, active_experts, kept_mass}}}, "repetition": {domain:
+    {policy, plain}}}; active_experts: {ranks: most of a rank}, means over steps and layers."""
     domains = tuple(dict.fromkeys(options.domains)) or tuple(heldout)
     if unknown := sorted(set(domains) - set(heldout)):
         raise ValueError(f"no held-out text of domain {unknown[0]!r}: there is {', '.join(heldout)}")
@@ -142,8 +146,15 @@ def evaluate_model(
     for name, rows in text.items():
         loss[name] = {}
         for batch_size in options.batch_sizes:
-            one = loss_in_batches(model, reroute, rows, batch_size)
-            loss[name][batch_size] = {"cross_entropy": one.cross_entropy, "plain": one.plain, "kl": one.kl}
+            meter = Meter(reroute, tuple(dict.fromkeys((1, options.ranks))))
+            one = loss_in_batches(model, meter, rows, batch_size)
+            loss[name][batch_size] = {
+                "cross_entropy": one.cross_entropy,
+                "plain": one.plain,
+                "kl": one.kl,
+                "active_experts": meter.active_experts(),
+                "kept_mass": meter.kept_mass(),
+            }
         if options.generations:
             prompts = rows[: options.generations, : min(64, options.length)]
             plain = repetition_rate(generate(model, keep, prompts, options.generated, options.seed))
@@ -157,13 +168,17 @@ def evaluate_model(
 def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     """Evaluates the trained model under a stack; returns (and writes, where `out` is given) the figures."""
     stack = parse_stack(options.policy)
-    reroute = reroute_of(stack.router)
+    reroute = reroute_of(stack.router, options.ranks)
     device = choose_device(options.device)
     # On a GPU the experts' grouped products are fast in bfloat16 only; the plain model runs in the same.
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     model = load_model(options.cache, device, dtype)
+    contiguous_ranks(model.config.num_experts, options.ranks, torch.device("cpu"))
+    if stack.router.acts:
+        check_rules(model)
     result = {
         "policy": str(stack),
+        "ranks": options.ranks,
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         **evaluate_model(model, reroute, tokens.load(options.cache).heldout, options),

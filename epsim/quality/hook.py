@@ -8,17 +8,16 @@ from typing import Any, Protocol
 
 import torch
 
-from epsim.policies.base import Router
-from epsim.policies.base import TopK as TopKRouter
-from epsim.traces.routers import find_routers
+from epsim.policies.base import Router, RouterWork
+from epsim.traces.routers import SCORE_RULES, find_routers, softmax_scores
 
 
 class Reroute(Protocol):
     """Chooses experts anew for N batches of B tokens each, of one layer.
 
     scores [N, B, E] float32: what the model's router chose by; expert_ids [N, B, k] int64 and weights [N, B, k]: its
-    choice. Returns expert ids and weights [N, B, k'] of the same types; tokens that take fewer than k' experts fill up
-    with any expert at weight 0.
+    choice, -1 in the rows of padding tokens. Returns expert ids and weights [N, B, k'] of the same types; tokens that
+    take fewer than k' experts fill up with -1 at weight 0.
     """
 
     def __call__(
@@ -31,27 +30,51 @@ def keep(scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) 
     return expert_ids, weights
 
 
-def reroute_of(router: Router) -> Reroute:
-    """What a stack's router does to a live model."""
-    if isinstance(router, TopKRouter):
+def reroute_of(router: Router, num_ranks: int = 1) -> Reroute:
+    """What a stack's router does to a live model whose experts lie on num_ranks ranks in contiguous shares. All tokens
+    of a batch count as one batch, on whichever rank they live. The model must weigh by the softmax it chooses by."""
+    if not router.acts:
         return keep
-    raise ValueError(f"router {router.name} cannot act on a live model: evaluate topk")
+
+    def act(scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decode = torch.ones(expert_ids.shape[:-1], dtype=torch.bool, device=expert_ids.device)
+        holds = contiguous_ranks(scores.shape[-1], num_ranks, scores.device)
+        routed = router.route(RouterWork(scores, scores, expert_ids, weights, decode, holds))
+        return routed.expert_ids, routed.weights
+
+    return act
+
+
+def contiguous_ranks(num_experts: int, num_ranks: int, device: torch.device) -> torch.Tensor:
+    """[E, R] bool: which rank holds which expert. Raises ValueError where ranks do not divide the experts."""
+    if num_experts % num_ranks:
+        raise ValueError(f"--ranks {num_ranks} do not divide the model's {num_experts} experts")
+    return torch.eye(num_ranks, dtype=torch.bool, device=device).repeat_interleave(num_experts // num_ranks, 0)
 
 
 @contextmanager
-def rerouted(model: Any, reroute: Reroute, whole_sequences: bool) -> Iterator[None]:
+def rerouted(
+    model: Any, reroute: Reroute, whole_sequences: bool, batch_size: int | None = None, end_id: int | None = None
+) -> Iterator[None]:
     """Every pass of the model inside the `with` is routed by `reroute`.
 
     whole_sequences: a pass of B sequences of n tokens stands for n decode steps, the t-th of which holds each
     sequence's t-th token. Otherwise passes of several tokens a sequence (prefill) keep the model's choice.
+    batch_size: sequences that are routed together, a divisor of those of a pass; None for all of them.
+    end_id: the token that generate() feeds to sequences after their end: padding, which is to wake no expert.
     """
+    if reroute is keep:
+        yield
+        return
     shape = [0, 0]
+    ended: list[torch.Tensor] = []
 
     def note_shape(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None:
             raise ValueError("a router policy needs a model that is called with input_ids")
         shape[:] = ids.shape
+        ended[:] = [] if end_id is None or shape[1] > 1 else [ids == end_id]
 
     handles = [model.register_forward_pre_hook(note_shape, with_kwargs=True)]
     for router in find_routers(model):
@@ -61,15 +84,20 @@ def rerouted(model: Any, reroute: Reroute, whole_sequences: bool) -> Iterator[No
             if length > 1 and not whole_sequences:
                 return output
             first, weights, ids = output
+            together = batch_size or batch
 
             def by_step(flat: torch.Tensor) -> torch.Tensor:
-                return flat.view(batch, length, -1).transpose(0, 1)
+                groups = flat.reshape(batch // together, together, length, -1)
+                return groups.transpose(1, 2).reshape(batch // together * length, together, -1)
 
             def by_sequence(stepped: torch.Tensor) -> torch.Tensor:
-                return stepped.transpose(0, 1).reshape(batch * length, -1)
+                groups = stepped.reshape(batch // together, length, together, -1)
+                return groups.transpose(1, 2).reshape(batch * length, -1)
 
-            new_ids, new_weights = reroute(by_step(router.scores(first)), by_step(ids), by_step(weights))
-            return first, by_sequence(new_weights), by_sequence(new_ids)
+            own = ids.masked_fill(ended[0], -1) if ended else ids
+            new_ids, new_weights = reroute(by_step(router.scores(first)), by_step(own), by_step(weights))
+            new_ids = by_sequence(filled(new_ids, by_step(ids)))
+            return first, by_sequence(new_weights).to(weights.dtype), new_ids
 
         handles.append(router.module.register_forward_hook(act))
     try:
@@ -77,3 +105,23 @@ def rerouted(model: Any, reroute: Reroute, whole_sequences: bool) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
+
+
+def filled(new_ids: torch.Tensor, own_ids: torch.Tensor) -> torch.Tensor:
+    """new_ids [N, B, k'], own_ids [N, B, k] -> new_ids with a valid expert in place of every -1, whose weight is 0.
+
+    The one taken is a token's first, or for a token without any (padding) another of its batch: no further expert is
+    read for it.
+    """
+    of_batch = new_ids.amax((-2, -1), keepdim=True)
+    spare = torch.where(new_ids[..., :1] >= 0, new_ids[..., :1], of_batch)
+    spare = torch.where(spare >= 0, spare, own_ids[..., :1])
+    return torch.where(new_ids >= 0, new_ids, spare)
+
+
+def check_rules(model: Any) -> None:
+    """Raises ValueError where a router weighs by other scores than it chooses by: a policy takes both for the same."""
+    for router in find_routers(model):
+        name = type(router.module).__name__
+        if SCORE_RULES.get(name) is not softmax_scores:
+            raise ValueError(f"a router policy cannot act on {name}: only on routers that weigh by their softmax")

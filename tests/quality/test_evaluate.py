@@ -221,13 +221,6 @@ def test_mistakes(model: Any) -> None:
     with pytest.raises(ValueError, match="no held-out text of domain 'b': there is a"):
         evaluate.evaluate_model(model, keep, text, evaluate.EvaluateOptions(domains=("b",)))
 
-    class Other:
-        name = "other"
-        level = "tokens"
-
-    with pytest.raises(ValueError, match="router other cannot act on a live model"):
-        reroute_of(Other())  # type: ignore[arg-type]
-
 
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -1,0 +1,49 @@
+"""What a router policy reads: active experts and kept probability, summed up while a model runs."""
+
+from __future__ import annotations
+
+import torch
+
+from epsim.quality.hook import Reroute, contiguous_ranks
+
+
+class Meter:
+    """A `Reroute` that counts what another one does. Sums stay on the device until they are asked for.
+
+    num_ranks: for the largest number of active experts of a rank, the experts on ranks in contiguous shares.
+    """
+
+    def __init__(self, reroute: Reroute, num_ranks: tuple[int, ...] = (1,)) -> None:
+        self.reroute, self.num_ranks = reroute, num_ranks
+        self._sums: torch.Tensor | None = None
+        self._batches = 0
+
+    def __call__(
+        self, scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, new_weights = self.reroute(scores, expert_ids, weights)
+        num_experts = scores.shape[-1]
+        active = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool, device=ids.device)
+        active.scatter_(1, torch.where(ids >= 0, ids, num_experts).flatten(1), True)
+        found = [
+            (active[:, :num_experts, None] & contiguous_ranks(num_experts, r, ids.device)).sum(1).amax(-1).sum()
+            for r in self.num_ranks
+        ]
+        mass = [
+            scores.gather(-1, i.clamp(min=0)).masked_fill(i < 0, 0.0).sum(dtype=torch.float64)
+            for i in (ids, expert_ids)
+        ]
+        sums = torch.stack([*(one.double() for one in found), *mass])
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._batches += len(ids)
+        return ids, new_weights
+
+    def active_experts(self) -> dict[int, float]:
+        """{ranks: most active experts of a rank}, mean over batches and layers."""
+        assert self._sums is not None
+        return dict(zip(self.num_ranks, (self._sums[: len(self.num_ranks)] / self._batches).tolist(), strict=True))
+
+    def kept_mass(self) -> float:
+        """Probability of the experts that tokens took over that of the model's choice."""
+        assert self._sums is not None
+        return float(self._sums[-2] / self._sums[-1])
