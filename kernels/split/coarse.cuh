@@ -1,7 +1,7 @@
 // coarse.py's search: rank r is lane r, sets of ranks are bits of a word, and a wave holds at most one copy of any rank.
 
 // A rank's copy in a wave: the ranks of its expert (none: no copy), the expert's load and the copy's part in units, and a
-// byte for each of the first three other ranks: 0x40 is set where that rank is before this one, ABSENT where there is none.
+// byte for each of the first three other ranks: 0x40 is set where that rank is before this one, ABSENT where there is none; the last byte is the rank itself.
 struct __align__(16) Cell {
   u32 mask;
   int need, part;
@@ -78,13 +78,12 @@ __device__ void sweep(Problem &p, int &load, int lane) {
   for (int w = 0; w < p.pair_waves; ++w) {
     now = next;
     if (mine) next = at[p.ranks];
-    int rest = load - now.part, partner = now.others & 31, theirs = __shfl_sync(ALL, rest, partner);
-    bool first = partner > lane;
-    int ahead = first ? theirs - rest : rest - theirs;
-    int part = min(max((ahead + now.need) >> 1, 0), now.need);
-    if (!first) part = now.need - part;
+    int rest = load - now.part, theirs = __shfl_sync(ALL, rest, now.others);
+    // Of the two the first takes half, rounded down, and the second half, rounded up: 0x40 is set.
+    int odd = now.need + static_cast<int>(now.others >> 6 & 1);
+    int part = min(max((theirs - rest + odd) >> 1, 0), now.need);
     load = rest + part;
-    if (now.mask) at->part = part;
+    if (mine) at->part = part;
     at += p.ranks;
   }
   for (int w = p.pair_waves; w < p.waves; ++w) {
@@ -93,7 +92,7 @@ __device__ void sweep(Problem &p, int &load, int lane) {
     int rest = load - now.part, members = p.members[w];
     int part = members <= 4 ? pour_four(now, rest) : pour_wave(p, now, rest, members, lane);
     load = rest + part;
-    if (now.mask) at->part = part;
+    if (mine) at->part = part;
     at += p.ranks;
   }
 }
@@ -126,67 +125,83 @@ __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
   return {__shfl_sync(ALL, inside, owner), __shfl_sync(ALL, captive, owner), best};
 }
 
-// All trees first, then their flows, by depth from the leaves up.
-__device__ void level_out(Problem &p, int &load, int lane) {
+// A rank's place in the trees of those that partly used copies connect: 0 at a root, its parent in the wave `edge`, and the
+// mean of the tree; `earlier`: the ranks before it that have the same parent and edge.
+struct Leaf {
+  int depth, parent, edge, mean;
+  u32 earlier;
+};
+
+__device__ Leaf plant(Problem &p, int load, int lane) {
   bool mine = lane < p.ranks;
-  u32 near = 0, *used_here = p.partly_used + (mine ? lane : 0);
-  Cell *here = p.cells + (mine ? lane : 0);
+  int column = mine ? lane : 0;
+  u32 near = 0, *used_here = p.partly_used + column;
+  const Cell *here = p.cells + column;
 #pragma unroll 2
-  for (int w = 0; w < p.waves; ++w, here += p.ranks) {
-    u32 mask = here->mask;
-    bool part = mine && here->part > 0;
-    u32 used = __ballot_sync(ALL, part) & mask;
+  for (int w = 0; w < p.waves; ++w) {
+    Cell cell = *here;
+    bool part = mine && cell.part > 0;
+    u32 used = __ballot_sync(ALL, part) & cell.mask;
     if (!part) used = 0;
     near |= used;
-    if (mine) used_here[w * p.ranks] = used;
+    if (mine) *used_here = used;
+    here += p.ranks, used_here += p.ranks;
   }
+  Leaf leaf = {0, lane, 0, load, 0};
   u32 seen = __ballot_sync(ALL, !(near & ~(1u << lane)));  // connected to none
-  int parent = lane, depth = 0, deepest = 0, mean = load;
   while (~seen) {
-    u32 before = seen, now = ~seen & (seen + 1);
-    seen |= now;
-    int level = 0;
-    while (true) {
-      ++level;
-      bool fresh = !(seen >> lane & 1) && (near & now);
-      if (fresh) parent = lowest_bit(near & now), depth = level;
-      now = __ballot_sync(ALL, fresh);
-      if (!now) break;
+    // From the rank with most neighbours trees are flat, and loads take short ways.
+    u32 degree = seen >> lane & 1 ? 0 : __popc(near) << 5 | (31 - lane);
+    u32 before = seen, now = 1u << (31 - (__reduce_max_sync(ALL, degree) & 31));
+    for (int depth = 1; now; ++depth) {
       seen |= now;
+      u32 over = near & now;
+      bool fresh = over && !(seen >> lane & 1);
+      if (fresh) leaf.parent = lowest_bit(over), leaf.depth = depth;
+      now = __ballot_sync(ALL, fresh);
     }
-    deepest = max(deepest, level - 1);
     u32 those = seen & ~before;
     bool among = those >> lane & 1;
-    int total = __reduce_add_sync(ALL, among ? load : 0);
-    if (among) mean = over(p, total, __popc(those));
+    int total = __reduce_add_sync(ALL, among ? load : 0), mean = over(p, total, __popc(those));
+    if (among) leaf.mean = mean;
   }
-  int edge = 0;
 #pragma unroll 4
-  for (int w = p.waves - 1; w >= 0; --w)
-    if (used_here[w * p.ranks] >> parent & 1) edge = w;
-  // Of the ranks that would draw on one copy, those before this one.
-  u32 earlier = __match_any_sync(ALL, depth ? edge << 5 | parent : -1 - lane) & ((1u << lane) - 1);
-  int most_earlier = __reduce_max_sync(ALL, static_cast<u32>(__popc(earlier)));
-  int *to = &p.cells[edge * p.ranks + (mine ? lane : 0)].part, *from = &p.cells[edge * p.ranks + parent].part;
-  if (!depth) from = to;
+  for (int w = p.waves - 1; w >= 0; --w) {
+    used_here -= p.ranks;
+    if (*used_here >> leaf.parent & 1) leaf.edge = w;
+  }
+  // Only experts of more than two copies lead from a rank to several.
+  if (__ballot_sync(ALL, leaf.depth && leaf.edge >= p.pair_waves))
+    leaf.earlier = __match_any_sync(ALL, leaf.depth ? leaf.edge << 5 | leaf.parent : -1 - lane) & ((1u << lane) - 1);
+  return leaf;
+}
+
+// The flows along the trees, by depth from the leaves up.
+__device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
+  int deepest = __reduce_max_sync(ALL, static_cast<u32>(leaf.depth));
+  int most_earlier = __reduce_max_sync(ALL, static_cast<u32>(__popc(leaf.earlier)));
+  int *from = &p.cells[leaf.edge * p.ranks + leaf.parent].part, *to = from + 4 * (lane - leaf.parent);
   p.loads[lane] = load;
   __syncwarp();
-  for (int level = deepest; level; --level) {
-    bool moves = depth == level;
-    int held = p.loads[lane], amount = moves ? held - mean : 0, drawn = 0, left = 0;
-    if (moves) left = amount < 0 ? *from : *to;
-    u32 ahead = earlier;
+  for (int depth = deepest; depth; --depth) {
+    bool moves = leaf.depth == depth;
+    int held = p.loads[lane], amount = 0, drawn = 0, left = 0;
+    if (moves) {
+      amount = held - leaf.mean;
+      left = amount < 0 ? *from : *to;
+    }
+    u32 ahead = leaf.earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
       int theirs = __shfl_sync(ALL, amount, lowest_bit(ahead));
       if (ahead && theirs < 0) drawn = min(drawn - theirs, HUGE_UNITS);
     }
     __syncwarp();
-    amount = amount < 0 ? -min(-amount, max(left - drawn, 0)) : min(amount, left);
+    amount = amount < 0 ? max(amount, min(drawn - left, 0)) : min(amount, left);
     if (amount) {
       *to -= amount;
       p.loads[lane] = held - amount;
       atomicAdd(from, amount);
-      atomicAdd(p.loads + parent, amount);
+      atomicAdd(p.loads + leaf.parent, amount);
     }
     __syncwarp();
   }
@@ -198,6 +213,18 @@ __device__ u32 spare_of(const Problem &p, double tol) {
   return p.whole ? 0 : static_cast<u32>(static_cast<i64>(tol * 0.96875 * 4294967296.0));
 }
 
+// The second warp's part of a search: bounds, while the first one plants trees.
+__device__ void offer_bounds(Problem &p, int fixed, int lane) {
+  while (true) {
+    meet_pair();
+    if (*p.ended) return;
+    Captive found = level_sets(p, p.loads[lane], fixed, lane);
+    if (lane == 0) *p.offered = found;
+    meet_pair();
+  }
+}
+
+template <int WARPS>
 __device__ Searched search(Problem &p, int &load, int fixed, double tol, int limit, int lane) {
   int total = __reduce_add_sync(ALL, load), fullest = __reduce_max_sync(ALL, static_cast<u32>(fixed));
   Captive captive = {ALL >> (32 - p.ranks), total, over(p, total + (p.whole ? p.ranks - 1 : 0), p.ranks)};
@@ -210,18 +237,34 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
     return top > cap;
   };
   while (above()) {
+    bool levels = sweeps >= UNLEVELLED && (sweeps <= LEVELLED || sweeps % 2) && sweeps < limit;
+    Leaf leaf;
     if (sweeps) {
-      Captive found = level_sets(p, load, fixed, lane);
+      Captive found;
+      if (WARPS > 1 && levels) {
+        p.loads[lane] = load;
+        meet_pair();
+        leaf = plant(p, load, lane);
+        meet_pair();
+        found = *p.offered;
+      } else {
+        found = level_sets(p, load, fixed, lane);
+      }
       if (found.bound > captive.bound) captive = found, cap = found.bound + __umulhi(found.bound, spare);
       if (top <= cap) break;
     }
     if (sweeps >= limit) break;
-    if (sweeps >= UNLEVELLED && (sweeps <= LEVELLED || sweeps % 2)) {
-      level_out(p, load, lane);
+    if (levels) {
+      if (WARPS == 1) leaf = plant(p, load, lane);
+      level_out(p, leaf, load, lane);
       if (!above()) break;
     }
     sweep(p, load, lane);
     ++sweeps;
+  }
+  if (WARPS > 1) {
+    if (lane == 0) *p.ended = 1;
+    meet_pair();
   }
   return {captive, sweeps, top};
 }
@@ -230,20 +273,16 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
 __device__ void warm_start(Problem &p, int thread, int threads) {
   for (int k = thread; k < p.replicated; k += threads) {
     int first = p.copy_start[k], last = p.copy_start[k + 1], largest = first;
-    double total = 0.0;
+    double total = 0.0, most_part = -1.0;
     for (int c = first; c < last; ++c) {
       double part = most(p.x[c], 0.0);
-      p.x[c] = part;
       total += part;
-      if (part > p.x[largest]) largest = c;
+      if (part > most_part) largest = c, most_part = part;
     }
-    if (!(0.0 < total && total <= 1.7976931348623157e308)) {
-      for (int c = first; c < last; ++c) p.x[c] = 1.0;
-      total = last - first;
-      largest = first;
-    }
-    int rest = p.experts[k].y, largest_rank = 0;
-    double scale = rest / total;
+    bool evenly = !(1e-290 < total && total <= 1.7976931348623157e308);
+    if (evenly) total = last - first, largest = first;
+    int need = p.experts[k].y, rest = need, largest_rank = 0;
+    double scale = need / total;
     Cell *cells = p.cells + p.wave_of[k] * p.ranks;
     u32 left = p.experts[k].x;
     for (int c = first; c < last; ++c, left &= left - 1) {
@@ -252,8 +291,7 @@ __device__ void warm_start(Problem &p, int thread, int threads) {
         largest_rank = rank;
         continue;
       }
-      double part = p.x[c] * scale;
-      int units = part < rest ? static_cast<int>(part) : rest;
+      int units = static_cast<int>((evenly ? 1.0 : most(p.x[c], 0.0)) * scale);
       cells[rank].part = units;
       rest -= units;
     }

@@ -66,16 +66,16 @@ def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
             total += before[c]
             if before[c] > before[largest]:
                 largest = c
-        if not 0.0 < total < np.inf:
+        if not 1e-290 < total < np.inf:
             for c in range(first, last):
                 before[c] = 1.0
             total, largest = 1.0 * (last - first), first
+        # Rounded down they sum to no more than the need: the largest takes what is left.
         scale = need[k] / total
         rest = need[k]
         for c in range(first, last):
             if c != largest:
-                part = before[c] * scale
-                x[c] = int(part) if part < rest else rest
+                x[c] = int(before[c] * scale)
                 rest -= x[c]
         x[largest] = rest
 
@@ -109,13 +109,12 @@ def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
             total += load[ranks[c]]
             if load[ranks[c]] < load[ranks[lowest]]:
                 lowest = c
-        # Ranks above the water are dropped until there is none (Michelot's projection).
+        # Ranks above the water, total / wet, are dropped until there is none (Michelot's projection).
         wet = last - first
         while True:
-            above = (total + wet - 1) // wet
             under, lower = 0, need[k]
             for c in range(first, last):
-                if load[ranks[c]] < above:
+                if load[ranks[c]] * wet < total:
                     lower += load[ranks[c]]
                     under += 1
             if under == wet or under == 0:
@@ -151,14 +150,17 @@ def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool
         for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
             last = max(last, place[graph.copy_rank[c]])
         held[last] += need[k]
-    best, best_rank, best_set = -1, 0, 0
+    best, best_rank, best_set = -1, num_ranks, 0
     captive, inside = 0, 0
     for i in range(num_ranks):
         captive += held[i]
         inside |= 1 << order[i]
-        value = (captive + (i if whole else 0)) // (i + 1)
-        if value > best or (value == best and order[i] < best_rank):
-            best, best_rank, best_set = value, order[i], inside
+        size = i + 1
+        rounded = captive + (i if whole else 0)
+        if rounded >= (best + 1) * size:
+            best, best_rank, best_set = rounded // size, order[i], inside
+        elif rounded >= best * size and order[i] < best_rank:
+            best_rank, best_set = order[i], inside
     return best, best_set
 
 
@@ -170,78 +172,74 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
     found from the leaves up. A flow that a copy cannot carry is cut off.
     """
     num_ranks = load.size
-    near, mean, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
-    parent, from_copy, to_copy, depth = tree[0], tree[1], tree[2], tree[3]
+    near, levels, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
+    parent, from_copy, to_copy = tree[0], tree[1], tree[2]
     for k in range(graph.demand.size):
         used[k] = 0
         for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
             if x[c] > 0:
                 used[k] |= 1 << graph.copy_rank[c]
+    seen = 0
     for r in range(num_ranks):
         near[r] = 0
         for i in range(graph.rank_start[r], graph.rank_start[r + 1]):
             c = graph.rank_copy[i]
             if x[c] > 0:
                 near[r] |= used[graph.copy_expert[c]]
-    seen, deepest = 0, 0
-    for root in range(num_ranks):
-        if seen >> root & 1:
-            continue
-        before, now, level = seen, 1 << root, 0
-        seen |= now
-        depth[root] = 0
+        if not near[r] & ~(1 << r):
+            seen |= 1 << r  # connected to none
+    everyone = (1 << num_ranks) - 1
+    while seen != everyone:
+        # From the rank with most neighbours trees are flat, and loads take short ways.
+        root, most_near = 0, 0
+        for r in range(num_ranks):
+            degree = num_bits(near[r]) if not seen >> r & 1 else 0
+            if degree > most_near:
+                root, most_near = r, degree
+        num_levels, now, those, total = 0, 1 << root, 1 << root, load[root]
         while now:
             after = 0
-            level += 1
-            for v in range(num_ranks):
-                over = near[v] & now
-                if seen >> v & 1 or not over:
-                    continue
-                u = 0
-                while not over >> u & 1:
-                    u += 1
-                parent[v], depth[v] = u, level
-                after |= 1 << v
-            seen |= after
-            now = after
-        deepest = max(deepest, level - 1)
-        total, size = 0, 0
-        for r in range(num_ranks):
-            if (seen & ~before) >> r & 1:
-                total += load[r]
-                size += 1
-        for r in range(num_ranks):
-            if (seen & ~before) >> r & 1:
-                mean[r] = total // size
-    for v in range(num_ranks):
-        if not depth[v]:
-            continue
-        i = graph.rank_start[v]
-        while True:
-            c = graph.rank_copy[i]
-            k = graph.copy_expert[c]
-            if x[c] > 0 and used[k] >> parent[v] & 1:
-                break
-            i += 1
-        to_copy[v] = c
-        c = graph.copy_start[k]
-        while graph.copy_rank[c] != parent[v]:
-            c += 1
-        from_copy[v] = c
-    for level in range(deepest, 0, -1):
-        # Ranks of a depth draw on what their parents' copies had before: those that draw go first.
-        for drawing in (True, False):
-            for v in range(num_ranks):
-                amount = load[v] - mean[v]
-                if depth[v] != level or (amount < 0) != drawing:
-                    continue
-                c, d = from_copy[v], to_copy[v]
-                amount = -min(-amount, x[c]) if drawing else min(amount, x[d])
-                depth[v] = 0  # done
-                x[d] -= amount
-                x[c] += amount
-                load[v] -= amount
-                load[parent[v]] += amount
+            while now:
+                u = num_bits((now & -now) - 1)
+                now &= now - 1
+                fresh = near[u] & ~those
+                those |= fresh
+                after |= fresh
+                while fresh:
+                    v = num_bits((fresh & -fresh) - 1)
+                    fresh &= fresh - 1
+                    parent[v] = u
+                    total += load[v]
+                    i = graph.rank_start[v]
+                    while x[graph.rank_copy[i]] == 0 or not used[graph.copy_expert[graph.rank_copy[i]]] >> u & 1:
+                        i += 1
+                    to_copy[v] = graph.rank_copy[i]
+                    c = graph.copy_start[graph.copy_expert[to_copy[v]]]
+                    while graph.copy_rank[c] != u:
+                        c += 1
+                    from_copy[v] = c
+            levels[num_levels] = now = after
+            num_levels += 1
+        seen |= those
+        mean = total // num_bits(those)
+        for level in range(num_levels - 2, -1, -1):
+            # What the ranks of a level draw on is what their parents' copies had before.
+            for drawing in (True, False):
+                left = levels[level]
+                while left:
+                    v = num_bits((left & -left) - 1)
+                    left &= left - 1
+                    amount = load[v] - mean
+                    if (amount < 0) != drawing:
+                        continue
+                    c, d = from_copy[v], to_copy[v]
+                    amount = -min(-amount, x[c]) if drawing else min(amount, x[d])
+                    if drawing:
+                        levels[level] &= ~(1 << v)
+                    x[d] -= amount
+                    x[c] += amount
+                    load[v] -= amount
+                    load[parent[v]] += amount
 
 
 @njit(nogil=True, error_model="numpy")
@@ -284,6 +282,14 @@ def search(
         top = most(load)
         sweeps += 1
     return inside, sweeps, top
+
+
+@njit(nogil=True, error_model="numpy")
+def num_bits(word: int) -> int:
+    """Bits set in a word of 32."""
+    word -= word >> 1 & 0x55555555
+    word = (word & 0x33333333) + (word >> 2 & 0x33333333)
+    return ((word + (word >> 4) & 0x0F0F0F0F) * 0x01010101 & 0xFFFFFFFF) >> 24
 
 
 @njit(nogil=True, error_model="numpy")

@@ -22,8 +22,8 @@ from epsim.kernels.split.structure import SplitStructure
 NUM_INVERSES = 33
 NEAR = 32
 """Up to as many ranks a lane keeps a rank."""
-WIDE, FEW = 4, 1056
-"""Warps a problem in launches of few problems, FEW at most: twice as many as can be solved at the same time."""
+WIDE, FEW = 8, 264
+"""Warps a problem in launches of few problems, FEW at most: as many as an H200 solves at the same time."""
 TWIN = 0x8000
 SIZES = ("ranks", "experts", "slots", "fixed", "rows", "replicated", "copies", "waves", "twins", "staged")
 ARGUMENTS = np.dtype(
@@ -106,6 +106,7 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
                 (wave_copy.ravel(), wave_copy.size, np.uint32),
                 (_others(wave_mask).ravel(), wave_mask.size, np.uint32),
                 (fixed_row.ravel(), fixed_row.size, np.uint16),
+                (np.tile(np.arange(num_ranks), sizes["rows"]), fixed_row.size, np.uint8),
                 (members, sizes["waves"], np.uint16),
                 (wave_of, sizes["replicated"], np.uint16),
             ]
@@ -145,7 +146,7 @@ def _others(wave_mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     for (wave, rank), mask in np.ndenumerate(wave_mask):
         others = [r for r in range(NEAR) if r != rank and int(mask) >> r & 1][:3]
         place = [r | 0x40 * (r < rank) for r in others] + [rank | 0x80] * (3 - len(others))
-        found[wave, rank] = place[0] | place[1] << 8 | place[2] << 16
+        found[wave, rank] = place[0] | place[1] << 8 | place[2] << 16 | rank << 24
     return found
 
 
@@ -177,9 +178,9 @@ def shared_bytes(sizes: dict[str, int]) -> int:
     ranks, replicated = sizes["ranks"], sizes["replicated"]
     words = (sizes["copies"] + 1) // 2 * 2 + sizes["experts"] + 1 + 2 * ranks + replicated
     if ranks <= NEAR:
-        words += replicated + NEAR // 2 + 1 + 3
+        words += replicated + 2 * (NEAR // 2) + WIDE + 1 + 3 + 2
         cells = 2 * (sizes["waves"] + 1) * ranks + -(-sizes["waves"] * ranks // 2)
-        words = (words + 1) // 2 * 2 + max(cells, WIDE * NEAR)
+        words = (words + 1) // 2 * 2 + cells
     else:
         words += NUM_INVERSES + 4 * -(-ranks // 4) + -(-ranks // 2)
     return sizes["staged"] + 8 * words

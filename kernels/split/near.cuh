@@ -2,7 +2,7 @@
 // are bits of a word.
 
 // A lane's place in a search tree: its place in the queue, and as in flow.Search.
-struct Leaf {
+struct Reached {
   int place, root, parent, from, to;
 };
 
@@ -25,7 +25,7 @@ __device__ u32 find_neighbours(Problem &p, const u32 *over, double tiny, int lan
 
 // Rank u's turn in the queue: calls found(new ranks, root) once per expert that leads to new ones, in the CPU's order.
 template <class Found>
-__device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Leaf &leaf, int lane, Found found) {
+__device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &leaf, int lane, Found found) {
   u32 below = (1u << lane) - 1;
   int root = __shfl_sync(ALL, leaf.root, u);
   int end = p.rank_start[u + 1];
@@ -58,7 +58,7 @@ __device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Leaf &leaf
 
 // As flow.push; returns whether something was pushed. `seen` comes with the ranks above, leaves with those reached.
 __device__ bool push(Problem &p, double &load, double cap, double slack, double tiny, u32 &seen, int lane) {
-  Leaf leaf = {__popc(seen & ((1u << lane) - 1)), lane, lane, 0, 0};
+  Reached leaf = {__popc(seen & ((1u << lane) - 1)), lane, lane, 0, 0};
   int tail = __popc(seen);
   bool pushed = false;
   u32 near = find_neighbours(p, p.mask, tiny, lane);
@@ -105,7 +105,7 @@ __device__ void level_out_near(Problem &p, double &load, int lane) {
   __syncwarp();
   u32 near = find_neighbours(p, p.used, 0.0, lane);
   u32 everyone = ALL >> (32 - p.ranks), seen = 0;
-  Leaf leaf = {0, lane, lane, -1, 0};
+  Reached leaf = {0, lane, lane, -1, 0};
   int tail = 0, begin = 0, end = 0;
   while (seen != everyone) {
     int top = __ffs(~seen) - 1, first_place = tail;

@@ -75,19 +75,30 @@ __device__ void meet_all() {
     __syncwarp();
 }
 
+// 27 bits at a time: sums of 32 have 32.
+__device__ u64 warp_sum(u64 value) {
+  u64 low = __reduce_add_sync(ALL, static_cast<u32>(value & 0x7ffffff));
+  u64 middle = __reduce_add_sync(ALL, static_cast<u32>(value >> 27 & 0x7ffffff));
+  u64 high = __reduce_add_sync(ALL, static_cast<u32>(value >> 54));
+  return low + (middle << 27) + (high << 54);
+}
+
 // What all problems need of a problem's table and its experts' loads as they are, to shared memory; whether a load is
 // negative. The first loads are asked for before the table, whose address waits for the layer.
 template <int WARPS>
-__device__ bool stage(const Arguments &a, int b, const char *table, char *staged, i64 *expert_load, int thread) {
+__device__ bool stage(const Arguments &a, int b, const char *table, char *staged, i64 *expert_load, u64 *totals, int thread) {
   const int THREADS = 32 * WARPS, AHEAD = 8 / WARPS;
   i64 ahead[AHEAD];
   int experts = a.n.experts;
   bool bad = false;
+  u64 sum = 0;
   const i64 *loads = a.loads + static_cast<i64>(b) * experts;
   auto put = [&](int e, i64 bits) {
     bad = bad || (a.integral ? bits < 0 : __longlong_as_double(bits) < 0.0);
     // Sums stay below 2^63; no total with such a load is accepted.
-    expert_load[e] = a.integral && bits > TOO_MUCH ? TOO_MUCH : bits;
+    if (a.integral && bits > TOO_MUCH) bits = TOO_MUCH;
+    expert_load[e] = bits;
+    sum += bits;
   };
 #pragma unroll
   for (int j = 0; j < AHEAD; ++j) ahead[j] = thread + THREADS * j < experts ? loads[thread + THREADS * j] : 0;
@@ -99,6 +110,10 @@ __device__ bool stage(const Arguments &a, int b, const char *table, char *staged
     if (thread + THREADS * j < experts) put(thread + THREADS * j, ahead[j]);
   for (int e = thread + THREADS * AHEAD; e < experts; e += THREADS) put(e, loads[e]);
   if (thread == 0) expert_load[experts] = 0;
+  if (totals && a.integral) {
+    sum = warp_sum(sum);
+    if (thread % 32 == 0) totals[thread / 32] = sum;
+  }
   if (WARPS > 1) return __syncthreads_or(bad);
   bad = __ballot_sync(ALL, bad) != 0;
   __syncwarp();
@@ -115,18 +130,17 @@ __device__ void write(void *out, i64 i, double value, bool integer) {
 // The copies' parts of another batch's split, to x.
 template <int WARPS>
 __device__ void place_start(Problem &p, const double *start, int slots, int even_copies, int thread) {
-  for (int c = thread; c < p.copies; c += 32 * WARPS) p.x[c] = 0.0;
-  meet_all<WARPS>();
 #pragma unroll 4
   for (int s = thread; s < slots; s += 32 * WARPS)
     if (p.source[s] < even_copies) p.x[p.source[s]] = start[s];
-  meet_all<WARPS>();
   if (!p.twins) return;
+  meet_all<WARPS>();
   if (thread == 0)
-    for (int i = 0; i < p.twins; ++i) {
-      int s = p.twin[3 * i], from = p.source[s] & ~TWIN;
-      if (from < even_copies) p.x[from] += start[s];
-    }
+    for (int pass = 0; pass < 2; ++pass)
+      for (int i = 0; i < p.twins; ++i) {
+        int s = p.twin[3 * i], from = p.source[s] & ~TWIN;
+        if (from < even_copies) p.x[from] = pass ? p.x[from] + start[s] : 0.0;
+      }
   meet_all<WARPS>();
 }
 
@@ -158,55 +172,65 @@ __device__ int places_of(const Problem &p, double total) {
 
 __device__ double power_of_two(int places) { return __longlong_as_double(static_cast<i64>(1023 + places) << 52); }
 
-// As cpu.near_split, but that what is found is not looked at yet. Lane r of the first warp is rank r; `fixed`: the load of
-// its fixed experts. The other warps take part in what comes before and after the search.
+// As cpu.near_split, but that what is found is not looked at yet. Lane r of the first warp is rank r. The other warps take
+// part in what comes before and after the search; the second also in the search.
 template <int WARPS>
-__device__ Searched near_split(Problem &p, const Arguments &a, double fixed, int places, const i64 *expert_load,
-                               const double *start, int thread) {
+__device__ Searched near_split(Problem &p, const Arguments &a, int places, const i64 *expert_load, const double *start,
+                               int thread) {
+  const int THREADS = 32 * WARPS;
   double unit = power_of_two(places);
+  bool exact = a.integral && places >= 0;
   int lane = thread & 31;
   auto in_units = [&](i64 bits) {
     if (a.integral) return static_cast<int>(places >= 0 ? bits << places : bits >> -places);
     return static_cast<int>(__longlong_as_double(bits) * unit);
   };
-  for (int k = thread; k < p.replicated; k += 32 * WARPS)
+  if (exact) {
+    for (int i = thread; i < a.n.rows * p.ranks; i += THREADS) {
+      int load = in_units(expert_load[p.fixed_row[i]]);
+      if (load) atomicAdd(p.fixed_units + p.fixed_rank[i], load);
+    }
+  } else if (thread < p.ranks) {
+    p.fixed_units[thread] = static_cast<int>(p.fixed[thread] * unit);
+  }
+  for (int k = thread; k < p.replicated; k += THREADS)
     p.experts[k] = {p.mask[k], static_cast<u32>(in_units(expert_load[p.expert[k]]))};
-  for (int i = thread; i < p.waves * p.ranks; i += 32 * WARPS) {
-    u32 mask = p.wave_mask[i], copy = p.wave_copy[i] & 0xffff;
-    int rank = i % p.ranks;
-    Cell cell = {mask, 0, 0, static_cast<u32>(rank)};
-    if (mask) {
+  for (int i = thread; i < p.waves * p.ranks; i += THREADS) {
+    u32 others = p.wave_others[i];
+    int rank = others >> 24;
+    Cell cell = {p.wave_mask[i], 0, 0, others};
+    if (cell.mask) {
+      int copy = p.wave_copy[i] & 0xffff;
       cell.need = in_units(expert_load[p.expert[p.wave_copy[i] >> 16]]);
-      int below = mask & ((1u << rank) - 1) ? static_cast<int>(cell.need * p.until[copy - 1]) : 0;
+      int below = cell.mask & ((1u << rank) - 1) ? static_cast<int>(cell.need * p.until[copy - 1]) : 0;
       cell.part = static_cast<int>(cell.need * p.until[copy]) - below;
-      cell.others = p.wave_others[i];
+      atomicAdd(p.loads + rank, cell.part);
     }
     p.cells[i] = cell;
   }
+  if (start) place_start<WARPS>(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
   meet_all<WARPS>();
   bool mine = lane < p.ranks;
-  int fixed_units = static_cast<int>(fixed * unit), load = fixed_units;
-  auto add_parts = [&]() {
-    load = fixed_units;
-#pragma unroll 4
-    for (int w = 0; w < p.waves; ++w)
-      if (mine) load += p.cells[w * p.ranks + lane].part;
-  };
-  if (thread < 32) {
-    add_parts();
+  int fixed = 0, load = 0;
+  if (thread < 64) {
+    fixed = p.fixed_units[lane], load = fixed + p.loads[lane];
     u32 even_top = __reduce_max_sync(ALL, static_cast<u32>(load));
-    if (lane == 0) *p.even_top = even_top;
+    if (thread == 0) *p.even_top = even_top;
   }
   if (start) {
-    place_start<WARPS>(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
-    warm_start(p, thread, 32 * WARPS);
+    warm_start(p, thread, THREADS);
     meet_all<WARPS>();
-    if (thread < 32) add_parts();
+    load = fixed;
+#pragma unroll 4
+    for (int w = 0; w < p.waves; ++w)
+      if (thread < 32 && mine) load += p.cells[w * p.ranks + lane].part;
   }
   if (thread < 32) {
     int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
-    Searched found = search(p, load, fixed_units, a.tol, limit, lane);
+    Searched found = search<WARPS>(p, load, fixed, a.tol, limit, lane);
     if (lane == 0) *p.searched = found;
+  } else if (WARPS > 1 && thread < 64) {
+    offer_bounds(p, fixed, lane);
   }
   meet_all<WARPS>();
   return *p.searched;
@@ -220,7 +244,7 @@ __device__ void place_parts(Problem &p, int places, bool exact, int thread) {
     u32 mask = p.cells[i].mask, copy = p.wave_copy[i];
     if (!mask) continue;
     double part = p.cells[i].part * inverse;
-    if (!exact && !(mask & ((1u << i % p.ranks) - 1)))
+    if (!exact && !(mask & ((1u << (p.cells[i].others >> 24)) - 1)))
       part += p.demand[copy >> 16] - static_cast<int>(p.experts[copy >> 16].y) * inverse;
     p.x[copy & 0xffff] = part;
   }
@@ -290,8 +314,14 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     p.inverse = nullptr;
     p.experts = take<uint2>(at, n.replicated);
     p.loads = take<int>(at, 32);
+    p.fixed_units = take<int>(at, 32);
+    p.totals = take<u64>(at, WIDE);
     p.even_top = take<int>(at, 2);
+    p.ended = p.even_top + 1;
     p.searched = take<Searched>(at, 1);
+    p.offered = take<Captive>(at, 1);
+    if (thread < 32) p.loads[thread] = 0, p.fixed_units[thread] = 0;
+    if (thread == 0) *p.ended = 0;
     at = shared + (at - shared + 15) / 16 * 16;
     // After the search: the place of what the paths need.
     p.used = reinterpret_cast<u32 *>(at);
@@ -299,7 +329,6 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     p.queue = reinterpret_cast<u16 *>(p.loads);
     p.cells = take<Cell>(at, (n.waves + 1) * n.ranks);
     p.partly_used = take<u32>(at, n.waves * n.ranks);
-    p.sums = reinterpret_cast<i64 *>(p.cells);  // [WARPS, 32], before there are cells
   } else {
     p.inverse = take<double>(at, NUM_INVERSES);
     for (int i = lane; i < NUM_INVERSES; i += 32) p.inverse[i] = 1.0 / i;
@@ -316,49 +345,42 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   int status = OK;
   if (layer < 0 || layer >= a.layers) status = BAD_LAYER, layer = 0;
   const char *table = a.tables + layer * a.table_bytes;
-  bool bad = stage<WARPS>(a, b, table, shared, expert_bits, thread);
+  bool bad = stage<WARPS>(a, b, table, shared, expert_bits, FAR ? nullptr : p.totals, thread);
   place_table<FAR>(p, shared, table, n);
 
   auto as_load = [&](i64 bits) { return a.integral ? static_cast<double>(bits) : __longlong_as_double(bits); };
-  double fixed = 0.0, total;
-  for (int k = thread; k < p.replicated; k += THREADS) p.demand[k] = as_load(expert_bits[p.expert[k]]);
-  if (!FAR && a.integral) {  // whole numbers add up in any order: by all warps
-    i64 sum = 0;
-    if (lane < p.ranks)
-#pragma unroll 4
-      for (int i = lane + (thread - lane) / 32 * p.ranks; i < n.rows * p.ranks; i += WARPS * p.ranks)
-        sum += expert_bits[p.fixed_row[i]];
-    if (WARPS > 1) {
-      p.sums[thread] = sum;
-      meet_all<WARPS>();
-      sum = 0;
-#pragma unroll
-      for (int i = lane; i < THREADS; i += 32) sum += p.sums[i];
-    }
-    fixed = sum;
-    if (thread < p.ranks) p.fixed[thread] = fixed;
-    for (int k = lane; k < p.replicated; k += 32) sum += expert_bits[p.expert[k]];
-    // 27 bits at a time: sums of 32 have 32.
-    u32 low = __reduce_add_sync(ALL, static_cast<u32>(sum & 0x7ffffff));
-    u32 middle = __reduce_add_sync(ALL, static_cast<u32>(sum >> 27 & 0x7ffffff));
-    u32 high = __reduce_add_sync(ALL, static_cast<u32>(sum >> 54));
-    total = static_cast<double>(low) + static_cast<double>(middle) * 134217728.0 + static_cast<double>(high) * power_of_two(54);
-  } else {
-    for (int r = thread; r < p.ranks; r += 32) {
-      if (thread >= 32) break;
-      if (FAR) {
+  double total;
+  int places = 0;
+  bool exact = false;  // all in units is as it is in loads
+  auto add_fixed = [&]() {
+    for (int k = thread; k < p.replicated; k += THREADS) p.demand[k] = as_load(expert_bits[p.expert[k]]);
+    if (thread < 32)
+      for (int r = lane; r < p.ranks; r += 32) {
         double here = 0.0;
-        int end = p.fixed_start[r + 1];
+        if (FAR) {
+          int end = p.fixed_start[r + 1];
 #pragma unroll 4
-        for (int i = p.fixed_start[r]; i < end; ++i) here += as_load(expert_bits[p.fixed_expert[i]]);
+          for (int i = p.fixed_start[r]; i < end; ++i) here += as_load(expert_bits[p.fixed_expert[i]]);
+        } else {
+          for (int i = r; i < n.rows * p.ranks; i += p.ranks) here += as_load(expert_bits[p.fixed_row[i]]);
+        }
         p.fixed[r] = here;
-      } else {
-        for (int i = r; i < n.rows * p.ranks; i += p.ranks) fixed += as_load(expert_bits[p.fixed_row[i]]);
-        p.fixed[r] = fixed;
       }
-    }
     meet_all<WARPS>();
+  };
+  if (!FAR && a.integral) {  // whole numbers add up in any order
+    u64 sum = 0;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) sum += p.totals[i];
+    total = sum;
+  } else {
+    add_fixed();
     total = add_experts(p);
+  }
+  if (!FAR) {
+    places = places_of(p, total);
+    exact = a.integral && places >= 0;
+    if (a.integral && !exact) add_fixed();
   }
   if (status == OK) status = bad || total != total ? BAD_LOAD : total >= a.too_large ? TOO_LARGE : OK;
   if (status != OK) {
@@ -375,15 +397,12 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
 
   const double *start = a.start ? a.start + static_cast<i64>(b) * n.slots : nullptr;
   Found found;
-  int rounds = 0;
+  int rounds = 0, scribe = 0;
   if (FAR) {
     found = far_split(p, a, total, start, lane);
     rounds = finish<FAR>(p, a, found, lane);
   } else {
-    if (WARPS > 1) meet_all<WARPS>();  // p.sums are read
-    int places = places_of(p, total);
-    bool exact = a.integral && places >= 0;  // all in units is as it is in loads
-    Searched searched = near_split<WARPS>(p, a, fixed, places, expert_bits, start, thread);
+    Searched searched = near_split<WARPS>(p, a, places, expert_bits, start, thread);
     place_parts<WARPS>(p, places, exact, thread);
     double inverse = power_of_two(-places);
     found.peak = searched.top * inverse;
@@ -393,7 +412,10 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     // Nearly always within the tolerance (to be exact, by a thirty-second of it), and better than even.
     bool settled = exact && (p.whole ? searched.top <= searched.captive.bound : !found.look_at_even) &&
                    searched.top <= searched.captive.bound + __umulhi(searched.captive.bound, spare_of(p, a.tol));
-    if (!settled) {
+    if (settled) {
+      scribe = THREADS - 1;
+    } else {
+      if (exact) add_fixed();
       if (thread < 32) {
         if (!exact) {
           found.bound.numerator = captive_load(p, searched.captive.inside, lane);
@@ -406,24 +428,24 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
       meet_all<WARPS>();
     }
   }
-  if (thread == 0) {
+  i64 out = static_cast<i64>(b) * n.slots;
+  auto value = [&](int from) { return from < even_copies ? p.x[from] : as_load(expert_bits[from - even_copies]); };
+#pragma unroll 4
+  for (int s = thread; a.split && s < n.slots; s += THREADS)
+    if (!(p.source[s] & TWIN)) write(a.split, out + s, value(p.source[s]), p.whole);
+  for (int i = thread; a.split && i < p.twins; i += THREADS) {
+    int s = p.twin[3 * i], place = p.twin[3 * i + 1], mates = p.twin[3 * i + 2];
+    double part = value(p.source[s] & ~TWIN);
+    part = p.whole ? floor((part + (mates - 1 - place)) / mates) : part / mates;
+    write(a.split, out + s, part, p.whole);
+  }
+  // By the last warp, which has fewest slots to write; what the first one found in the end is with itself.
+  if (thread == scribe) {
     double mean = found.bound.numerator / found.bound.size;
     a.peak[b] = found.peak;
     a.bound[b] = least(mean, found.peak);
     write(a.numerator, b, found.bound.numerator, a.integral);
     a.size[b] = found.bound.size, a.sweeps[b] = found.sweeps + rounds, a.status[b] = OK;
-  }
-  if (!a.split) return;
-  i64 out = static_cast<i64>(b) * n.slots;
-  auto value = [&](int from) { return from < even_copies ? p.x[from] : as_load(expert_bits[from - even_copies]); };
-#pragma unroll 4
-  for (int s = thread; s < n.slots; s += THREADS)
-    if (!(p.source[s] & TWIN)) write(a.split, out + s, value(p.source[s]), p.whole);
-  for (int i = thread; i < p.twins; i += THREADS) {
-    int s = p.twin[3 * i], place = p.twin[3 * i + 1], mates = p.twin[3 * i + 2];
-    double part = value(p.source[s] & ~TWIN);
-    part = p.whole ? floor((part + (mates - 1 - place)) / mates) : part / mates;
-    write(a.split, out + s, part, p.whole);
   }
 }
 
@@ -434,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(32, 20) split_near(const __grid_con
 }
 
 // With more warps a problem, for few problems.
-extern "C" __global__ void __launch_bounds__(32 * WIDE, 4) split_wide(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(32 * WIDE, 2) split_wide(const __grid_constant__ Arguments a) {
   solve<false, WIDE>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
 }
 

@@ -1,8 +1,10 @@
 // split.cu's arguments, a problem's tables and state in shared memory, and arithmetic.
 
+typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 #define ALL 0xffffffffu
 const i64 TOO_MUCH = 1ll << 53;
@@ -11,13 +13,18 @@ const i64 TOO_MUCH = 1ll << 53;
 
 enum { OK, BAD_LOAD, TOO_LARGE, BAD_LAYER };
 
-const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 4;  // WIDE: warps where problems are few
+const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 8;  // WIDE: warps where problems are few
 const int UNLEVELLED = 2, LEVELLED = 8, MOST_SWEEPS = 40, MOST_WHOLE = 8;  // as in coarse.py
 
 // The most that any layer has; sections of a layer's table are as long. staged: the bytes of it that all problems need.
 struct Sizes {
   int ranks, experts, slots, fixed, rows, replicated, copies, waves, twins, staged;
 };
+
+// A barrier of a block's first two warps.
+#ifndef meet_pair
+#define meet_pair() asm volatile("bar.sync 1, 64;" ::: "memory")
+#endif
 
 struct Cell;
 
@@ -41,10 +48,12 @@ struct Problem {
   const u32 *mask, *inverse_units, *wave_mask, *wave_copy, *wave_others;
   u32 *used, *reach, *partly_used;
   const u16 *fixed_start, *fixed_expert, *fixed_row, *expert, *copy_start, *copy_rank, *copy_expert, *rank_start, *rank_copy;
+  const u8 *fixed_rank;
   const u16 *source, *wave_start, *wave_of, *members, *twin;
   u16 *queue, *root, *from, *to;
-  int *seen, *loads, *even_top;
-  i64 *sums;
+  int *seen, *loads, *fixed_units, *even_top, *ended;
+  u64 *totals;
+  Captive *offered;
   Searched *searched;
   Cell *cells;
   uint2 *experts;  // mask, and load in units
@@ -100,6 +109,7 @@ __device__ void place_table(Problem &p, const char *staged, const char *table, c
     p.wave_copy = take<const u32>(at, n.waves * n.ranks);
     p.wave_others = take<const u32>(at, n.waves * n.ranks);
     p.fixed_row = take<const u16>(at, n.rows * n.ranks);
+    p.fixed_rank = take<const u8>(at, n.rows * n.ranks);
     p.members = take<const u16>(at, n.waves);
     p.wave_of = take<const u16>(at, n.replicated);
     at = table + n.staged;
