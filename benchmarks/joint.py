@@ -1,0 +1,161 @@
+"""The shared expert with the split, as one problem, beside one after the other: peak over mean of total load.
+
+    python benchmarks/joint.py [--recordings ../shared/traces] [--out benchmarks/results/joint.json]
+
+Problems: the sample's scored half, as recorded; and tokens drawn from DeepSeek-V3's recorded marginals (top-8 without
+replacement), of which the placement knows one workload and each step mixes in another (`drifted_counts`). 16 ranks on
+2 nodes, EPLB with redundant experts. A row is a stack: mean of peak / mean over (step, layer), its difference to
+`lplb+waterfill(candidates=all)` with a 95% interval over steps, how far the peak is from the least possible total peak
+(the larger of optimum and mean), and the part of shared tokens served off their own rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.cost.statistics import BlockBootstrap, Series
+from epsim.kernels.split import prepare, solve_peak
+from epsim.kernels.split.problems import drifted_counts
+from epsim.placement import placement_policy
+from epsim.placement.base import Cluster, Placement
+from epsim.planning import to_counts
+from epsim.policies.apply import Setting, bind
+from epsim.policies.stack import parse_stack
+from epsim.traces.importing import sample_path
+from epsim.traces.store import StoredTrace
+from epsim.traces.trace import TokenBlock
+
+RANKS, NODES = 16, 2
+STACKS = (
+    "lplb+local",
+    "lplb+waterfill",
+    "lplb+waterfill(candidates=all)",
+    "lplb(counts=gathered)+waterfill(candidates=all)",
+    "lplb+waterfill-joint",
+    "lplb(counts=gathered)+waterfill-joint(candidates=visited)",
+    "lplb(counts=gathered)+waterfill-joint",
+)
+BASE = STACKS[2]
+PLANNED, LATER = "decode_in1000out1000.json", "decode_in2000out100.json"
+
+
+def sample_problem(phase: str) -> tuple[Placement, Setting, Iterator[TokenBlock], int]:
+    """The sample's steps of one phase in its second half, planned on the first."""
+    trace = StoredTrace(sample_path())
+    meta, half = trace.meta, trace.num_steps // 2
+    blocks = [block for step in range(trace.num_steps) for block in trace.blocks(step, step + 1)]
+    history = np.concatenate([to_counts(block, meta.num_experts).counts for block in blocks[:half]])
+    placement = placement_policy("eplb").plan(torch.from_numpy(history), Cluster(RANKS, NODES, 16))
+    scored = [b for b in blocks[half:] if isinstance(b, TokenBlock) and b.phase is not None and b.phase[0] == phase]
+    return placement, Setting(0, 1.0, meta.top_k, meta.layers), iter(scored), len(scored)
+
+
+def drawn_problem(folder: Path, tokens: int, steps: int) -> tuple[Placement, Setting, Iterator[TokenBlock], int]:
+    """DeepSeek-V3, every tenth layer, `tokens` a rank."""
+    layers = range(3, 61, 10)
+    planned, later = (
+        np.array(json.loads((folder / name).read_text())["logical_count"], dtype=np.int64)[list(layers)]
+        for name in (PLANNED, LATER)
+    )
+    placement = placement_policy("eplb").plan(torch.from_numpy(planned)[None], Cluster(RANKS, NODES, 32))
+    rng = np.random.default_rng(0)
+    marginals = drifted_counts(planned, later, 10**8, steps, rng).numpy()
+
+    def blocks() -> Iterator[TokenBlock]:
+        for step in range(steps):
+            chance = np.log(marginals[step] + 0.5, dtype=np.float32)
+            noise = -np.log(rng.exponential(size=(RANKS * tokens, *chance.shape)).astype(np.float32))
+            ids = np.argpartition(-(chance + noise), 8, axis=-1)[..., :8]
+            source = np.repeat(np.arange(RANKS), tokens)
+            yield TokenBlock(np.array([step]), np.zeros_like(source), source, ids)
+
+    return placement, Setting(0, 1.0, 8, tuple(layers)), blocks(), steps
+
+
+def score(problem: tuple[Placement, Setting, Iterator[TokenBlock], int]) -> list[dict[str, Any]]:
+    placement, setting, blocks, num_steps = problem
+    structure = prepare(placement.physical_to_logical, RANKS, placement.num_experts)
+    ratio = {text: Series() for text in STACKS}
+    gap = {text: Series() for text in STACKS}
+    away = dict.fromkeys(STACKS, 0)
+    seconds = dict.fromkeys(STACKS, 0.0)
+    tokens = 0.0
+    for block in blocks:
+        counts = torch.from_numpy(to_counts(block, placement.num_experts).counts)
+        flat = counts.reshape(-1, placement.num_experts)
+        bound = solve_peak(structure, flat, torch.arange(placement.num_layers).repeat(len(counts))).bound
+        for text in STACKS:
+            start = time.perf_counter()
+            load = bind(parse_stack(text), placement, setting).load(block)
+            seconds[text] += time.perf_counter() - start
+            peak, mean = load.total.amax(-1), load.total.mean(-1)
+            ratio[text].add((peak / mean).numpy())
+            gap[text].add((peak / torch.maximum(bound.reshape(mean.shape), mean) - 1).numpy())
+            assert load.shared_remote_rank is not None
+            away[text] += int(load.shared_remote_rank.sum())
+        tokens += float(load.tokens.sum())
+    bootstrap = BlockBootstrap(num_steps, 0)
+    rows = []
+    for text in STACKS:
+        summary, beyond = ratio[text].summary(), gap[text].summary()
+        assert summary is not None
+        assert beyond is not None
+        rows.append(
+            {
+                "stack": text,
+                "max_over_mean": summary,
+                "versus_one_after_the_other": bootstrap.difference(ratio[text], ratio[BASE]),
+                "above_least_total_peak": beyond,
+                "shared_remote_share": away[text] / tokens,
+                "load_ms_a_step": seconds[text] / num_steps * 1e3,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recordings", type=Path, default=Path("../shared/traces"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/joint.json"))
+    arguments = parser.parse_args()
+    problems = {f"sample, {phase}": sample_problem(phase) for phase in ("decode", "prefill")}
+    folder = arguments.recordings / "deepseek-v3-sglang"
+    if folder.is_dir():
+        for tokens, steps in ((32, 40), (128, 24), (512, 10)):
+            problems[f"DeepSeek-V3, drawn, {tokens} tokens a rank"] = drawn_problem(folder, tokens, steps)
+    report = []
+    for name, problem in problems.items():
+        rows = score(problem)
+        report.append({"problem": name, "steps": problem[3], "layers": problem[0].num_layers, "rows": rows})
+        print(f"\n{name}: {problem[3]} steps x {problem[0].num_layers} layers")
+        print(f"{'stack':58} {'peak/mean':>9} {'against ' + BASE:>46} {'above least':>11} {'remote':>7}")
+        for row in rows:
+            versus = row["versus_one_after_the_other"]
+            words = f"{versus['difference']:+.4f}"
+            if versus["low"] is not None:
+                words += f" [{versus['low']:+.4f}, {versus['high']:+.4f}]"
+            print(
+                f"{row['stack']:58} {row['max_over_mean']['mean']:9.4f} {words:>46} "
+                f"{row['above_least_total_peak']['mean']:11.2%} {row['shared_remote_share']:7.1%}"
+            )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    document = {
+        "command": shlex.join(["python", *sys.argv]),
+        "setting": {"ranks": RANKS, "nodes": NODES, "shared_cost": 1.0, "base": BASE},
+        "problems": report,
+    }
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
