@@ -120,11 +120,17 @@ def exchange(bench: Bench) -> list[dict[str, Any]]:
             if bench.has_deep_ep:
                 known["deep_ep"] = DeepEPExchange(None, slots_per_rank, V3.hidden, MOST, num_sms=num_sms)
                 known["fp8"] = DeepEPExchange(None, slots_per_rank, V3.hidden, MOST, True, num_sms=num_sms)
-                row["bare"] = bench.time(_bare, known["deep_ep"], hidden, slots, weights, slots_per_rank)
+                row["bare"] = row["deep_ep"] = float("inf")
+                rows_back = known["deep_ep"].dispatch(hidden, slots, weights).hidden
+                for _ in range(3):  # In turn, the least of each: a host is never quiet.
+                    bare = bench.time(_bare, known["deep_ep"], hidden, slots, weights, slots_per_rank)
+                    ours = bench.time(_there_and_back, known["deep_ep"], hidden, slots, weights, rows_back)
+                    row["bare"], row["deep_ep"] = min(row["bare"], bare), min(row["deep_ep"], ours)
             for name, one in known.items():
                 got = one.dispatch(hidden, slots, weights)
                 rows_back = got.hidden.bfloat16()
-                row[name] = bench.time(_there_and_back, one, hidden, slots, weights, rows_back)
+                if name not in row:
+                    row[name] = bench.time(_there_and_back, one, hidden, slots, weights, rows_back)
                 row[f"{name}_dispatch"] = bench.time(one.dispatch, hidden, slots, weights)
                 row["received_mb"] = len(got.hidden) * V3.hidden * 2 / 1e6
             if "deep_ep" in row:

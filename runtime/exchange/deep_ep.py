@@ -16,6 +16,9 @@ MOST_COLUMNS = 32
 MOST_HIDDEN = 8184
 BLOCK = 128
 """Values that share a scale in float8."""
+NUM_SMS = 64
+"""Its own default, 20, leaves most of the GPU to computation beside it; here nothing runs beside an exchange, which
+takes half the time with 64 (benchmarks/runtime.py)."""
 
 
 def load() -> Any:
@@ -51,8 +54,8 @@ class DeepEPExchange:
     """One buffer, shared by all layers of a shape.
 
     fp8: dispatch in float8 (combine stays bfloat16). fixed_size: rows as many as the worst case has, R * max_tokens;
-    then nothing waits for the device, and a layer can be captured in a CUDA graph. num_sms: multiprocessors its kernels
-    take, None for its own default.
+    then nothing waits for the device, and a layer can be captured in a CUDA graph. num_sms: multiprocessors that its
+    kernels take.
     """
 
     name = "deep_ep"
@@ -66,7 +69,7 @@ class DeepEPExchange:
         fp8: bool = False,
         fixed_size: bool = False,
         why: str = "asked for",
-        num_sms: int | None = None,
+        num_sms: int = NUM_SMS,
     ) -> None:
         module = load()
         assert not isinstance(module, str), module
@@ -77,10 +80,9 @@ class DeepEPExchange:
         self.size, self.slots_per_rank, self.fp8, self.why = dist.get_world_size(group), slots_per_rank, fp8, why
         self.worst = self.size * max_tokens if fixed_size else 0
         self.max_tokens, self.host_sync = max_tokens, not fixed_size
-        if num_sms is not None:
-            if num_sms < 2 or num_sms % 2:
-                raise ValueError(f"{num_sms} SMs for deep_ep: give an even number")
-            module.Buffer.set_num_sms(num_sms)  # The configurations made from now on have it.
+        if num_sms < 2 or num_sms % 2:
+            raise ValueError(f"{num_sms} multiprocessors for deep_ep: give an even number")
+        module.Buffer.set_num_sms(num_sms)  # The configurations made from now on have it.
         self.configs = (module.Buffer.get_dispatch_config(self.size), module.Buffer.get_combine_config(self.size))
         num_bytes = max(config.get_nvl_buffer_size_hint(hidden * 2, self.size) for config in self.configs)
         self.buffer = module.Buffer(group=group, num_nvl_bytes=num_bytes, num_rdma_bytes=0)

@@ -13,6 +13,7 @@ from epsim.policies.stack import parse_stack
 from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.layer import ExpertParallelMoE, build_layer
 from epsim.runtime.peer import PeerCollective
+from epsim.runtime.phases import PhaseError
 from epsim.runtime.reference import reference_output
 from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
@@ -187,6 +188,23 @@ def capture(rank: int, size: int, text: str) -> dict[str, Any]:
         ids = record.ids.cpu().numpy()
         loads.append((step, ids, int(record.received.sum()), int(record.received_shared)))
     return {"errors": errors, "loads": loads}
+
+
+def not_a_number(rank: int, size: int) -> str:
+    """Rank 1's scores are NaN: no rank waits for ever, and rank 1 says so once asked."""
+    layer = make(rank, size, "eplb+lplb", "torch", "torch")
+    hidden = batch(5, rank, torch.device("cuda", rank))
+    layer(hidden, step=0)
+    layer.raise_if_bad()
+    if rank == 1:
+        hidden[7] = torch.nan
+    layer(hidden, step=1)
+    try:
+        layer.raise_if_bad()
+    except PhaseError as error:
+        layer.raise_if_bad()  # Told once.
+        return str(error)
+    return ""
 
 
 def synchronises(rank: int, size: int) -> bool:

@@ -61,3 +61,9 @@ def test_a_layer_is_captured_without_waiting_and_replays_on_other_tokens(text: s
 
 def test_the_check_for_waiting_can_fail() -> None:
     assert launch(2, programs.synchronises, 2, backend="nccl") == [True, True]
+
+
+def test_scores_that_are_not_numbers_are_told_without_waiting() -> None:
+    quiet, told = launch(2, programs.not_a_number, 2, backend="nccl")
+    assert quiet == ""
+    assert told.startswith("rank 1, step 1, layer 3, phase route: router scores are not finite")
