@@ -19,13 +19,22 @@ __device__ u32 tokens_with_any(const Arguments &a, int thread, int num_threads) 
   return found;
 }
 
-// The lanes with the same expert, for lanes that have one: a vote on each of its bits.
-__device__ u32 equals_of(u32 expert, int bits) {
-  u32 equals = __ballot_sync(ALL, expert != NONE);
-  for (int b = 0; b < bits; ++b) {
+// The lanes with the same expert, for lanes that have one: a vote on each of its bits. Votes are cast side by side.
+template <int FIRST, int LAST>
+__device__ u32 equals_in_bits(u32 expert) {
+  u32 equals = ALL;
+#pragma unroll
+  for (int b = FIRST; b < LAST; ++b) {
     u32 vote = __ballot_sync(ALL, expert >> b & 1);
     equals &= expert >> b & 1 ? vote : ~vote;
   }
+  return equals;
+}
+
+__device__ u32 equals_of(u32 expert, int experts) {
+  u32 equals = __ballot_sync(ALL, expert != NONE) & equals_in_bits<0, 7>(expert);
+  if (experts > 128) equals &= equals_in_bits<7, 8>(expert);
+  if (experts > 256) equals &= equals_in_bits<8, 10>(expert);
   return equals;
 }
 
@@ -49,7 +58,8 @@ __device__ u32 sum_over_warps(u16 *histogram, int experts, int e) {
 extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds__(COUNT_THREADS, 1)
     count(const __grid_constant__ Arguments a) {
   int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, block = block_of_cluster();
-  int experts = a.experts, num = a.tokens * a.top_k, bits = 32 - __clz(experts - 1);
+  u32 below = (1u << lane) - 1;
+  int experts = a.experts, num = a.tokens * a.top_k;
   char *at = reinterpret_cast<char *>(shared_memory);
   u32 *total = take<u32>(at, experts + 1), *base = take<u32>(at, experts + 1), *seen = take<u32>(at, experts + 1);
   u16 *histogram = take<u16>(at, COUNT_WARPS * experts), *mine = histogram + warp * experts;
@@ -71,13 +81,15 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
     __syncthreads();
     present = __reduce_add_sync(ALL, present);
     if (lane == 0 && present) atomicAdd(&total[experts], present);
+    u32 equals[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) equals[i] = i < items ? equals_of(word[i], experts) : 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (i >= items) continue;
-      u32 expert = word[i], equals = equals_of(expert, bits);
-      u32 before = expert == NONE ? 0 : mine[expert], lower = __popc(equals & ((1u << lane) - 1));
+      u32 expert = word[i], before = expert == NONE ? 0 : mine[expert], lower = __popc(equals[i] & below);
       __syncwarp();
-      if (expert != NONE && lower == 0) mine[expert] = static_cast<u16>(before + __popc(equals));
+      if (expert != NONE && lower == 0) mine[expert] = static_cast<u16>(before + __popc(equals[i]));
       __syncwarp();
       if (expert != NONE) word[i] = expert << ORDINAL_BITS | (before + lower);
     }

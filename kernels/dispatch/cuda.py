@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from epsim.kernels.dispatch.launch import launch
 from epsim.kernels.dispatch.rule import SAMPLED, Rule
 from epsim.kernels.split import SplitStructure, cuda
 from epsim.kernels.split.solver import EXACT, MAX_SWEEPS
@@ -20,8 +21,7 @@ from epsim.kernels.split.solver import EXACT, MAX_SWEEPS
 MOST_EXPERTS, MOST_SLOTS, MOST_ASSIGNMENTS = 1 << 10, (1 << 16) - 1, 1 << 22
 """What dispatch.cu's words and tables hold."""
 BUFFERS = ("counts", "own", "words", "ends", "routed", "step", "physical", "shared_rank", "slots_out")
-TABLES = ("first", "copies", "nearest")
-POINTERS = ("ids", "rows", "loads", "split", *BUFFERS, *TABLES, "node")
+POINTERS = ("ids", "rows", "loads", "split", *BUFFERS, "first", "copies", "nearest", "node")
 NUMBERS = ("tokens", "top_k", "experts", "slots", "ranks", "rank", "follow", "shared", "global", "plus_local")
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
@@ -42,11 +42,14 @@ class Sizes:
     thread of `serve` has; `assign`'s most blocks."""
 
     threads: int = 256
-    count_threads: int = 1024
+    count_threads: int = 512
     count_blocks: int = 8
     items: int = 8
     sources: int = 4
     most_blocks: int = 264
+
+    def threads_of(self, name: str) -> int:
+        return self.count_threads if name == "count" else self.threads
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -96,13 +99,6 @@ def _module(sizes: Sizes) -> Any:
 
 
 @functools.cache
-def _stream(pointer: int, device: int) -> Any:
-    import cupy
-
-    return cupy.cuda.ExternalStream(pointer, device)
-
-
-@functools.cache
 def _kernel(device: int, sizes: Sizes, name: str, shared: int) -> Any:
     import cupy
 
@@ -132,9 +128,9 @@ class Dispatcher:
         # the caller: as dispatcher.rule.collective says, sums counts over ranks or gathers them to [R, E + 1]
         assigned = dispatcher.assign(layer, counts)
 
-    All on PyTorch's current stream, without allocations but those of the split, and without waiting: both calls can be
-    captured in a CUDA graph, for a number of tokens. Draws need `step` [1] int64, on the device: the step's number, to
-    be written by the caller, also between a graph's replays.
+    All on PyTorch's current stream, without allocations and without waiting: both calls can be captured in a CUDA
+    graph, for a number of tokens. Draws need `step` [1] int64, on the device: the step's number, to be written by the
+    caller, also between a graph's replays.
     Equal to epsim.policies on the rank's tokens, integer for integer.
     """
 
@@ -185,8 +181,11 @@ class Dispatcher:
         number = first.diff(dim=1).gather(1, expert)
         nodes = node_of_rank.cpu()
         node = torch.stack((torch.searchsorted(nodes, nodes), torch.searchsorted(nodes, nodes, right=True)))
-        self._first, self._copies = self._table(first), self._table(torch.stack((order, expert, index, number), -1))
-        self._nearest = None if nearest is None else self._table(nearest)
+        tables = {"first": first, "copies": torch.stack((order, expert, index, number), -1)}
+        if nearest is not None:
+            tables["nearest"] = nearest
+        self._held = {name: self._table(table) for name, table in tables.items()}
+        self._tables = {name: [part.data_ptr() for part in table] for name, table in self._held.items()}
         self._node = self._table(node)
 
         def empty(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
@@ -206,11 +205,10 @@ class Dispatcher:
     def count(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [N, k] int64, logical experts, -1 for none -> [E + 1] int64: tokens of each expert, and how many tokens
         have any. A buffer that the caller may overwrite, and the next call does."""
-        if ids.shape != (len(ids), self.top_k) or ids.dtype != torch.int64 or len(ids) > self.max_tokens:
-            raise ValueError(
-                f"ids are {list(ids.shape)} {ids.dtype}, not [at most {self.max_tokens}, {self.top_k}] int64"
-            )
-        ids = ids.contiguous()
+        fits = ids.shape == (len(ids), self.top_k) and len(ids) <= self.max_tokens
+        if not fits or ids.dtype != torch.int64 or not ids.is_contiguous():
+            expected = f"[at most {self.max_tokens}, {self.top_k}] int64, contiguous"
+            raise ValueError(f"ids are {list(ids.shape)} {ids.dtype}, not {expected}")
         self._tokens = len(ids)
         self._arguments["ids"], self._arguments["tokens"] = ids.data_ptr(), len(ids)
         self._launch("count", (self.sizes.count_blocks,))
@@ -227,23 +225,23 @@ class Dispatcher:
         loads = self._loads if gathers else counts
         arguments["rows"] = counts.data_ptr() if gathers else 0
         arguments["loads"], arguments["layer_key"] = loads.data_ptr(), self._layer_keys[layer]
-        for name in TABLES:
-            table = getattr(self, f"_{name}")
-            arguments[name] = 0 if table is None else table[layer].data_ptr()
+        for name, table in self._tables.items():
+            arguments[name] = table[layer]
         if gathers:
             self._launch("total", (-(-width // 32),))
         split = None
         if rule.solves:
             split = self._solve(loads[None, : structure.num_experts], self._layer[layer : layer + 1])
         arguments["split"] = 0 if split is None else split.data_ptr()
+        # What follows the split may begin before it ends: `count` and the collective have ended before it began.
         if rule.gathered:
-            self._launch("quotas", (-(-structure.num_experts // (self.sizes.threads // 32)),))
+            self._launch("quotas", (-(-structure.num_experts // (self.sizes.threads // 32)),), early=True)
         elif rule.sees_all_ranks:
             across = -(-structure.num_physical // self.sizes.threads)
-            self._launch("serve", (across, -(-structure.num_ranks // self.sizes.sources)))
+            self._launch("serve", (across, -(-structure.num_ranks // self.sizes.sources)), early=rule.solves)
         if self._tokens:
             blocks = -(-self._tokens // (self.sizes.threads // self.top_k))
-            self._launch("assign", (min(blocks, self.sizes.most_blocks),))
+            self._launch("assign", (min(blocks, self.sizes.most_blocks),), early=rule.solves or rule.sees_all_ranks)
         physical = self._physical[: self._tokens]
         if rule.shared == "none":
             return Assigned(physical, None, physical)
@@ -253,7 +251,7 @@ class Dispatcher:
         """loads [1, E], layer [1] -> split [1, P]."""
         whole = self.rule.gathered
         tol = 0.0 if whole else 1e-4
-        return cuda.solve(self.structure, loads, layer, tol, None, MAX_SWEEPS, EXACT, whole, True)[0]
+        return cuda.solve(self.structure, loads, layer, tol, None, MAX_SWEEPS, EXACT, whole, True, self._room).split
 
     def _table(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.int32).to(torch.int16).to(self.device).contiguous()
@@ -286,32 +284,31 @@ class Dispatcher:
     def _shared_bytes(self, name: str) -> int:
         """Shared memory of a block, as the kernel of that name lays it out."""
         experts, num_slots, num_ranks = (int(self._arguments[name][0]) for name in ("experts", "slots", "ranks"))
-        threads, warps = self.sizes.threads, self.sizes.count_threads // 32
+        threads, count_warps = self.sizes.threads, self.sizes.count_threads // 32
         ends = [4 * num_slots] * 2 + [4 * experts] * 2 + [2 * num_slots]
         spans = {
-            "count": [4 * (experts + 1)] * 3 + [2 * warps * experts],
+            "count": [4 * (experts + 1)] * 3 + [2 * count_warps * experts],
             "total": [8 * threads],
             "quotas": [4 * threads // 32 * 5 * (num_ranks + 1)],
             "serve": ends,
-            "assign": [*ends, *[8 * num_ranks] * 3, 16, 16, 4 * threads, 8 * threads],
+            "assign": [*ends, *[8 * num_ranks] * 3, 8, 4, 4 * threads, 8 * threads],
         }
         return sum(-(-span // 16) * 16 for span in spans[name])
 
     def _compile(self) -> None:
-        index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        self._kernels = {
-            name: (_kernel(index, self.sizes, name, self._shared_bytes(name)), self._shared_bytes(name))
-            for name in ("count", "total", "quotas", "serve", "assign")
-        }
-        self._index = index
+        self._index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self._kernels = {}
+        for name in ("count", "total", "quotas", "serve", "assign"):
+            threads, shared = self.sizes.threads_of(name), self._shared_bytes(name)
+            self._kernels[name] = _kernel(self._index, self.sizes, name, shared).kernel.ptr, threads, shared
         if self.rule.solves:
+            slots, whole = self.structure.num_physical, self.rule.gathered
+            self._room = cuda.empty(1, slots, self.device, integral=True, whole=whole, want_split=True)
             self._solve(self._loads[None, : self.structure.num_experts], self._layer[:1])
 
-    def _launch(self, name: str, grid: tuple[int, ...]) -> None:
-        import cupy
-
-        kernel, shared = self._kernels[name]
-        threads = self.sizes.count_threads if name == "count" else self.sizes.threads
+    def _launch(self, name: str, grid: tuple[int, ...], early: bool = False) -> None:
+        """early: it may begin before the kernel before it has ended."""
+        function, threads, shared = self._kernels[name]
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        with cupy.cuda.Device(self._index), _stream(stream, self._index):
-            kernel(grid, (threads,), (self._arguments,), shared_mem=shared)
+        with torch.cuda.device(self._index):
+            launch(function, grid, threads, shared, stream, self._arguments, early)

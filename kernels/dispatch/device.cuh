@@ -19,3 +19,9 @@ __device__ u32 read_of_block(const u32 *mine, u32 block) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
   return value;
 }
+
+// Where a kernel was launched early: what the kernel before it wrote is there from here on. All threads must come.
+__device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next kernel may be launched, if it waits itself.
+__device__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

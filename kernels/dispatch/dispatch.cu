@@ -30,34 +30,31 @@ __device__ int slot_of(const Arguments &a, const Ends &ends, u64 key, u32 word, 
 // A block takes as many whole tokens at a time as it has threads for their top-k.
 extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
-  int k = a.top_k, per_block = THREADS / k, local = threadIdx.x / k, j = threadIdx.x % k;
-  bool fits = local < per_block;
-  auto word_at = [&](int token) {
-    return fits && token < a.tokens ? a.words[static_cast<i64>(token) * k + j] : NONE;
-  };
+  int k = a.top_k, per_block = THREADS / k, step = gridDim.x * per_block, local = threadIdx.x / k, j = threadIdx.x % k;
   int begin = blockIdx.x * per_block;
+  auto word_at = [&](int token) { return local < per_block && token < a.tokens ? a.words[token * k + j] : NONE; };
   u32 word = word_at(begin + local);  // on its way while the ends are found
+  bool fills = a.shared == VISITED || a.shared == EVERY;
+  u64 key = a.follow == SAMPLED || fills ? rank_key(a) : 0;
   Ends ends = place_ends(a, at);
   find_ends(a, ends);
   Water water = place_water(a, at);
   int *visited = take<int>(at, THREADS);
   i64 *weight = take<i64>(at, THREADS);
-  bool fills = a.shared == VISITED || a.shared == EVERY;
   if (fills) {
     find_loads(a, ends, water);
     find_weights(a, water);
     fills = a.own[a.experts] >= FEW_TOKENS;
   }
-  u64 key = a.follow == SAMPLED || fills ? rank_key(a) : 0;
   int on_rank = slots_per_rank(a);
-  for (; begin < a.tokens; begin += gridDim.x * per_block) {
+  for (; begin < a.tokens; begin += step) {
     int token = begin + local;
-    bool here = fits && token < a.tokens;
+    bool here = local < per_block && token < a.tokens;
     int slot = word == NONE ? -1 : slot_of(a, ends, key, word, token, j), rank = slot < 0 ? -1 : slot / on_rank;
-    word = word_at(token + gridDim.x * per_block);
-    if (here) a.physical[static_cast<i64>(token) * k + j] = slot;
+    word = word_at(token + step);
+    if (here) a.physical[token * k + j] = slot;
     if (a.shared == NO_SHARED) continue;
-    if (here) a.slots_out[static_cast<i64>(token) * (k + 1) + j] = slot < 0 ? -1 : slot + rank;
+    if (here) a.slots_out[token * (k + 1) + j] = slot < 0 ? -1 : slot + rank;
     visited[threadIdx.x] = rank;
     __syncthreads();
     const int *ranks = visited + local * k;
@@ -72,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_consta
     }
     auto give = [&](int chosen) {
       a.shared_rank[token] = chosen;
-      a.slots_out[static_cast<i64>(token) * (k + 1) + k] = chosen < 0 ? -1 : chosen * (on_rank + 1) + on_rank;
+      a.slots_out[token * (k + 1) + k] = chosen < 0 ? -1 : chosen * (on_rank + 1) + on_rank;
     };
     if (here && (!some || !fills)) {
       if (j == 0) give(some ? a.rank : -1);

@@ -21,19 +21,31 @@ __device__ Ends place_ends(const Arguments &a, char *&at) {
 __device__ u32 offset(u32 shift, u32 expert) { return (shift + expert * 648055) & (ONE - 1); }
 
 __device__ u32 part_of(const Arguments &a, const Copy &copy) {
-  double fraction = 1.0 / copy.number;
-  i64 load = a.split ? a.loads[copy.expert] : 0;
-  if (load > 0) fraction = static_cast<const double *>(a.split)[copy.slot] / static_cast<double>(load);
+  double above = 1.0, below = copy.number;
+  if (a.split) {
+    double part = static_cast<const double *>(a.split)[copy.slot], load = static_cast<double>(a.loads[copy.expert]);
+    if (load > 0.0) above = part, below = load;
+  }
+  double fraction = above / below;
   double rounded = rint(fraction * ONE);
   return static_cast<u32>(rounded < 0.0 ? 0.0 : rounded > ONE ? static_cast<double>(ONE) : rounded);
 }
 
+// What `count` found and what the placement fixes, then, once it is there, what the kernel before this one wrote.
 // Ends with all threads in step.
 __device__ void find_ends(const Arguments &a, const Ends &ends) {
-  if (a.follow == STATIC) return;
-  for (int p = threadIdx.x; p < a.slots; p += blockDim.x) {
+  if (a.follow == STATIC) {
+    wait_for_earlier();
+    return;
+  }
+  for (int e = threadIdx.x; e < a.experts; e += THREADS) {
+    ends.experts[e] = a.first[e] | static_cast<u32>(a.first[e + 1] - a.first[e]) << 16;
+    ends.own[e] = static_cast<u32>(a.own[e]);
+  }
+  for (int p = threadIdx.x; p < a.slots; p += THREADS) ends.slot[p] = a.copies[p].slot;
+  wait_for_earlier();
+  for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
-    ends.slot[p] = copy.slot;
     if (copy.number == 1)
       ends.end[p] = a.follow == GATHERED ? static_cast<u32>(a.own[copy.expert]) : ONE;
     else if (a.follow == GATHERED)
@@ -41,13 +53,9 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
     else
       ends.part[p] = part_of(a, copy);
   }
-  for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
-    ends.experts[e] = a.first[e] | static_cast<u32>(a.first[e + 1] - a.first[e]) << 16;
-    ends.own[e] = static_cast<u32>(a.own[e]);
-  }
   __syncthreads();
   if (a.follow == GATHERED) return;
-  for (int p = threadIdx.x; p < a.slots; p += blockDim.x) {
+  for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
     if (copy.number == 1) continue;
     u32 sum = 0;

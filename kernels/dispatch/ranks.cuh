@@ -1,6 +1,6 @@
 // What the counts of all ranks say: their sum, this rank's part of an integral split, and what every rank serves.
 
-const int LINES = THREADS / 32;
+const int WARPS = THREADS / 32;
 
 // loads = the sum of rows over ranks; a block has 32 experts, its warps have ranks in turn.
 extern "C" __global__ void __launch_bounds__(THREADS) total(const __grid_constant__ Arguments a) {
@@ -10,11 +10,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) total(const __grid_constan
   i64 sum = 0;
   if (e <= a.experts)
 #pragma unroll 4
-    for (int r = line; r < a.ranks; r += LINES) sum += a.rows[static_cast<i64>(r) * (a.experts + 1) + e];
+    for (int r = line; r < a.ranks; r += WARPS) sum += a.rows[static_cast<i64>(r) * (a.experts + 1) + e];
   part[threadIdx.x] = sum;
   __syncthreads();
   if (line || e > a.experts) return;
-  for (int i = 1; i < LINES; ++i) sum += part[32 * i + lane];
+  for (int i = 1; i < WARPS; ++i) sum += part[32 * i + lane];
   a.loads[e] = sum;
 }
 
@@ -32,14 +32,26 @@ __device__ int warp_sum_before(int value, int lane) {
   return sum;
 }
 
-// In place, sums[i] = values[0] + ... + values[i - 1] for i = 0 .. num.
-__device__ void running_sums(int *sums, int num, int lane) {
-  int before = 0;
+// Of each of some arrays, in place, sums[i] = values[0] + ... + values[i - 1] for i = 0 .. num.
+template <int MANY>
+__device__ void running_sums(int *const (&sums)[MANY], int num, int lane) {
+  int before[MANY] = {};
   for (int base = 0; base <= num; base += 32) {
-    int value = base + lane < num ? sums[base + lane] : 0;
-    int sum = warp_sum_before(value, lane);
-    if (base + lane <= num) sums[base + lane] = before + sum - value;
-    before += __shfl_sync(ALL, sum, 31);
+    int value[MANY], sum[MANY];
+#pragma unroll
+    for (int i = 0; i < MANY; ++i) sum[i] = value[i] = base + lane < num ? sums[i][base + lane] : 0;
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2)
+#pragma unroll
+      for (int i = 0; i < MANY; ++i) {
+        int lower = __shfl_up_sync(ALL, sum[i], by);
+        if (lane >= by) sum[i] += lower;
+      }
+#pragma unroll
+    for (int i = 0; i < MANY; ++i) {
+      if (base + lane <= num) sums[i][base + lane] = before[i] + sum[i] - value[i];
+      before[i] += __shfl_sync(ALL, sum[i], 31);
+    }
   }
   __syncwarp();
 }
@@ -47,29 +59,32 @@ __device__ void running_sums(int *sums, int num, int lane) {
 // gathered.gathered_quotas of this rank: a warp an expert. A rank's copies serve its own tokens first; what is left of
 // tokens and of room meets in order of ranks, within nodes and then anywhere. Copies of a rank fill one by one.
 extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_constant__ Arguments a) {
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * LINES + warp, ranks = a.ranks;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * WARPS + warp, ranks = a.ranks;
   char *at = reinterpret_cast<char *>(shared_memory);
-  int *sums = take<int>(at, LINES * 5 * (ranks + 1)) + warp * 5 * (ranks + 1);
+  int *sums = take<int>(at, WARPS * 5 * (ranks + 1)) + warp * 5 * (ranks + 1);
   int *room = sums, *tokens_1 = room + ranks + 1, *room_1 = tokens_1 + ranks + 1;  // after the ranks' own
   int *tokens_2 = room_1 + ranks + 1, *room_2 = tokens_2 + ranks + 1;              // after the nodes' own
-  if (e >= a.experts) return;
+  bool some = e < a.experts && a.first[e + 1] - a.first[e] > 1;
+  let_next_begin();
+  wait_for_earlier();
+  if (!some) return;
   int first = a.first[e], last = a.first[e + 1];
-  if (last - first == 1) return;
   const i64 *split = static_cast<const i64 *>(a.split);
-  for (int r = lane; r <= ranks; r += 32) room[r] = 0;
+  for (int r = lane; r < ranks; r += 32) {
+    room[r] = 0;
+    tokens_1[r] = static_cast<int>(a.rows[static_cast<i64>(r) * (a.experts + 1) + e]);
+  }
   __syncwarp();
   for (int p = first + lane; p < last; p += 32)
     atomicAdd(&room[a.copies[p].slot / slots_per_rank(a)], static_cast<int>(split[a.copies[p].slot]));
   __syncwarp();
   for (int r = lane; r < ranks; r += 32) {
-    int tokens = static_cast<int>(a.rows[static_cast<i64>(r) * (a.experts + 1) + e]);
+    int tokens = tokens_1[r];
     tokens_1[r] = most(tokens - room[r], 0);
     room_1[r] = most(room[r] - tokens, 0);
   }
   __syncwarp();
-  running_sums(room, ranks, lane);
-  running_sums(tokens_1, ranks, lane);
-  running_sums(room_1, ranks, lane);
+  running_sums({room, tokens_1, room_1}, ranks, lane);
   for (int r = lane; r < ranks; r += 32) {
     int start = a.node[r], end = a.node[ranks + r];
     int tokens_end = tokens_1[r + 1] - tokens_1[start], room_end = room_1[r + 1] - room_1[start];
@@ -78,8 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
     room_2[r] = least(space, most(room_end - (tokens_1[end] - tokens_1[start]), 0));
   }
   __syncwarp();
-  running_sums(tokens_2, ranks, lane);
-  running_sums(room_2, ranks, lane);
+  running_sums({tokens_2, room_2}, ranks, lane);
 
   // This rank's tokens in the orders of its node and of all, and the room that they meet there.
   int rank = a.rank, start = a.node[rank], end = a.node[ranks + rank];
@@ -112,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
 extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
   Ends ends = place_ends(a, at);
+  let_next_begin();
   find_ends(a, ends);
   int begin = blockIdx.y * SOURCES, stop = least(begin + SOURCES, a.ranks), p = blockIdx.x * THREADS + threadIdx.x;
   u64 *routed = reinterpret_cast<u64 *>(a.routed);
@@ -124,11 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constan
   }
   if (p >= a.slots) return;
   Copy copy = a.copies[p];
-  i64 sum = 0;
+  i64 number[SOURCES], sum = 0;
 #pragma unroll
-  for (int i = 0; i < SOURCES; ++i) {
-    i64 number = begin + i < stop ? a.rows[static_cast<i64>(begin + i) * (a.experts + 1) + copy.expert] : 0;
-    sum += quota(a, ends, p, copy, (static_cast<u32>(begin + i) << BITS) / a.ranks, number);
-  }
+  for (int i = 0; i < SOURCES; ++i)
+    number[i] = begin + i < stop ? a.rows[static_cast<i64>(begin + i) * (a.experts + 1) + copy.expert] : 0;
+#pragma unroll
+  for (int i = 0; i < SOURCES; ++i)
+    sum += quota(a, ends, p, copy, (static_cast<u32>(begin + i) << BITS) / a.ranks, number[i]);
   if (sum) atomicAdd(&routed[copy.slot / slots_per_rank(a)], static_cast<u64>(sum));
 }

@@ -19,18 +19,18 @@ __device__ Water place_water(const Arguments &a, char *&at) {
 // What ranks serve: of all tokens where global, else of this rank's. Ends with all threads in step.
 __device__ void find_loads(const Arguments &a, const Ends &ends, const Water &water) {
   bool summed = a.global && a.follow != GATHERED;
-  for (int r = threadIdx.x; r < a.ranks; r += blockDim.x) water.load[r] = summed ? a.routed[r] : 0;
+  for (int r = threadIdx.x; r < a.ranks; r += THREADS) water.load[r] = summed ? a.routed[r] : 0;
   __syncthreads();
   if (summed) return;
   u64 *load = reinterpret_cast<u64 *>(water.load);
   if (a.global) {
-    for (int s = threadIdx.x; s < a.slots; s += blockDim.x)
+    for (int s = threadIdx.x; s < a.slots; s += THREADS)
       atomicAdd(&load[s / slots_per_rank(a)], static_cast<u64>(static_cast<const i64 *>(a.split)[s]));
   } else if (a.follow == STATIC) {
-    for (int e = threadIdx.x; e < a.experts; e += blockDim.x)
+    for (int e = threadIdx.x; e < a.experts; e += THREADS)
       atomicAdd(&load[a.nearest[a.rank * a.experts + e] / slots_per_rank(a)], static_cast<u64>(a.own[e]));
   } else {
-    for (int p = threadIdx.x; p < a.slots; p += blockDim.x) {
+    for (int p = threadIdx.x; p < a.slots; p += THREADS) {
       Copy copy = a.copies[p];
       i64 number = quota(a, ends, p, copy, ends.shift, ends.own[copy.expert]);
       atomicAdd(&load[copy.slot / slots_per_rank(a)], static_cast<u64>(number));

@@ -47,6 +47,8 @@ static void wait(State for_whom, int line) {
 #define __syncthreads() wait(AT_BLOCK, __LINE__)
 #define cluster_arrive() wait(AT_CLUSTER, __LINE__)  // a stricter order than the device's
 #define cluster_wait()
+#define wait_for_earlier()
+#define let_next_begin()
 static unsigned block_of_cluster() { return current / blockDim.x; }
 
 static unsigned read_of_block(const unsigned *mine, unsigned block) {
@@ -93,7 +95,6 @@ static unsigned sum(int line, unsigned value) {
 #define __ballot_sync(mask, value) ballot(__LINE__, value)
 #define __reduce_add_sync(mask, value) sum(__LINE__, value)
 
-static int __clz(unsigned bits) { return bits ? __builtin_clz(bits) : 32; }
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
 
 template <class T>
@@ -171,11 +172,12 @@ extern "C" int run_on_host(const char *name, int grid_x, int grid_y, int threads
   arguments = given;
   blockDim.x = threads, gridDim.x = grid_x, gridDim.y = grid_y;
   if (cluster) return run_together(grid_x, 0, descending);
-  for (blockIdx.y = 0; blockIdx.y < grid_y; ++blockIdx.y)
-    for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x) {
-      int line = run_together(1, 0, descending);
-      if (line) return line;
-    }
+  for (int i = 0; i < grid_x * grid_y; ++i) {
+    int block = descending ? grid_x * grid_y - 1 - i : i;
+    blockIdx.x = block % grid_x, blockIdx.y = block / grid_x;
+    int line = run_together(1, 0, descending);
+    if (line) return line;
+  }
   return 0;
 }
 

@@ -51,12 +51,13 @@ class HostDispatcher(Dispatcher):
     def _compile(self) -> None:
         assert self.library.bytes_of_arguments() == ARGUMENTS.itemsize
 
-    def _launch(self, name: str, grid: tuple[int, ...]) -> None:
+    def _launch(self, name: str, grid: tuple[int, ...], early: bool = False) -> None:
         assert self._shared_bytes(name) <= 1 << 17
-        threads = self.sizes.count_threads if name == "count" else self.sizes.threads
         across, down = (*grid, 1)[:2]
         place = ctypes.c_void_p(self._arguments.ctypes.data)
-        line = self.library.run_on_host(name.encode(), across, down, threads, place, int(self.descending))
+        line = self.library.run_on_host(
+            name.encode(), across, down, self.sizes.threads_of(name), place, int(self.descending)
+        )
         assert line == 0, f"{name}: threads part at line {line}"
 
     def _solve(self, loads: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
@@ -158,6 +159,14 @@ def check(
             routed = torch.where(want >= 0, want + want // width, -1)
             last = torch.where(on >= 0, on * (width + 1) + width, -1)
             assert torch.equal(numbered.cpu(), torch.cat((routed, last[:, None]), 1))
+
+
+def ordinals(dispatcher: Dispatcher, ids: torch.Tensor) -> torch.Tensor:
+    """Of ids [N, k] that were just counted: each one's index among its equals, -1 for empty slots, [N * k]."""
+    words = dispatcher._words.flatten()[: ids.numel()].cpu().to(torch.int64) & 0xFFFFFFFF
+    there = words != 0xFFFFFFFF
+    assert torch.equal(torch.where(there, words >> 22, -1), ids.flatten())
+    return torch.where(there, words & (1 << 22) - 1, -1)
 
 
 def random_ids(
