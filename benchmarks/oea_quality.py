@@ -1,0 +1,193 @@
+"""What opportunistic expert activation costs the small model: cross-entropy against active experts, and its rivals.
+
+    python benchmarks/oea_quality.py [--cache DIR] [--device cuda] [--sequences 128] [--out FILE]
+
+Needs the trained model (`epsim model train`, docs/model.md). In one go: pruning, oea, its general form, lynx, masking
+of low demand, and oea-ep at 4 and 8 ranks, at batches of 8 to 64 tokens of mixed text and 16 of each domain alone; how
+much long continuations repeat; and the paper's claims in numbers. Writes JSON, and a picture beside it. Made for 2 to 4
+minutes on an H200; not timed there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from epsim.policies.stack import parse_stack
+from epsim.quality.claims import Claim, check_claims
+from epsim.quality.evaluate import MIXED, evaluation_text, generate, repetition_rate
+from epsim.quality.frontier import Point, Trial, active_without_policy, default_trials, measure, pareto
+from epsim.quality.hook import check_rules, reroute_of
+from epsim.traces.model import tokens
+from epsim.traces.model.train import choose_device, device_name, load_model
+
+CHUNK = 64
+ALONE = 16
+"""Tokens a batch where the domains are taken one by one."""
+COLOURS = {
+    "pruned": "tab:red",
+    "oea": "tab:blue",
+    "oea general": "tab:gray",
+    "lynx": "tab:orange",
+    "mask-low-demand": "tab:brown",
+    "oea-ep 4": "tab:green",
+    "oea-ep 8": "tab:green",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--device")
+    parser.add_argument("--sequences", type=int, default=128, help="of text; a multiple of 64")
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--generated", type=int, default=512, help="tokens of each continuation; 0 for none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/oea_quality.json"))
+    arguments = parser.parse_args()
+    report = run(arguments)
+    report["command"] = shlex.join(["python", *sys.argv])
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {arguments.out} and {arguments.out.with_suffix('.png')}")
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    device = choose_device(arguments.device)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    model = load_model(arguments.cache, device, dtype)
+    check_rules(model)
+    heldout = tokens.load(arguments.cache).heldout
+    top_k, num_experts = model.config.num_experts_per_tok, model.config.num_experts
+    text = evaluation_text(heldout, tuple(heldout), arguments.sequences, arguments.length)
+    mixed = text.pop(MIXED, next(iter(text.values())))
+    print(
+        f"{device_name(device)}, {dtype}, {num_experts} experts, top-{top_k}, {len(mixed)} x {arguments.length} tokens"
+    )
+    seconds: dict[str, float] = {}
+
+    begun = time.perf_counter()
+    active = active_without_policy(model, mixed, (8, 16, 32, 64), CHUNK)
+    points, plain = measure(model, mixed, list(default_trials(top_k, num_experts, active)), CHUNK)
+    seconds["mixed"] = time.perf_counter() - begun
+    print_points(points)
+    claims = check_claims(points, top_k)
+    print_claims(claims)
+
+    begun = time.perf_counter()
+    alone = {}
+    trials = [(Trial("topk", "topk"), ALONE)]
+    trials += [(Trial(f, f"{f}(k0={k0})"), ALONE) for f in ("pruned", "oea") for k0 in range(1, top_k)]
+    for name, rows in text.items():
+        alone[name], _ = measure(model, rows[:CHUNK], trials, CHUNK)
+    seconds["domains"] = time.perf_counter() - begun
+    print_domains(alone, points)
+
+    begun = time.perf_counter()
+    rates = repetition(model, mixed, arguments, top_k) if arguments.generated else {}
+    seconds["generation"] = time.perf_counter() - begun
+    for router, rate in rates.items():
+        print(f"repetition {router:16} {rate:.4f}")
+    print("seconds: " + ", ".join(f"{part} {value:.1f}" for part, value in seconds.items()))
+    draw(points, top_k, arguments.out.with_suffix(".png"))
+    return {
+        "machine": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "sequences": len(mixed),
+        "length": arguments.length,
+        "plain_cross_entropy": plain,
+        "active_without_policy": active,
+        "points": [point.to_json() for point in points],
+        "claims": [claim.to_json() for claim in claims],
+        "domains": {name: [point.to_json() for point in own] for name, own in alone.items()},
+        "repetition": rates,
+        "seconds": seconds,
+    }
+
+
+def repetition(model: Any, mixed: torch.Tensor, arguments: argparse.Namespace, top_k: int) -> dict[str, float]:
+    """Of 16 continuations decoded as one batch: share of 4-grams that a continuation has held before."""
+    prompts = mixed[:16, : min(64, arguments.length)]
+    routers = ["topk", *(f"oea(k0={k0})" for k0 in (1, 3, 5) if k0 < top_k), *(f"pruned(k0={k0})" for k0 in (1, 3))]
+    rates = {}
+    for router in routers:
+        reroute = reroute_of(parse_stack(router).router)
+        rates[router] = repetition_rate(generate(model, reroute, prompts, arguments.generated, arguments.seed))
+    return rates
+
+
+def print_points(points: Sequence[Point]) -> None:
+    print(
+        f"{'batch':>5} {'policy':34} {'active':>7} {'of 4':>6} {'of 8':>6} {'kept':>7} {'delta':>9} {'+-':>8} {'KL':>8}"
+    )
+    for point in points:
+        one = point.to_json()
+        print(
+            f"{point.batch_size:5} {point.trial.label:34} {point.active[1]:7.2f} {point.active[4]:6.2f} "
+            f"{point.active[8]:6.2f} {point.kept_mass:7.4f} {point.delta:9.5f} {one['delta_standard_error']:8.5f} "
+            f"{point.kl:8.5f}"
+        )
+
+
+def print_claims(claims: Sequence[Claim]) -> None:
+    print("claims; differences in nats a token, at most 0 as claimed")
+    for claim in claims:
+        if claim.worst is None or claim.mean is None:
+            print(f"  not compared  {claim.words}")
+            continue
+        word = "holds" if claim.holds else "does not hold"
+        print(f"  {word:13} {claim.words}: mean {claim.mean:+.5f}, worst {claim.worst:+.5f} of {len(claim.detail)}")
+
+
+def print_domains(alone: dict[str, list[Point]], points: Sequence[Point]) -> None:
+    routers = ("topk", "oea(k0=3)", "pruned(k0=3)")
+    print(f"batches of {ALONE}: active experts, and delta for all but topk")
+    for name, own in {MIXED: [p for p in points if p.batch_size == ALONE], **alone}.items():
+        found = {point.trial.router: point for point in own}
+        shown = [f"{r} {found[r].active[1]:6.2f} {found[r].delta:8.5f}" for r in routers if r in found]
+        print(f"  {name:12} " + "   ".join(shown))
+
+
+def draw(points: Sequence[Point], top_k: int, path: Path) -> None:
+    """The paper's figures 2 and 3 at a batch of 16, the rivals, and the ranks."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    here = [point for point in points if point.batch_size == ALONE]
+    panels = (
+        ("pruning and OEA", ("pruned", "oea"), 1),
+        ("general and simplified OEA", ("oea general", "oea"), 1),
+        ("rivals", ("lynx", "mask-low-demand", "oea"), 1),
+        ("8 ranks", ("oea", "oea-ep 8"), 8),
+    )
+    figure, axes = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
+    for axis, (title, families, ranks) in zip(axes.flat, panels, strict=True):
+        for family in families:
+            own = [point for point in here if point.trial.family == family]
+            axis.scatter(
+                [p.active[ranks] for p in own], [p.delta for p in own], s=12, color=COLOURS[family], label=family
+            )
+            front = pareto(own, ranks)
+            axis.plot([p.active[ranks] for p in front], [p.delta for p in front], lw=0.8, color=COLOURS[family])
+        axis.set(title=f"{title}, batch {ALONE}", ylabel="cross-entropy above the plain model's, nats")
+        axis.set_xlabel("active experts" if ranks == 1 else f"most active experts of {ranks} ranks")
+        axis.set_yscale("symlog", linthresh=0.01)
+        axis.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What router policies read and keep on recorded probabilities, without a model.
+
+    python benchmarks/oea_recorded.py RECORDING... [--batch 8 16 32] [--model gpt-oss-20b] [--out FILE]
+
+RECORDING: any file that `epsim traces import` reads and that has router probabilities, such as the decode tokens of
+gpt-oss-20b with those of the chosen four; or a trace. Sequences are composed into decode batches. Prints the active
+experts of a layer, those of the busiest of 4 ranks, and the probability kept, means over the steps that hold a full
+batch. Where a recording holds the best m scores alone no token takes an expert beyond (maxp is m).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from epsim.placement.base import Cluster
+from epsim.policies.stack import parse_stack
+from epsim.replay import ReplayOptions, replay
+from epsim.traces.importing import open_trace
+from epsim.traces.options import ImportOptions
+from epsim.traces.select import select_steps
+from epsim.traces.store import StoredTrace
+
+KEYS = ("active_experts_total", "active_experts", "kept_mass")
+
+
+def routers(top_k: int, active: float) -> list[str]:
+    """active: experts read without a policy, shares of which lynx keeps."""
+    found = []
+    for k0 in range(1, top_k):
+        found += [f"pruned(k0={k0})", f"oea(k0={k0})", f"oea-ep(k0={k0})"]
+    keeps = dict.fromkeys(max(round(share * active), 1) for share in (0.4, 0.55, 0.7, 0.85))
+    found += [f"lynx(keep={keep})" for keep in keeps]
+    return [*found, *(f"mask-low-demand(least={least})" for least in (2, 3))]
+
+
+def measure(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[dict[str, Any]]:
+    policies = tuple(("", parse_stack(f"contiguous+{stack}")) for stack in stacks)
+    results = replay(trace, ReplayOptions(Cluster(ranks), policies, shared_cost=0.0))
+    rows = []
+    for stack, entry in zip(stacks, results["stacks"], strict=True):
+        values = {key: entry["metrics"][key]["mean"] for key in KEYS}
+        rows.append({"router": stack, **values, "notes": entry["notes"]})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recording", nargs="+", type=Path)
+    parser.add_argument("--batch", nargs="+", type=int, default=[8, 16, 32])
+    parser.add_argument("--model")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "ranks": arguments.ranks, "batches": {}}
+    for batch in arguments.batch:
+        options = ImportOptions(batch=batch, ranks=min(arguments.ranks, batch), model=arguments.model)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = select_steps(open_trace(arguments.recording, options), Path(folder, "full.parquet"), None, batch)
+            meta = trace.meta
+            (plain,) = measure(trace, arguments.ranks, ["topk"])
+            plain["kept_mass"] = 1.0
+            rows = [plain, *measure(trace, arguments.ranks, routers(meta.top_k, plain["active_experts_total"]))]
+        uniform = meta.num_experts * (1 - (1 - meta.top_k / meta.num_experts) ** batch)
+        report["batches"][str(batch)] = {"steps": trace.num_steps, "uniform_active": uniform, "rows": rows}
+        held = f"scores of {meta.num_scores} of {meta.num_experts} experts"
+        print(f"batch {batch}: {trace.num_steps} full steps, top-{meta.top_k}, {held}; uniform routing: {uniform:.1f}")
+        print(f"  {'router':26} {'active':>7} {'of ' + str(arguments.ranks) + ' ranks':>10} {'kept':>7}")
+        for row in rows:
+            total, most, kept = (row[key] for key in KEYS)
+            print(f"  {row['router']:26} {total:7.2f} {most:10.2f} {kept:7.4f}")
+        for note in dict.fromkeys(note for row in rows for note in row["notes"] if "maxp" in note):
+            print(f"  {note}")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

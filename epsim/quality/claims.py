@@ -1,0 +1,117 @@
+"""The paper's claims about opportunistic expert activation (arXiv 2511.02237, section 4), in numbers of this model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from epsim.quality.frontier import Point, loss_at, standard_error
+
+SURE = 2.0
+"""Standard errors beyond which a difference counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """words: what is claimed. holds: whether it does here, None where nothing could be compared. worst, mean: of the
+    differences in nats a token that it says are at most (or, as `hurts`, at least) zero; number of comparisons.
+    detail: each comparison."""
+
+    words: str
+    holds: bool | None
+    worst: float | None
+    mean: float | None
+    detail: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> list[Claim]:
+    """points of all families; those of `batch_size` are compared."""
+    here = [point for point in points if point.batch_size == batch_size]
+    by_router = {(p.trial.router, p.trial.ranks): p for p in here}
+
+    def family(name: str) -> list[Point]:
+        return [point for point in here if point.trial.family == name]
+
+    def own(k0: int) -> Point | None:
+        return by_router.get((f"oea(k0={k0})", 1))
+
+    oea, topk = family("oea"), family("topk")
+    simple = [*oea, *topk]
+    claims = [
+        _paired(
+            f"OEA loses no more than pruning at the same k0, batch {batch_size}",
+            [(own(k0), by_router.get((f"pruned(k0={k0})", 1)), {"k0": k0}) for k0 in range(1, top_k)],
+        ),
+        _frontiers(f"OEA's frontier is at or under pruning's, batch {batch_size}", simple, family("pruned")),
+        _frontiers(f"OEA's frontier is at or under lynx's, batch {batch_size}", simple, family("lynx")),
+        _frontiers(
+            f"OEA's frontier is at or under that of masking low demand, batch {batch_size}",
+            simple,
+            family("mask-low-demand"),
+        ),
+        _frontiers(
+            "the simplified form is as good as any of the sweep at its number of experts", simple, family("oea general")
+        ),
+        _paired(
+            f"maxp = k hurts: looking no further than one's own k experts loses more, batch {batch_size}",
+            [(own(k0), by_router.get((f"oea(k0={k0},maxp={top_k})", 1)), {"k0": k0}) for k0 in range(1, top_k)],
+        ),
+        _paired(
+            f"kmax > k does not help, batch {batch_size}",
+            [
+                (own(k0), by_router.get((f"oea(k0={k0},kmax={top_k + more})", 1)), {"k0": k0, "kmax": top_k + more})
+                for k0 in range(1, top_k)
+                for more in (1, 2)
+            ],
+        ),
+    ]
+    for ranks in (4, 8):
+        pairs = []
+        for k0 in range(1, top_k):
+            filled, plain = by_router.get((f"oea-ep(k0={k0})", ranks)), own(k0)
+            most = (
+                {}
+                if filled is None or plain is None
+                else {"most_on_a_rank": filled.active[ranks], "most_on_a_rank_oea": plain.active[ranks]}
+            )
+            pairs.append((filled, plain, {"k0": k0, **most}))
+        claims.append(
+            _paired(f"oea-ep loses no more than oea at the same k0, {ranks} ranks, batch {batch_size}", pairs)
+        )
+    return claims
+
+
+def _paired(words: str, pairs: Sequence[tuple[Point | None, Point | None, dict[str, Any]]]) -> Claim:
+    """Holds where the first of no pair loses more than the second by more than chance, sequence by sequence, and the
+    mean difference is not above zero."""
+    detail = []
+    for better, worse, names in pairs:
+        if better is None or worse is None:
+            continue
+        gap = better.by_sequence - worse.by_sequence
+        detail.append({**names, "difference": float(gap.mean()), "standard_error": standard_error(gap)})
+    return _claim(words, detail, lambda row: row["difference"] <= SURE * row["standard_error"])
+
+
+def _frontiers(words: str, ours: Sequence[Point], theirs: Sequence[Point]) -> Claim:
+    """Each of their points against our frontier at as many experts."""
+    detail = []
+    for point in theirs:
+        loss = loss_at(ours, point.active[1])
+        if loss is not None:
+            names = {"router": point.trial.router, "active": point.active[1]}
+            chance = standard_error(point.by_sequence)
+            detail.append({**names, "difference": loss - point.delta, "standard_error": chance})
+    return _claim(words, detail, lambda row: row["difference"] <= SURE * row["standard_error"])
+
+
+def _claim(words: str, detail: list[dict[str, Any]], passes: Callable[[dict[str, Any]], bool]) -> Claim:
+    if not detail:
+        return Claim(words, None, None, None, [])
+    gaps = [row["difference"] for row in detail]
+    mean = sum(gaps) / len(gaps)
+    return Claim(words, all(passes(row) for row in detail) and mean <= 0, max(gaps), mean, detail)

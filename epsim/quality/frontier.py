@@ -1,0 +1,193 @@
+"""Cross-entropy against active experts for many router policies on one model: who loses least for what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from epsim.policies.stack import parse_stack
+from epsim.quality.hook import keep, reroute_of, rerouted
+from epsim.quality.meter import Meter
+
+Floats = npt.NDArray[np.float64]
+
+RANKS = (1, 4, 8)
+"""Numbers of ranks for which every point tells the most active experts of a rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A policy to measure: family and label for tables, router as in a stack, ranks that it is told of."""
+
+    family: str
+    router: str
+    ranks: int = 1
+
+    @property
+    def label(self) -> str:
+        return self.router if self.ranks == 1 else f"{self.router} on {self.ranks} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A trial at a batch size. active: {ranks: most active experts of a rank}, mean over steps and layers; kept_mass:
+    see `Meter`. delta: cross-entropy minus the plain model's, nats a token, and kl from its prediction, means.
+    by_sequence [sequences]: delta of each."""
+
+    trial: Trial
+    batch_size: int
+    active: dict[int, float]
+    kept_mass: float
+    delta: float
+    kl: float
+    by_sequence: Floats = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "family": self.trial.family,
+            "router": self.trial.router,
+            "told_ranks": self.trial.ranks,
+            "batch_size": self.batch_size,
+            "active_experts": {str(ranks): value for ranks, value in self.active.items()},
+            "kept_mass": self.kept_mass,
+            "delta": self.delta,
+            "delta_standard_error": standard_error(self.by_sequence),
+            "kl": self.kl,
+        }
+
+
+def standard_error(values: Floats) -> float:
+    """Of the mean of independent values [n]."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+
+
+@torch.no_grad()
+def measure(
+    model: Any,
+    text: torch.Tensor,
+    trials: Sequence[tuple[Trial, int]],
+    chunk: int = 64,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[list[Point], float]:
+    """text [sequences, length + 1], trials with batch sizes -> a point each, and the plain model's cross-entropy.
+
+    Teacher-forced: the t-th tokens of batch_size sequences are one batch. `chunk` sequences pass at once, a multiple of
+    every batch size that divides `sequences`; the plain model passes once a chunk.
+    """
+    for _, batch_size in trials:
+        if chunk % batch_size or len(text) % chunk:
+            raise ValueError(f"batches of {batch_size}, passes of {chunk} and {len(text)} sequences do not divide")
+    meters = [Meter(reroute_of(parse_stack(t.router).router, t.ranks), RANKS) for t, _ in trials]
+    deltas: list[list[torch.Tensor]] = [[] for _ in trials]
+    kls: list[list[torch.Tensor]] = [[] for _ in trials]
+    plain_losses = []
+    for first in range(0, len(text), chunk):
+        part = text[first : first + chunk].to(model.device)
+        inputs, targets = part[:, :-1], part[:, 1:]
+        plain = _log_probabilities(model, inputs)
+        plain_loss = -plain.gather(-1, targets[..., None])[..., 0]
+        plain_losses.append(plain_loss.double().mean(1))
+        for number, (_, batch_size) in enumerate(trials):
+            with rerouted(model, meters[number], whole_sequences=True, batch_size=batch_size):
+                own = _log_probabilities(model, inputs)
+            loss = -own.gather(-1, targets[..., None])[..., 0]
+            deltas[number].append((loss - plain_loss).double().mean(1))
+            kls[number].append(torch.stack([_divergence(p, q) for p, q in zip(plain, own, strict=True)]))
+            progress()
+    points = []
+    for (trial, batch_size), meter, delta, kl in zip(trials, meters, deltas, kls, strict=True):
+        values = torch.cat(delta).cpu().numpy()
+        points.append(
+            Point(
+                trial,
+                batch_size,
+                meter.active_experts(),
+                meter.kept_mass(),
+                float(values.mean()),
+                float(torch.cat(kl).mean()),
+                values,
+            )
+        )
+    return points, float(torch.cat(plain_losses).mean())
+
+
+def _log_probabilities(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
+    return logits.float().log_softmax(-1)
+
+
+def _divergence(plain: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """[tokens, vocabulary] twice -> []: mean KL; a sequence at a time, as all at once are gigabytes."""
+    return (plain.exp() * (plain - own)).sum(-1).double().mean()
+
+
+def active_without_policy(
+    model: Any, text: torch.Tensor, batch_sizes: Sequence[int], chunk: int = 64
+) -> dict[int, float]:
+    """{batch size: active experts of a layer under the model's own choice}."""
+    found = {}
+    for batch_size in batch_sizes:
+        meter = Meter(keep)
+        with torch.no_grad(), rerouted(model, meter, whole_sequences=True, batch_size=batch_size):
+            for first in range(0, len(text), chunk):
+                model(input_ids=text[first : first + chunk, :-1].to(model.device), use_cache=False)
+        found[batch_size] = meter.active_experts()[1]
+    return found
+
+
+def pareto(points: Sequence[Point], ranks: int = 1) -> list[Point]:
+    """Those that no other reads fewer experts than at no larger loss, by rising number of experts."""
+    kept: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.active[ranks], p.delta)):
+        if not kept or point.delta < kept[-1].delta:
+            kept.append(point)
+    return kept
+
+
+def loss_at(points: Sequence[Point], active: float, ranks: int = 1) -> float | None:
+    """The frontier of the points between its ends, by straight lines; None beyond them."""
+    frontier = pareto(points, ranks)
+    x = [point.active[ranks] for point in frontier]
+    if not x or not x[0] <= active <= x[-1]:
+        return None
+    return float(np.interp(active, x, [point.delta for point in frontier]))
+
+
+def default_trials(top_k: int, num_experts: int, active: dict[int, float]) -> Iterator[tuple[Trial, int]]:
+    """What to measure: active {batch size: experts read without a policy} gives the batch sizes and what lynx keeps.
+
+    The general form is swept at a batch of 16.
+    """
+    for batch_size, experts in active.items():
+        yield Trial("topk", "topk"), batch_size
+        for k0 in range(1, top_k):
+            yield Trial("pruned", f"pruned(k0={k0})"), batch_size
+            yield Trial("oea", f"oea(k0={k0})"), batch_size
+            for ranks in (4, 8):
+                yield Trial(f"oea-ep {ranks}", f"oea-ep(k0={k0})", ranks), batch_size
+        for share in (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.95):
+            yield Trial("lynx", f"lynx(keep={max(round(share * experts), 1)})"), batch_size
+        for least in (2, 3, 4, 6):
+            if least <= batch_size:
+                yield Trial("mask-low-demand", f"mask-low-demand(least={least})"), batch_size
+        if batch_size == 16:
+            for arguments in sweep_of(top_k, num_experts):
+                yield Trial("oea general", f"oea({arguments})"), batch_size
+
+
+def sweep_of(top_k: int, num_experts: int) -> list[str]:
+    """A small sweep of the general form's arguments."""
+    wider = [top_k + more for more in (1, 2) if top_k + more <= num_experts]
+    deeper = [top_k * times for times in (1, 2, 4) if top_k * times < num_experts]
+    found = []
+    for k0 in range(2, top_k - 1):
+        found += [f"k0={k0},p={p}" for p in (0.5, 0.7, 0.9)]
+        found += [f"k0={k0},kmax={kmax}" for kmax in wider]
+        found += [f"k0={k0},maxp={maxp}" for maxp in deeper]
+        found += [f"k0={k0},p=0.7,maxp={maxp}" for maxp in deeper[1:2]]
+    return found
