@@ -1,0 +1,230 @@
+"""Router policies on a live model, what they read, and the comparison of frontiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from epsim.policies.stack import parse_stack
+from epsim.quality import evaluate
+from epsim.quality.claims import check_claims
+from epsim.quality.frontier import (
+    Point,
+    Trial,
+    active_without_policy,
+    default_trials,
+    loss_at,
+    measure,
+    pareto,
+    sweep_of,
+)
+from epsim.quality.hook import check_rules, filled, keep, reroute_of, rerouted
+from epsim.quality.meter import Meter
+from epsim.traces.model import tokens
+from epsim.traces.routers import find_routers
+from tests.policies.oea_reading import two_phases
+from tests.quality.test_evaluate import first_only, make_model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return make_model()
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    return torch.randint(1, 64, (8, 13), generator=torch.Generator().manual_seed(3))
+
+
+def seen_by_experts(model: Any) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Any]]:
+    """What each layer's experts are given: (ids, weights) [T, k']."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    return seen, [
+        router.experts.register_forward_pre_hook(lambda module, args: seen.append((args[1], args[2])))
+        for router in find_routers(model)
+    ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_experts_compute_what_the_two_phases_say(model: Any, text: torch.Tensor, batch_size: int) -> None:
+    logits: list[torch.Tensor] = []
+    handles = [r.module.register_forward_hook(lambda m, i, o: logits.append(o[0])) for r in find_routers(model)]
+    with rerouted(model, reroute_of(parse_stack("oea(k0=2)").router), True, batch_size):
+        seen, more = seen_by_experts(model)
+        model(input_ids=text)
+    for handle in (*handles, *more):
+        handle.remove()
+    assert len(seen) == len(logits) == 2
+    for flat, (ids, weights) in zip(logits, seen, strict=True):
+        scores = flat.float().softmax(-1).double().view(8, 13, -1)
+        for first in range(0, 8, batch_size):
+            for t in (0, 5, 12):
+                wanted, shares = two_phases(scores[first : first + batch_size, t].numpy(), 2, 4)
+                for row in range(batch_size):
+                    at = (first + row) * 13 + t
+                    given = ids[at][weights[at] > 0].tolist()
+                    assert sorted(given) == wanted[row]
+                    own = {e: w for e, w in zip(ids[at].tolist(), weights[at].tolist(), strict=True) if w > 0}
+                    assert all(own[e] == pytest.approx(share, rel=1e-4) for e, share in shares[row].items())
+                read = {e for row in range(batch_size) for e in ids[(first + row) * 13 + t].tolist()}
+                assert read == {e for row in wanted for e in row}, "filling up woke an expert"
+
+
+@torch.no_grad()
+def test_k_of_k_is_the_plain_model(model: Any, text: torch.Tensor) -> None:
+    plain = model(input_ids=text).logits
+    for router in ("oea(k0=4)", "pruned(k0=4)", "lynx(keep=16)"):
+        with rerouted(model, reroute_of(parse_stack(router).router), whole_sequences=True):
+            torch.testing.assert_close(model(input_ids=text).logits, plain, rtol=1e-4, atol=1e-5)
+    with rerouted(model, reroute_of(parse_stack("oea(k0=1)").router), whole_sequences=True, batch_size=1):
+        torch.testing.assert_close(model(input_ids=text).logits, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_filled() -> None:
+    ids = torch.tensor([[[3, 1, -1], [5, -1, -1], [-1, -1, -1]], [[-1, -1, -1]] * 3])
+    own = torch.tensor([[[3, 1], [5, 2], [7, 0]], [[4, 2], [6, 1], [8, 0]]])
+    assert filled(ids, own).tolist() == [[[3, 1, 3], [5, 5, 5], [5, 5, 5]], [[4] * 3, [6] * 3, [8] * 3]]
+
+
+@torch.no_grad()
+def test_meter_by_hand(model: Any) -> None:
+    scores = torch.tensor([[[0.5, 0.3, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]], [[0.4, 0.3, 0.2, 0.1], [0.4, 0.3, 0.2, 0.1]]])
+    own = torch.tensor([[[0, 1], [3, 2]], [[0, 1], [0, 1]]])
+
+    def first_of_each(
+        scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.where(torch.tensor([True, False]), expert_ids, -1), weights
+
+    meter = Meter(first_of_each, (1, 2))
+    meter(scores, own, torch.ones(2, 2, 2))
+    assert meter.active_experts() == {1: 1.5, 2: 1.0}
+    assert meter.kept_mass() == pytest.approx((0.5 + 0.4 + 0.4 + 0.4) / (0.8 + 0.7 + 0.7 + 0.7))
+    everything = Meter(keep, (1,))
+    everything(scores, own, torch.ones(2, 2, 2))
+    assert everything.active_experts() == {1: 3.0}
+    assert everything.kept_mass() == 1
+
+
+@torch.no_grad()
+def test_padding_after_the_end_wakes_no_expert(model: Any) -> None:
+    """Sequence 1 is over: the batch reads what sequence 0 alone would."""
+    router = parse_stack("pruned(k0=2)").router
+    meter, alone = Meter(reroute_of(router)), Meter(reroute_of(router))
+    with rerouted(model, meter, whole_sequences=False, end_id=tokens.END_ID):
+        model(input_ids=torch.tensor([[7], [tokens.END_ID]]))
+    with rerouted(model, alone, whole_sequences=False, end_id=tokens.END_ID):
+        model(input_ids=torch.tensor([[7]]))
+    assert meter.active_experts() == alone.active_experts() == {1: 2.0}
+
+
+def test_generation_under_a_policy(model: Any, text: torch.Tensor) -> None:
+    plain = evaluate.generate(model, keep, text, 60, seed=0)
+    same = evaluate.generate(model, reroute_of(parse_stack("oea(k0=4)").router), text, 60, seed=0)
+    other = evaluate.generate(model, reroute_of(parse_stack("pruned(k0=1)").router), text, 60, seed=0)
+    assert torch.equal(plain, same)
+    assert torch.equal(plain[:, 0], other[:, 0])
+    assert not torch.equal(plain, other)
+    assert torch.equal(other, evaluate.generate(model, first_only, text, 60, seed=0))
+
+
+def test_measure_against_one_evaluation_each(model: Any, text: torch.Tensor) -> None:
+    trials = [
+        (Trial("topk", "topk"), 4),
+        (Trial("oea", "oea(k0=1)"), 4),
+        (Trial("oea", "oea(k0=1)"), 8),
+        (Trial("oea-ep 4", "oea-ep(k0=1)", 4), 8),
+    ]
+    points, plain = measure(model, text, trials, chunk=8)
+    for point, (trial, batch_size) in zip(points, trials, strict=True):
+        one = Meter(reroute_of(parse_stack(trial.router).router, trial.ranks), (1, 4))
+        loss = evaluate.loss_in_batches(model, one, text, batch_size)
+        assert plain == pytest.approx(loss.plain, rel=1e-5)
+        assert point.delta == pytest.approx(loss.cross_entropy - loss.plain, abs=1e-5)
+        assert point.kl == pytest.approx(loss.kl, abs=1e-5)
+        assert point.active[1] == pytest.approx(one.active_experts()[1])
+        assert point.active[4] == pytest.approx(one.active_experts()[4])
+        assert point.by_sequence.shape == (8,)
+    assert points[0].delta == points[0].kl == 0
+    assert points[0].kept_mass == 1
+    assert active_without_policy(model, text, (4,), chunk=8)[4] == pytest.approx(points[0].active[1])
+    # The same base, but more of it is read at 8 than at 4; ranks with slack read more.
+    assert points[1].active[1] < points[2].active[1] < points[3].active[1]
+    assert points[2].kept_mass < points[3].kept_mass
+
+
+def point(family: str, router: str, active: float, delta: float, spread: float = 0.0, ranks: int = 1) -> Point:
+    by_sequence = delta + spread * np.array([-1.0, 1.0, -1.0, 1.0])
+    return Point(
+        Trial(family, router, ranks), 16, {1: active, 4: active / 3, 8: active / 5}, 0.9, delta, delta, by_sequence
+    )
+
+
+def test_frontiers_by_hand() -> None:
+    points = [
+        point("oea", f"oea(k0={i})", a, d) for i, (a, d) in enumerate([(10, 0.4), (20, 0.2), (15, 0.5), (30, 0.25)])
+    ]
+    assert [p.active[1] for p in pareto(points)] == [10, 20]
+    assert loss_at(points, 15) == pytest.approx(0.3)
+    assert loss_at(points, 9) is loss_at(points, 21) is None
+
+
+def test_claims_tell_who_loses_less() -> None:
+    points = [point("topk", "topk", 40, 0.0)]
+    for k0, active, delta in ((1, 10, 0.4), (2, 20, 0.2), (3, 30, 0.1)):
+        points += [
+            point("oea", f"oea(k0={k0})", active, delta),
+            point("pruned", f"pruned(k0={k0})", active, 2 * delta),
+            point("lynx", f"lynx(keep={active})", active, delta / 2, spread=0.001),
+            point("oea general", f"oea(k0={k0},maxp=4)", active, delta + 0.05, spread=0.001),
+            point("oea general", f"oea(k0={k0},kmax=5)", active, delta - 0.001, spread=0.01),
+            point("oea-ep 4", f"oea-ep(k0={k0})", active + 5, delta / 2, ranks=4),
+        ]
+    claims = {claim.words: claim for claim in check_claims(points, 4)}
+    holds = {words: claim.holds for words, claim in claims.items()}
+    assert holds.pop("OEA's frontier is at or under lynx's, batch 16") is False
+    assert holds.pop("kmax > k does not help, batch 16") is False, "its mean is above zero"
+    assert holds.pop("OEA's frontier is at or under that of masking low demand, batch 16") is None
+    assert holds.pop("oea-ep loses no more than oea at the same k0, 8 ranks, batch 16") is None
+    assert all(holds.values())
+    assert len(holds) == 5
+    paired = claims["OEA loses no more than pruning at the same k0, batch 16"]
+    assert paired.worst == pytest.approx(-0.1)
+    assert paired.mean == pytest.approx(-0.7 / 3)
+    assert [row["k0"] for row in paired.detail] == [1, 2, 3]
+
+
+def test_trials_are_stacks_and_divide() -> None:
+    trials = list(default_trials(8, 64, {8: 30.0, 16: 40.0}))
+    for trial, _ in trials:
+        parse_stack(trial.router)
+    assert len(trials) == len({(trial, size) for trial, size in trials})
+    assert {size for trial, size in trials if trial.family == "oea general"} == {16}
+    assert "k0=3,maxp=8" in sweep_of(8, 64)
+    with pytest.raises(ValueError, match="do not divide"):
+        measure(None, torch.zeros(8, 4), [(Trial("topk", "topk"), 3)], chunk=8)
+
+
+def test_a_router_of_another_rule_is_refused(model: Any) -> None:
+    check_rules(model)
+
+    class DeepseekV3TopkRouter(torch.nn.Module):
+        pass
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.experts = DeepseekV3TopkRouter(), torch.nn.Identity()
+
+    with pytest.raises(ValueError, match="cannot act on DeepseekV3TopkRouter"):
+        check_rules(torch.nn.Sequential(Block()))
+    with pytest.raises(ValueError, match="--ranks 3 do not divide the model's 16 experts"):
+        router = reroute_of(parse_stack("oea-ep(k0=1)").router, 3)
+        with torch.no_grad(), rerouted(model, router, whole_sequences=True):
+            model(input_ids=torch.tensor([[7], [8]]))
