@@ -17,7 +17,7 @@ from epsim.planning import plan_placements
 from epsim.policies.stack import PolicyStack
 from epsim.replay import ReplayOptions, planned_steps
 from epsim.runtime.job import Job, JobStack
-from epsim.runtime.shapes import SHAPES, LayerShape, shape_of
+from epsim.runtime.shapes import SHAPES, LayerShape, shape_of, shape_of_config
 from epsim.traces.importing import open_trace
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
@@ -111,7 +111,7 @@ def fitting_shape(model: str, meta: TraceMeta) -> tuple[LayerShape, tuple[str, .
             tiny, num_experts=meta.num_experts, top_k=meta.top_k, shared_intermediate=shared, num_layers=meta.num_layers
         )
         return fitted, ()
-    shape = shape_of(model)
+    shape = model_shape(Path(model)) if is_folder(model) else shape_of(model)
     if (shape.num_experts, shape.top_k) != (meta.num_experts, meta.top_k):
         raise ValueError(
             f"--model {model} has {shape.num_experts} experts, top-{shape.top_k}; the trace {meta.num_experts}, "
@@ -120,6 +120,19 @@ def fitting_shape(model: str, meta: TraceMeta) -> tuple[LayerShape, tuple[str, .
     if meta.shared_cost not in (None, shape.shared_cost):
         return shape, (f"shared cost {shape.shared_cost:g} of {model}, not the trace's {meta.shared_cost:g}",)
     return shape, ()
+
+
+def is_folder(model: str) -> bool:
+    """Whether --model names a trained model's folder rather than a shape."""
+    return model not in SHAPES and (Path(model) / "config.json").is_file()
+
+
+def model_shape(folder: Path) -> LayerShape:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}/config.json: damaged ({str(error)[:80]}): give another folder") from None
+    return shape_of_config(config, str(folder))
 
 
 def _first_layers(meta: TraceMeta, layers: int | None) -> TraceMeta:

@@ -5,6 +5,7 @@ The arguments are those of `epsim run`. Several nodes meet by torchrun's own opt
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import shlex
@@ -20,20 +21,21 @@ import torch.distributed as dist
 
 import epsim
 from epsim.launch.options import RunOptions
-from epsim.launch.prepare import Prepared, prepare
+from epsim.launch.prepare import Prepared, is_folder, prepare
 from epsim.launch.store import connect, for_group, for_watch, serve
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
 from epsim.results import SCHEMA_VERSION, Results, write_results
-from epsim.runtime.faults import BAD_INPUT, Watch, place_file
-from epsim.runtime.job import Job, Place, RandomLayers, run_job
+from epsim.runtime.faults import BAD_INPUT, JobClock, Watch, place_file
+from epsim.runtime.job import Job, Model, Place, RandomLayers, run_job
 from epsim.runtime.measured import Measured, measure
+from epsim.runtime.recording import RoutingRecorder
 from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.trial import Trial, TrialClock
 from epsim.traces.files import message_line
-from epsim.traces.store import slice_steps
+from epsim.traces.store import TraceWriter, slice_steps
 
-RESULTS, PREDICTED, TELEMETRY = "results.json", "predicted.json", "telemetry"
+RESULTS, PREDICTED, ROUTED, TELEMETRY = "results.json", "predicted.json", "routed.parquet", "telemetry"
 Progress = Callable[[int], None]
 
 
@@ -142,11 +144,14 @@ def _run(
     place = Place(member.rank, member.num_ranks, group, device, dtype)
     job = prepared.job(_placements(prepared, member))
     _compile(prepared, job, member)
-    model = RandomLayers(job, place, clock)
+    _check_memory(job, place, member)
+    model, recorder = _model(options, job, place, clock)
     exchange = model.layers[0][0].exchange
     described = description(prepared, job, place, exchange.name, exchange.why)
     folder = options.out / TELEMETRY
-    first = _resume_at(prepared, member, folder)
+    described["input"] = model.text
+    # What a router of its own chose before a restart is not kept: then all is run again.
+    first = _resume_at(prepared, member, folder) if recorder is None else 0
     first_step = None if first == 0 else _step_at(prepared, first)
     telemetry = TelemetryWriter(folder, member.rank, member.num_ranks, described, first_step)
     clock.leave_place(folder)
@@ -157,7 +162,7 @@ def _run(
     clock.enter("results", clock.step, -1)
     telemetry.close()
     place_file(folder, member.rank).unlink()
-    results = _finish(prepared, job, place, member, described)
+    results = _finish(prepared, job, place, member, described, recorder)
     if group is not None:
         dist.barrier()
         dist.destroy_process_group()
@@ -195,9 +200,36 @@ def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: 
         "dtype": str(place.dtype).removeprefix("torch."),
         "timed_by": "device events" if place.device.type == "cuda" else "the host's clock",
         "torch": torch.__version__,
-        "weights": "random",
+        "weights": prepared.options.model if is_folder(prepared.options.model) else "random",
         "fingerprint": prepared.fingerprint,
     }
+
+
+def _check_memory(job: Job, place: Place, member: Member) -> None:
+    """Before the weights are made, as a process without memory is killed without a word."""
+    shape = job.shape
+    slots = job.stacks[0].placement.slots_per_rank
+    numbers = 3 * shape.hidden * (slots * shape.intermediate + shape.shared_intermediate)
+    wanted = len(job.stacks) * len(job.layers) * numbers * place.dtype.itemsize
+    if place.device.type == "cuda":
+        free = torch.cuda.mem_get_info(place.device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // member.local_size
+    if wanted > 0.9 * free:
+        raise ValueError(
+            f"the experts of {len(job.stacks)} stacks x {len(job.layers)} layers take {wanted / 2**30:.1f} GiB a rank, "
+            f"{free / 2**30:.1f} GiB are free: give --layers N, fewer stacks, or more ranks"
+        )
+
+
+def _model(options: RunOptions, job: Job, place: Place, clock: JobClock) -> tuple[Model, RoutingRecorder | None]:
+    """The recorder is for a router that chooses by itself; recorded experts are known beforehand."""
+    if not is_folder(options.model):
+        return RandomLayers(job, place, clock), None
+    from epsim.runtime.trained import TrainedModel  # imports transformers
+
+    model = TrainedModel(Path(options.model), job, place, clock)
+    return model, RoutingRecorder(model.layers[0])
 
 
 def _check_alike(prepared: Prepared, member: Member) -> None:
@@ -257,18 +289,35 @@ def _step_at(prepared: Prepared, place: int) -> int:
     return int(block.steps[0]) if block is not None and len(block.steps) else 1 << 62
 
 
-def _finish(prepared: Prepared, job: Job, place: Place, member: Member, described: dict[str, Any]) -> Results | None:
-    """Rank 0 gathers all ranks' telemetry, from wherever they run, and writes the results."""
+def _finish(
+    prepared: Prepared,
+    job: Job,
+    place: Place,
+    member: Member,
+    described: dict[str, Any],
+    recorder: RoutingRecorder | None,
+) -> Results | None:
+    """Rank 0 gathers all ranks' telemetry, from wherever they run, and writes the results; where a router of its own
+    chose the experts, also what it chose, as a trace."""
     folder = prepared.options.out / TELEMETRY
     own = read_rank(folder, member.rank)
     tables: list[Any] = [own]
     if member.num_ranks > 1:
         tables = [None] * member.num_ranks
         dist.gather_object(own, tables if member.rank == 0 else None, dst=0)
+    routed = None if recorder is None else recorder.block(place.group)
     if member.rank:
         return None
     table = joined(tables)
-    measured = measure(table, job, prepared.blocks(), place.dtype.itemsize, job.seed)
+    blocks = prepared.blocks()
+    if routed is not None:
+        # The step that warmed the model up was recorded as the first step is, and is the same.
+        source = f"routed by {prepared.options.model}, fed with {described['input']}, in `epsim run`"
+        meta = dataclasses.replace(prepared.meta, phase="unknown", source=source, notes=())
+        with TraceWriter(prepared.options.out / ROUTED, meta) as writer:
+            writer.append(routed)
+        blocks = iter([routed])
+    measured = measure(table, job, blocks, place.dtype.itemsize, job.seed)
     results = results_of(prepared, measured, described, predicted=False)
     write_results(results, prepared.options.out / RESULTS)
     write_results(results_of(prepared, measured, described, predicted=True), prepared.options.out / PREDICTED)

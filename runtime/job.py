@@ -62,10 +62,11 @@ class Place:
 
 
 class Model(Protocol):
-    """Runs a step of this rank's tokens through all layers under one stack."""
+    """Runs a step of this rank's tokens through all layers under one stack. text: what it is fed with, in words."""
 
     layers: list[list[ExpertParallelMoE]]
     """[stack][layer]."""
+    text: str
 
     def run(self, stack: int, step: int, ids: torch.Tensor, poison: bool) -> None:
         """ids [T, L, k] int64: the tokens' recorded experts. poison: hidden states become NaN (a trial)."""
@@ -77,6 +78,8 @@ class RandomLayers:
 
     Weights differ by layer and logical expert, so that every stack computes the same outputs.
     """
+
+    text = "random hidden states"
 
     def __init__(self, job: Job, place: Place, clock: PhaseClock) -> None:
         self.layers = build_layers(job, place, clock)
@@ -95,6 +98,7 @@ class RandomLayers:
 def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -> list[list[ExpertParallelMoE]]:
     """[stack][layer]; model: `ModelWeights`, or None for random ones. Collective."""
     exchange: Any = job.exchange
+    collective: Any = "auto"
     built = []
     for of_job in job.stacks:
         layers = []
@@ -121,8 +125,9 @@ def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -
                 weights=weights,
                 router=None if model is None else model.router(layer, place.device, place.dtype),
                 clock=clock,
+                collective=collective,
             )
-            exchange = made.exchange
+            exchange, collective = made.exchange, made.balancer.collective
             layers.append(made)
         built.append(layers)
     return built

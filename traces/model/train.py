@@ -241,7 +241,11 @@ def model_folder(cache: Path | None) -> Path:
 
 def load_model(cache: Path | None = None, device: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
     """The trained model. Raises ValueError where `epsim model train` has not been run."""
-    folder = model_folder(cache)
+    return read_model(model_folder(cache), device, dtype)
+
+
+def read_model(folder: Path, device: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The model in a folder. Raises ValueError where there is none, or it is damaged."""
     if not (folder / "config.json").exists():
         raise ValueError(f"no trained model in {folder}: run `epsim model train` first")
     quiet()
