@@ -185,11 +185,8 @@ __device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
   __syncwarp();
   for (int depth = deepest; depth; --depth) {
     bool moves = leaf.depth == depth;
-    int held = p.loads[lane], amount = 0, drawn = 0, left = 0;
-    if (moves) {
-      amount = held - leaf.mean;
-      left = amount < 0 ? *from : *to;
-    }
+    int held = p.loads[lane], amount = moves ? held - leaf.mean : 0, drawn = 0, above = *from, own = *to;
+    int left = amount < 0 ? above : own;
     u32 ahead = leaf.earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
       int theirs = __shfl_sync(ALL, amount, lowest_bit(ahead));
@@ -213,7 +210,7 @@ __device__ u32 spare_of(const Problem &p, double tol) {
   return p.whole ? 0 : static_cast<u32>(static_cast<i64>(tol * 0.96875 * 4294967296.0));
 }
 
-// The second warp's part of a search: bounds, while the first one plants trees.
+// The second warp's part of a search: bounds, while the first one plants trees or sweeps.
 __device__ void offer_bounds(Problem &p, int fixed, int lane) {
   while (true) {
     meet_pair();
@@ -225,7 +222,7 @@ __device__ void offer_bounds(Problem &p, int fixed, int lane) {
 }
 
 template <int WARPS>
-__device__ Searched search(Problem &p, int &load, int fixed, double tol, int limit, int lane) {
+__device__ Searched search(Problem &p, int &load, int fixed, double tol, int limit, int unlevelled, int lane) {
   int total = __reduce_add_sync(ALL, load), fullest = __reduce_max_sync(ALL, static_cast<u32>(fixed));
   Captive captive = {ALL >> (32 - p.ranks), total, over(p, total + (p.whole ? p.ranks - 1 : 0), p.ranks)};
   u32 full = __ballot_sync(ALL, fixed == fullest);
@@ -236,31 +233,39 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
     top = __reduce_max_sync(ALL, static_cast<u32>(load));
     return top > cap;
   };
+  auto take = [&](const Captive &found) {
+    if (found.bound > captive.bound) captive = found, cap = found.bound + __umulhi(found.bound, spare);
+  };
   while (above()) {
-    bool levels = sweeps >= UNLEVELLED && (sweeps <= LEVELLED || sweeps % 2) && sweeps < limit;
+    bool ends = sweeps >= limit;
+    bool levels = sweeps >= unlevelled && (sweeps <= LEVELLED || sweeps % 2) && !ends;
+    bool looks = sweeps || levels, aside = WARPS > 1 && looks && !ends;
+    Captive found = {0, 0, -1};
     Leaf leaf;
-    if (sweeps) {
-      Captive found;
-      if (WARPS > 1 && levels) {
-        p.loads[lane] = load;
-        meet_pair();
-        leaf = plant(p, load, lane);
+    if (aside) {
+      p.loads[lane] = load;
+      meet_pair();
+    } else if (looks) {
+      found = level_sets(p, load, fixed, lane);
+    }
+    if (levels) leaf = plant(p, load, lane);
+    if (levels || ends) {
+      if (aside) {
         meet_pair();
         found = *p.offered;
-      } else {
-        found = level_sets(p, load, fixed, lane);
       }
-      if (found.bound > captive.bound) captive = found, cap = found.bound + __umulhi(found.bound, spare);
-      if (top <= cap) break;
-    }
-    if (sweeps >= limit) break;
-    if (levels) {
-      if (WARPS == 1) leaf = plant(p, load, lane);
+      take(found);
+      if (top <= cap || ends) break;
       level_out(p, leaf, load, lane);
       if (!above()) break;
     }
     sweep(p, load, lane);
     ++sweeps;
+    if (aside && !levels) {
+      meet_pair();
+      found = *p.offered;
+    }
+    take(found);
   }
   if (WARPS > 1) {
     if (lane == 0) *p.ended = 1;

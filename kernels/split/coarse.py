@@ -20,9 +20,9 @@ MOST_RANKS = 32
 """Up to as many ranks are searched in this way: sets of them are bits of a word."""
 MOST_SWEEPS, MOST_WHOLE = 40, 8
 """Sweeps after which it is left to the augmenting paths; where tokens are whole, sweeps seldom end exactly."""
-UNLEVELLED, LEVELLED = 2, 8
-"""Sweeps before ranks are levelled, and after which they are levelled after every other sweep: both may move in turn
-what the other moves back."""
+COLD, WARM, LEVELLED = 2, 1, 8
+"""Sweeps before ranks are levelled, from the even split and from another batch's; and after which they are levelled
+after every other sweep: both may move in turn what the other moves back."""
 
 
 class Scratch(NamedTuple):
@@ -173,19 +173,20 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
     """
     num_ranks = load.size
     near, levels, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
-    parent, from_copy, to_copy = tree[0], tree[1], tree[2]
-    for k in range(graph.demand.size):
-        used[k] = 0
-        for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
-            if x[c] > 0:
-                used[k] |= 1 << graph.copy_rank[c]
+    parent, from_copy, to_copy, ranks = tree[0], tree[1], tree[2], graph.copy_rank
     seen = 0
     for r in range(num_ranks):
         near[r] = 0
-        for i in range(graph.rank_start[r], graph.rank_start[r + 1]):
-            c = graph.rank_copy[i]
+    for k in range(graph.demand.size):
+        first, last = graph.copy_start[k], graph.copy_start[k + 1]
+        here = 0
+        for c in range(first, last):
+            here |= (x[c] > 0) << ranks[c]
+        used[k] = here
+        for c in range(first, last):
             if x[c] > 0:
-                near[r] |= used[graph.copy_expert[c]]
+                near[ranks[c]] |= here
+    for r in range(num_ranks):
         if not near[r] & ~(1 << r):
             seen |= 1 << r  # connected to none
     everyone = (1 << num_ranks) - 1
@@ -215,7 +216,7 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
                         i += 1
                     to_copy[v] = graph.rank_copy[i]
                     c = graph.copy_start[graph.copy_expert[to_copy[v]]]
-                    while graph.copy_rank[c] != u:
+                    while ranks[c] != u:
                         c += 1
                     from_copy[v] = c
             levels[num_levels] = now = after
@@ -244,9 +245,11 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def search(
-    graph: Graph, fixed: Longs, load: Longs, tol: float, limit: int, whole: bool, scratch: Scratch
+    graph: Graph, fixed: Longs, load: Longs, tol: float, limit: int, unlevelled: int, whole: bool, scratch: Scratch
 ) -> tuple[int, int, int]:
     """Improves scratch.part until the largest load is within tol of a bound; fixed and load [R], in units.
+
+    unlevelled: the sweeps before ranks are levelled.
 
     Returns the bits of the set of ranks that gives the bound, the sweeps taken (at most limit), and the largest load.
     """
@@ -265,15 +268,15 @@ def search(
     spare = 0 if whole else int(tol * 0.96875 * 4294967296.0)
     sweeps = 0
     while top > bound + (bound * spare >> 32):
-        if sweeps:
+        levels = sweeps >= unlevelled and (sweeps <= LEVELLED or sweeps % 2) and sweeps < limit
+        found, those = -1, 0
+        if sweeps or levels:
             found, those = level_sets(graph, need, fixed, load, whole, words)
+        if levels or sweeps >= limit:
             if found > bound:
                 bound, inside = found, those
-            if top <= bound + (bound * spare >> 32):
+            if top <= bound + (bound * spare >> 32) or not levels:
                 break
-        if sweeps >= limit:
-            break
-        if sweeps >= UNLEVELLED and (sweeps <= LEVELLED or sweeps % 2):
             level_out(graph, x, load, scratch)
             top = most(load)
             if top <= bound + (bound * spare >> 32):
@@ -281,6 +284,8 @@ def search(
         sweep(graph, need, x, load)
         top = most(load)
         sweeps += 1
+        if found > bound:  # on a GPU it is found meanwhile
+            bound, inside = found, those
     return inside, sweeps, top
 
 

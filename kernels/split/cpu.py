@@ -33,9 +33,11 @@ from numba import njit
 
 from epsim.kernels.split import coarse, flow
 from epsim.kernels.split.coarse import (
+    COLD,
     MOST_RANKS,
     MOST_SWEEPS,
     MOST_WHOLE,
+    WARM,
     Scratch,
     add_parts,
     even_start,
@@ -117,7 +119,9 @@ def near_split(
         warm_start(graph, x, need, part)
         add_parts(graph, part, fixed_units, load_units)
     most_sweeps = min(limit, MOST_WHOLE if whole else MOST_SWEEPS)
-    inside, sweeps, top = search(graph, fixed_units, load_units, tol, most_sweeps, whole, scratch)
+    inside, sweeps, top = search(
+        graph, fixed_units, load_units, tol, most_sweeps, WARM if warm else COLD, whole, scratch
+    )
     inverse = 1.0 / unit
     for c in range(x.size):
         x[c] = part[c] * inverse

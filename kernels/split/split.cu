@@ -127,12 +127,19 @@ __device__ void write(void *out, i64 i, double value, bool integer) {
     static_cast<double *>(out)[i] = value;
 }
 
-// The copies' parts of another batch's split, to x.
+// The copies' parts of another batch's split, to x; ahead: the thread's first slots' parts.
 template <int WARPS>
-__device__ void place_start(Problem &p, const double *start, int slots, int even_copies, int thread) {
+__device__ void place_start(Problem &p, const double *start, const double (&ahead)[2], int slots, int even_copies,
+                            int thread) {
+  auto place = [&](int s, double part) {
+    if (s < slots && p.source[s] < even_copies) p.x[p.source[s]] = part;
+  };
+  if (WARPS > 1) {
+    place(thread, ahead[0]);
+    place(thread + 32 * WARPS, ahead[1]);
+  }
 #pragma unroll 4
-  for (int s = thread; s < slots; s += 32 * WARPS)
-    if (p.source[s] < even_copies) p.x[p.source[s]] = start[s];
+  for (int s = thread + (WARPS > 1 ? 64 * WARPS : 0); s < slots; s += 32 * WARPS) place(s, start[s]);
   if (!p.twins) return;
   meet_all<WARPS>();
   if (thread == 0)
@@ -176,7 +183,7 @@ __device__ double power_of_two(int places) { return __longlong_as_double(static_
 // part in what comes before and after the search; the second also in the search.
 template <int WARPS>
 __device__ Searched near_split(Problem &p, const Arguments &a, int places, const i64 *expert_load, const double *start,
-                               int thread) {
+                               const double (&ahead)[2], int thread) {
   const int THREADS = 32 * WARPS;
   double unit = power_of_two(places);
   bool exact = a.integral && places >= 0;
@@ -208,7 +215,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
     }
     p.cells[i] = cell;
   }
-  if (start) place_start<WARPS>(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
+  if (start) place_start<WARPS>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
   meet_all<WARPS>();
   bool mine = lane < p.ranks;
   int fixed = 0, load = 0;
@@ -227,7 +234,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
   }
   if (thread < 32) {
     int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
-    Searched found = search<WARPS>(p, load, fixed, a.tol, limit, lane);
+    Searched found = search<WARPS>(p, load, fixed, a.tol, limit, start ? WARM : COLD, lane);
     if (lane == 0) *p.searched = found;
   } else if (WARPS > 1 && thread < 64) {
     offer_bounds(p, fixed, lane);
@@ -252,9 +259,11 @@ __device__ void place_parts(Problem &p, int places, bool exact, int thread) {
 }
 
 // As cpu.far_split.
-__device__ Found far_split(Problem &p, const Arguments &a, double total, const double *start, int lane) {
+__device__ Found far_split(Problem &p, const Arguments &a, double total, const double *start, const double (&ahead)[2],
+                           int lane) {
   if (start) {
-    place_start<1>(p, start, a.n.slots, (a.n.copies + 1) / 2 * 2, lane);
+    place_start<1>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, lane);
+    __syncwarp();
     rescale(p, lane);
   } else if (p.whole) {
     for (int c = lane; c < p.copies; c += 32) p.x[c] = 0.0;
@@ -341,6 +350,11 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   p.whole = a.whole;
   p.ranks = n.ranks;
 
+  const double *start = a.start ? a.start + static_cast<i64>(b) * n.slots : nullptr;
+  double ahead[2] = {0.0, 0.0};
+#pragma unroll
+  for (int j = 0; j < 2; ++j)
+    if (WARPS > 1 && start && thread + THREADS * j < n.slots) ahead[j] = start[thread + THREADS * j];
   i64 layer = a.layer[b];
   int status = OK;
   if (layer < 0 || layer >= a.layers) status = BAD_LAYER, layer = 0;
@@ -395,14 +409,13 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     return;
   }
 
-  const double *start = a.start ? a.start + static_cast<i64>(b) * n.slots : nullptr;
   Found found;
   int rounds = 0, scribe = 0;
   if (FAR) {
-    found = far_split(p, a, total, start, lane);
+    found = far_split(p, a, total, start, ahead, lane);
     rounds = finish<FAR>(p, a, found, lane);
   } else {
-    Searched searched = near_split<WARPS>(p, a, places, expert_bits, start, thread);
+    Searched searched = near_split<WARPS>(p, a, places, expert_bits, start, ahead, thread);
     place_parts<WARPS>(p, places, exact, thread);
     double inverse = power_of_two(-places);
     found.peak = searched.top * inverse;

@@ -14,7 +14,7 @@ const i64 TOO_MUCH = 1ll << 53;
 enum { OK, BAD_LOAD, TOO_LARGE, BAD_LAYER };
 
 const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 8;  // WIDE: warps where problems are few
-const int UNLEVELLED = 2, LEVELLED = 8, MOST_SWEEPS = 40, MOST_WHOLE = 8;  // as in coarse.py
+const int COLD = 2, WARM = 1, LEVELLED = 8, MOST_SWEEPS = 40, MOST_WHOLE = 8;  // as in coarse.py
 
 // The most that any layer has; sections of a layer's table are as long. staged: the bytes of it that all problems need.
 struct Sizes {
