@@ -74,7 +74,9 @@ def main() -> None:
             table(f"{name} ({time.perf_counter() - begun:.0f} s)", found[name])
             sys.stdout.flush()
             if options.out:
-                report = {"command": "torchrun --nproc-per-node " + str(bench.size) + " " + shlex.join(sys.argv)}
+                chosen = [] if options.parts == list(PARTS) else ["--parts", *options.parts]
+                launched = ["torchrun", "--nproc-per-node", str(bench.size), "benchmarks/runtime.py", *chosen]
+                report: dict[str, Any] = {"command": shlex.join(launched)}
                 report |= {"device": torch.cuda.get_device_name(device), "num_devices": bench.size, **versions()}
                 options.out.write_text(json.dumps(report | {"parts": found}, indent=1) + "\n")
     dist.barrier()

@@ -35,12 +35,12 @@ BALANCED = "eplb+lplb+waterfill"
 PLAIN = "eplb"
 
 
-def exchanges(bench: Bench, shape: LayerShape, fixed: bool = False, most: int = MOST) -> dict[str, Any]:
+def exchanges(bench: Bench, shape: LayerShape) -> dict[str, Any]:
     slots = (shape.num_experts + REDUNDANT[shape.name]) // bench.size + shape.has_shared
-    found: dict[str, Any] = {} if fixed else {"torch": TorchExchange(None, slots)}
+    found: dict[str, Any] = {"torch": TorchExchange(None, slots)}
     if bench.has_deep_ep:
-        found["deep_ep"] = DeepEPExchange(None, slots, shape.hidden, most, False, fixed)
-        found["deep_ep fp8"] = DeepEPExchange(None, slots, shape.hidden, most, True, fixed)
+        found["deep_ep"] = DeepEPExchange(None, slots, shape.hidden, MOST)
+        found["deep_ep fp8"] = DeepEPExchange(None, slots, shape.hidden, MOST, True)
     return found
 
 
@@ -83,9 +83,9 @@ def outputs(bench: Bench) -> list[dict[str, Any]]:
     rows = []
     for shape in (V3, QWEN):
         first = None
-        for name, exchange in exchanges(bench, shape).items():
-            first = layer_of(bench, shape, BALANCED, exchange) if first is None else first
-            layer = like(first, exchange)
+        for name, one in exchanges(bench, shape).items():
+            first = layer_of(bench, shape, BALANCED, one) if first is None else first
+            layer = like(first, one)
             weights = RandomWeights(shape, SEED, bench.device, torch.bfloat16)
             worst = 0.0
             for num_tokens in (48, 0 if bench.rank else 32):
@@ -101,6 +101,7 @@ def outputs(bench: Bench) -> list[dict[str, Any]]:
             rows.append(
                 {"shape": shape.name, "experts": shape.num_experts, "exchange": name, "error": bench.slowest(worst)}
             )
+            one.close()
         del first
         torch.cuda.empty_cache()
     return rows
@@ -108,37 +109,43 @@ def outputs(bench: Bench) -> list[dict[str, Any]]:
 
 def exchange(bench: Bench) -> list[dict[str, Any]]:
     rows = []
-    slots_per_rank = (V3.num_experts + REDUNDANT[V3.name]) // bench.size + 1
-    for num_sms in (20, 24, 32, 64):
+    per_rank = (V3.num_experts + REDUNDANT[V3.name]) // bench.size + 1
+    for num_sms in (20, 24, 32, 64) if bench.has_deep_ep else (20,):
+        known: dict[str, Any] = {"torch": TorchExchange(None, per_rank)} if num_sms == 20 else {}
+        if bench.has_deep_ep:
+            known["deep_ep"] = DeepEPExchange(None, per_rank, V3.hidden, MOST, num_sms=num_sms)
+            known["fp8"] = DeepEPExchange(None, per_rank, V3.hidden, MOST, True, num_sms=num_sms)
         for num_tokens in (128, 1024, 4096):
-            if not bench.has_deep_ep and num_sms > 20:
-                continue
             slots, weights = _slots(bench, num_tokens)
             hidden = hidden_of(bench, V3, num_tokens)
             row: dict[str, Any] = {"sms": num_sms, "tokens": num_tokens}
-            known: dict[str, Any] = {"torch": TorchExchange(None, slots_per_rank)} if num_sms == 20 else {}
-            if bench.has_deep_ep:
-                known["deep_ep"] = DeepEPExchange(None, slots_per_rank, V3.hidden, MOST, num_sms=num_sms)
-                known["fp8"] = DeepEPExchange(None, slots_per_rank, V3.hidden, MOST, True, num_sms=num_sms)
-                row["bare"] = row["deep_ep"] = float("inf")
-                rows_back = known["deep_ep"].dispatch(hidden, slots, weights).hidden
-                for _ in range(3):  # In turn, the least of each: a host is never quiet.
-                    bare = bench.time(_bare, known["deep_ep"], hidden, slots, weights, slots_per_rank)
-                    ours = bench.time(_there_and_back, known["deep_ep"], hidden, slots, weights, rows_back)
-                    row["bare"], row["deep_ep"] = min(row["bare"], bare), min(row["deep_ep"], ours)
             for name, one in known.items():
-                got = one.dispatch(hidden, slots, weights)
-                rows_back = got.hidden.bfloat16()
-                if name not in row:
-                    row[name] = bench.time(_there_and_back, one, hidden, slots, weights, rows_back)
+                received = one.dispatch(hidden, slots, weights)
+                given = (one, hidden, slots, weights, received.hidden.bfloat16())
+                row |= _beside_bare(bench, *given) if name == "deep_ep" else {name: bench.time(_there_and_back, *given)}
                 row[f"{name}_dispatch"] = bench.time(one.dispatch, hidden, slots, weights)
-                row["received_mb"] = len(got.hidden) * V3.hidden * 2 / 1e6
+                row["received_mb"] = len(received.hidden) * V3.hidden * 2 / 1e6
             if "deep_ep" in row:
-                row["over_bare"] = row["deep_ep"] / row["bare"] - 1
+                fixed = DeepEPExchange(None, per_rank, V3.hidden, num_tokens, False, True, num_sms=num_sms)
+                back = torch.zeros(fixed.worst, V3.hidden, dtype=torch.bfloat16, device=bench.device)
+                row |= _beside_bare(bench, fixed, hidden, slots, weights, back, graph=True)
                 row["dispatch_gb_s"] = row["received_mb"] / row["deep_ep_dispatch"] * 1e3
+                fixed.close()
             rows.append(row)
-            known.clear()
+        for one in known.values():
+            one.close()
     return rows
+
+
+def _beside_bare(bench: Bench, one: DeepEPExchange, *given: torch.Tensor, graph: bool = False) -> dict[str, float]:
+    """Ours and deep_ep called bare in turn, the least of each: a host is never quiet."""
+    time = bench.time_graph if graph else bench.time
+    bare = ours = float("inf")
+    for _ in range(3):
+        bare = min(bare, time(_bare, one, *given))
+        ours = min(ours, time(_there_and_back, one, *given))
+    end = "_graph" if graph else ""
+    return {f"bare{end}": bare, f"deep_ep{end}": ours, f"over_bare{end}": ours / bare - 1}
 
 
 def _slots(bench: Bench, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,19 +159,22 @@ def _slots(bench: Bench, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return slots, torch.rand(slots.shape, device=bench.device)
 
 
-def _bare(ours: DeepEPExchange, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, per_rank: int) -> Any:
+def _bare(
+    ours: DeepEPExchange, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor
+) -> Any:
     buffer = ours.buffer
-    tokens, _, experts, inside, _ = buffer.get_dispatch_layout(slots, ours.size * per_rank)
-    got, _, _, _, handle, _ = buffer.dispatch(
+    tokens, _, experts, inside, _ = buffer.get_dispatch_layout(slots, ours.size * ours.slots_per_rank)
+    _, _, _, _, handle, _ = buffer.dispatch(
         hidden,
         num_tokens_per_rank=tokens,
         is_token_in_rank=inside,
         num_tokens_per_expert=experts,
         topk_idx=slots,
         topk_weights=weights,
+        num_worst_tokens=ours.worst,
         config=ours.configs[0],
     )
-    return buffer.combine(got, handle, config=ours.configs[1])
+    return buffer.combine(rows, handle, config=ours.configs[1])
 
 
 def _there_and_back(
@@ -230,6 +240,7 @@ def phases(bench: Bench) -> list[dict[str, Any]]:
                 assignments = int(record.received.sum() + record.received_shared)
                 work = 6 * shape.hidden * shape.intermediate * assignments / (row["experts"] * 1e6)
                 rows.append(row | {"tflop_s": work})
+            one.close()
         del first, layer
         torch.cuda.empty_cache()
     return rows
@@ -244,7 +255,8 @@ def graph(bench: Bench) -> list[dict[str, Any]]:
     if not bench.has_deep_ep:
         return [{"skipped": "no deep_ep"}]
     rows, most = [], 512
-    one = exchanges(bench, V3, fixed=True, most=most)["deep_ep"]
+    slots = (V3.num_experts + REDUNDANT[V3.name]) // bench.size + 1
+    one = DeepEPExchange(None, slots, V3.hidden, most, fixed_size=True)
     plain = layer_of(bench, V3, PLAIN, one, most)
     balanced = layer_of(bench, V3, BALANCED, one, most)
     for num_tokens in (64, 128, 512):
@@ -269,4 +281,5 @@ def graph(bench: Bench) -> list[dict[str, Any]]:
             row["graph"] = bench.time(captured.replay, inner=10, repeats=20)
             row["eager"] = bench.time(_step, layer, hidden, ids)
             rows.append(row)
+    one.close()
     return rows

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from runtime_common import SEED, V3, Bench, placement_of, skewed_ids
-from runtime_parts import BALANCED, exchanges, hidden_of
+from runtime_parts import BALANCED, hidden_of
 
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting, bind
@@ -21,6 +21,7 @@ from epsim.policies.base import Batch, SharedWork
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
 from epsim.runtime.exchange.base import Received
+from epsim.runtime.exchange.collectives import TorchExchange
 from epsim.runtime.experts import Experts
 from epsim.runtime.layer import build_layer
 from epsim.runtime.relocation import Relocation
@@ -115,7 +116,7 @@ def relocation(bench: Bench) -> list[dict[str, Any]]:
     history = torch.randint(1, 10_000, (1, 1, V3.num_experts), generator=torch.Generator().manual_seed(9))
     new = parse_stack("eplb").placement.plan(history, Cluster(bench.size, 1, 28, V3.groups))
     new = _mostly(old, new, 24)
-    one = exchanges(bench, V3)["torch"]
+    one = TorchExchange(None, old.slots_per_rank + 1)
     for bound in (16 << 20, 64 << 20, 256 << 20):
         layer = build_layer(
             V3, parse_stack(BALANCED), old, layer=3, seed=SEED, group=None, device=bench.device, dtype=torch.bfloat16,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Received:
     """What a rank got: N rows, in one order that `handle` knows.
 
@@ -47,4 +47,8 @@ class Exchange(Protocol):
 
     def combine(self, outputs: torch.Tensor, received: Received) -> torch.Tensor:
         """outputs [N, H]: of each row the weighted sum over its local slots -> [T, H], summed over ranks."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds of peers' memory. Collective; before the process group is destroyed."""
         ...

@@ -63,6 +63,9 @@ class TorchExchange:
         total.index_add_(0, handle.token, back.float())
         return total.to(handle.dtype)
 
+    def close(self) -> None:
+        """Holds nothing."""
+
     def _moved(self, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
         """Rows [sum(sent), n] of any type to their ranks -> [sum(got), n]. As bytes: gloo does not know bfloat16."""
         result = rows.new_empty(sum(got), rows.shape[1])

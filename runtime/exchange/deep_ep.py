@@ -85,7 +85,8 @@ class DeepEPExchange:
         module.Buffer.set_num_sms(num_sms)  # The configurations made from now on have it.
         self.configs = (module.Buffer.get_dispatch_config(self.size), module.Buffer.get_combine_config(self.size))
         num_bytes = max(config.get_nvl_buffer_size_hint(hidden * 2, self.size) for config in self.configs)
-        self.buffer = module.Buffer(group=group, num_nvl_bytes=num_bytes, num_rdma_bytes=0)
+        # Destroying waits for the peers: not left to a garbage collector, which comes to each at another time.
+        self.buffer = module.Buffer(group=group, num_nvl_bytes=num_bytes, num_rdma_bytes=0, explicitly_destroy=True)
 
     def dispatch(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> Received:
         """hidden [T, H] bfloat16, slots [T, K] int64, weights [T, K] float32."""
@@ -117,8 +118,7 @@ class DeepEPExchange:
     def combine(self, outputs: torch.Tensor, received: Received) -> torch.Tensor:
         handle, num_tokens = received.handle
         total: torch.Tensor = self.buffer.combine(outputs, handle, config=self.configs[1])[0]
-        return total[:num_tokens]
+        return total if len(total) == num_tokens else total[:num_tokens]
 
     def close(self) -> None:
-        """Frees the buffer; before the process group is destroyed."""
-        del self.buffer
+        self.buffer.destroy()

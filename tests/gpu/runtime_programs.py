@@ -109,6 +109,7 @@ def run_stacks(rank: int, size: int, exchange_name: str, fp8: bool, fixed: bool,
             assert record is not None
             far = error(layer, hidden, output)
             found.append((far, record.ids.cpu().numpy(), int(record.received.sum()), int(record.received_shared)))
+    layer.exchange.close()
     return found
 
 
@@ -187,6 +188,7 @@ def capture(rank: int, size: int, text: str) -> dict[str, Any]:
         errors.append(error(layer, hidden, output))
         ids = record.ids.cpu().numpy()
         loads.append((step, ids, int(record.received.sum()), int(record.received_shared)))
+    layer.exchange.close()
     return {"errors": errors, "loads": loads}
 
 
