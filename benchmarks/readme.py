@@ -197,11 +197,13 @@ def split_tables() -> str:
     parts = sorted(parts + found["summary"], key=lambda part: list(NAMES).index(part["solver"]))
     kinds = {kind: [part for part in parts if part["kind"] == kind] for kind in ("real", "pairs", "hard")}
     real, timed = kinds["real"], found["times of"]["real"]
-    places = f"one core of {found['cpu']}" + ("" if on_gpu is None else f", the first line {on_gpu['gpu']}")
+    places = f"one core of {found['cpu']}" + (
+        "" if on_gpu is None else f", the first line launches on one {on_gpu['gpu']}"
+    )
     lines = [
         f"Real problems, {real[-1]['sets']} sets of placements and loads; times of 256 experts, "
         f"{timed['ranks']} ranks, {timed['redundant']} redundant, {timed['tokens']:,} tokens a rank, {places}, "
-        "Python's call included:",
+        "Python's call included on the CPU:",
         "",
         "| split of a batch | gap: mean | p99 | worst | infeasible | one problem, us | in batches, us |",
         "|---|---|---|---|---|---|---|",

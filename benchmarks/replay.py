@@ -57,8 +57,7 @@ def replay_once(path: Path, stack: str, device: str) -> dict[str, Any]:
     cluster = Cluster(RANKS, NODES, REDUNDANT)
     place = check_device(device)
     options = ReplayOptions(cluster, (("", parse_stack(stack)),), device=place)
-    warm = ReplayOptions(cluster, (("", parse_stack(stack)),), plan_share=1 - 2 / trace.num_steps, device=place)
-    replay(trace, warm)  # compiles
+    replay(trace, options)  # compiles, for blocks of every size
     start = time.perf_counter()
     results = replay(trace, options)
     seconds = time.perf_counter() - start
@@ -94,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stacks", nargs="+", default=STACKS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay.json"))
     parser.add_argument("--one", nargs=3, metavar=("TRACE", "STACK", "DEVICE"), help=argparse.SUPPRESS)
@@ -110,7 +110,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.parquet")
         write_trace(path, arguments.pairs, arguments.seed)
-        for stack in STACKS:
+        for stack in arguments.stacks:
             for device in dict.fromkeys(("cpu", arguments.device)):
                 command = [sys.executable, __file__, "--one", str(path), stack, device]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -223,8 +223,10 @@ def main() -> None:
     disagreement = float(np.concatenate(apart).max(initial=0.0))
     if len(np.concatenate(apart)):
         print(f"\nlargest difference of GLOP's and HiGHS's optimum: {disagreement:.1e}")
+    places = [at + step for at, word in enumerate(sys.argv) if word in ("--recordings", "--out") for step in (0, 1)]
+    given = [word for at, word in enumerate(sys.argv) if at and at not in places]
     result = {
-        "command": shlex.join(["python", "benchmarks/split.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/split.py", *given]),
         "cpu": processor(),
         "gpu": gpu,
         "versions": versions(),
