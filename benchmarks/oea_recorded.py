@@ -5,12 +5,14 @@
 RECORDING: any file that `epsim traces import` reads and that has router probabilities, such as the decode tokens of
 gpt-oss-20b with those of the chosen four; or a trace. Sequences are composed into decode batches. Prints the active
 experts of a layer, those of the busiest of 4 ranks, and the probability kept, means over the steps that hold a full
-batch. Where a recording holds the best m scores alone no token takes an expert beyond (maxp is m).
+batch; and what the least served hundredth of tokens keeps at most. Where a recording holds the best m scores alone no
+token takes an expert beyond (maxp is m).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -18,13 +20,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from epsim.placement.base import Cluster
+from epsim.policies.apply import Setting, bind
+from epsim.policies.routing.block import kept_scores, scores_by_expert
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
 from epsim.traces.select import select_steps
 from epsim.traces.store import StoredTrace
+from epsim.traces.trace import TokenBlock
 
 KEYS = ("active_experts_total", "active_experts", "kept_mass")
 
@@ -49,6 +57,24 @@ def measure(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[dict[str,
     return rows
 
 
+def least_kept(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[float]:
+    """The first percentile, over tokens and layers, of the probability that a token keeps of its own choice's."""
+    meta, cluster = trace.meta, Cluster(ranks)
+    placement = parse_stack("contiguous").placement.plan(torch.zeros(1, meta.num_layers, meta.num_experts), cluster)
+    setting = Setting(0, 0.0, meta.top_k, meta.layers, phase=meta.phase, num_scores=meta.num_scores)
+    bounds = [bind(parse_stack(f"contiguous+{stack}"), placement, setting) for stack in stacks]
+    shares: list[list[torch.Tensor]] = [[] for _ in stacks]
+    for block in trace.blocks():
+        assert isinstance(block, TokenBlock)
+        block = dataclasses.replace(block, source_rank=block.source_rank % ranks)
+        scores = scores_by_expert(block, np.arange(len(block.token_step)), meta.num_experts)
+        own = kept_scores(scores, torch.from_numpy(block.expert_ids.astype(np.int64)))
+        for kept, bound in zip(shares, bounds, strict=True):
+            routed = torch.from_numpy(bound.rerouted(block).block.expert_ids.astype(np.int64))
+            kept.append((kept_scores(scores, routed) / own).flatten())
+    return [float(np.percentile(torch.cat(kept).numpy(), 1)) for kept in shares]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recording", nargs="+", type=Path)
@@ -64,16 +90,21 @@ def main() -> None:
             trace = select_steps(open_trace(arguments.recording, options), Path(folder, "full.parquet"), None, batch)
             meta = trace.meta
             (plain,) = measure(trace, arguments.ranks, ["topk"])
-            plain["kept_mass"] = 1.0
-            rows = [plain, *measure(trace, arguments.ranks, routers(meta.top_k, plain["active_experts_total"]))]
+            plain |= {"kept_mass": 1.0, "least_kept": 1.0}
+            stacks = routers(meta.top_k, plain["active_experts_total"])
+            rows = [plain, *measure(trace, arguments.ranks, stacks)]
+            for row, least in zip(rows[1:], least_kept(trace, arguments.ranks, stacks), strict=True):
+                row["least_kept"] = least
         uniform = meta.num_experts * (1 - (1 - meta.top_k / meta.num_experts) ** batch)
         report["batches"][str(batch)] = {"steps": trace.num_steps, "uniform_active": uniform, "rows": rows}
         held = f"scores of {meta.num_scores} of {meta.num_experts} experts"
         print(f"batch {batch}: {trace.num_steps} full steps, top-{meta.top_k}, {held}; uniform routing: {uniform:.1f}")
-        print(f"  {'router':26} {'active':>7} {'of ' + str(arguments.ranks) + ' ranks':>10} {'kept':>7}")
+        print(
+            f"  {'router':26} {'active':>7} {'of ' + str(arguments.ranks) + ' ranks':>10} {'kept':>7} {'least 1%':>8}"
+        )
         for row in rows:
             total, most, kept = (row[key] for key in KEYS)
-            print(f"  {row['router']:26} {total:7.2f} {most:10.2f} {kept:7.4f}")
+            print(f"  {row['router']:26} {total:7.2f} {most:10.2f} {kept:7.4f} {row['least_kept']:8.4f}")
         for note in dict.fromkeys(note for row in rows for note in row["notes"] if "maxp" in note):
             print(f"  {note}")
     if arguments.out:

@@ -60,14 +60,14 @@ def reroute_block(
     own_mass, taken_mass = [], []
     for first, last in _parts(sizes, num_layers * num_experts):
         part = slice(int(begins[first]), int(begins[last - 1] + sizes[last - 1]))
-        scores = _by_expert(block, tokens[part], num_experts)
+        scores = scores_by_expert(block, tokens[part], num_experts)
         place = np.arange(part.stop - part.start) - np.repeat(begins[first:last] - part.start, sizes[first:last])
         batch = np.repeat(np.arange(last - first), sizes[first:last])
         at = (torch.from_numpy(batch), torch.from_numpy(place))
         routed = _route(router, ids[part], scores, at, (last - first, int(sizes[first:last].max())), holds)
         chosen.append(routed)
-        own_mass.append(_mass(scores, ids[part]))
-        taken_mass.append(_mass(scores, routed))
+        own_mass.append(kept_scores(scores, ids[part]))
+        taken_mass.append(kept_scores(scores, routed))
     width = max(ids.shape[-1], chosen[0].shape[-1])
     expert_ids = np.full((len(block.token_step), num_layers, width), -1, dtype=np.int64)
     expert_ids[..., : ids.shape[-1]] = block.expert_ids
@@ -101,7 +101,7 @@ def _route(
     return routed.expert_ids.cpu().transpose(1, 2)[at]
 
 
-def _by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) -> torch.Tensor:
+def scores_by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) -> torch.Tensor:
     """[n, L, E] float32: scores of the tokens, -inf where the trace holds none."""
     assert block.scores is not None
     scores = torch.from_numpy(block.scores[tokens].astype(np.float32))
@@ -113,7 +113,7 @@ def _by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) -> torch
     return dense.scatter_(-1, torch.where(ids >= 0, ids, num_experts), scores)[..., :num_experts]
 
 
-def _mass(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def kept_scores(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """scores [n, L, E], ids [n, L, k] -> [n, L] float64: the sum over the token's experts."""
     found = scores.gather(-1, ids.clamp(min=0)).to(torch.float64)
     return found.masked_fill(ids < 0, 0.0).clamp(min=0).sum(-1)
