@@ -52,6 +52,7 @@ __device__ int pour_four(const Cell &cell, int rest) {
 __device__ int pour_wave(const Problem &p, const Cell &cell, int rest, int members, int lane) {
   u32 volume = 0, left = cell.mask;
   bool lowest = cell.mask != 0;
+#pragma unroll 4
   for (int i = 0; i < members; ++i, left &= left - 1) {
     int j = lowest_bit(left), theirs = __shfl_sync(ALL, rest, j);
     if (!left) theirs = HUGE_UNITS;
@@ -61,6 +62,7 @@ __device__ int pour_wave(const Problem &p, const Cell &cell, int rest, int membe
   bool wet = cell.mask && volume < static_cast<u32>(cell.need);
   left = __ballot_sync(ALL, wet) & cell.mask;
   int num = __popc(left), total = cell.need;
+#pragma unroll 4
   for (int i = 0; i < members; ++i, left &= left - 1) {
     int theirs = __shfl_sync(ALL, rest, lowest_bit(left));
     if (left) total += theirs;
@@ -137,7 +139,7 @@ __device__ Leaf plant(Problem &p, int load, int lane) {
   int column = mine ? lane : 0;
   u32 near = 0, *used_here = p.partly_used + column;
   const Cell *here = p.cells + column;
-#pragma unroll 2
+#pragma unroll 4
   for (int w = 0; w < p.waves; ++w) {
     Cell cell = *here;
     bool part = mine && cell.part > 0;
@@ -298,8 +300,10 @@ __device__ void warm_start(Problem &p, int thread, int threads) {
       }
       int units = static_cast<int>((evenly ? 1.0 : most(p.x[c], 0.0)) * scale);
       cells[rank].part = units;
+      atomicAdd(p.warm_loads + rank, units);
       rest -= units;
     }
     cells[largest_rank].part = rest;
+    atomicAdd(p.warm_loads + largest_rank, rest);
   }
 }

@@ -178,7 +178,7 @@ def shared_bytes(sizes: dict[str, int]) -> int:
     ranks, replicated = sizes["ranks"], sizes["replicated"]
     words = (sizes["copies"] + 1) // 2 * 2 + sizes["experts"] + 1 + 2 * ranks + replicated
     if ranks <= NEAR:
-        words += replicated + 2 * (NEAR // 2) + WIDE + 1 + 3 + 2
+        words += replicated + 3 * (NEAR // 2) + WIDE + 1 + 3 + 2
         cells = 2 * (sizes["waves"] + 1) * ranks + -(-sizes["waves"] * ranks // 2)
         words = (words + 1) // 2 * 2 + cells
     else:

@@ -42,3 +42,25 @@ def drifted_counts(
     old, new = (counts / counts.sum(1, keepdims=True) for counts in (planned, later))
     share = ((1 - part) * old + part * new) * rng.lognormal(0, 0.3, (num_steps, *planned.shape))
     return torch.from_numpy(rng.multinomial(num_assignments, share / share.sum(2, keepdims=True)))
+
+
+def steady_counts(
+    planned: npt.NDArray[np.generic],
+    later: npt.NDArray[np.generic],
+    num_assignments: int,
+    num_steps: int,
+    rng: np.random.Generator,
+    change: float = 0.02,
+) -> torch.Tensor:
+    """As `drifted_counts`, but a batch is like the one before it, as batches of a running server are: each layer keeps
+    its mixture, and an expert's log marginal walks by `change` a batch about its mean, with a spread of 0.3 for ever.
+    """
+    part = 0.6 * rng.random((len(planned), 1))
+    old, new = (counts / counts.sum(1, keepdims=True) for counts in (planned, later))
+    noise = rng.normal(0, 0.3, planned.shape)
+    batches = []
+    for _ in range(num_steps):
+        noise = np.sqrt(1 - (change / 0.3) ** 2) * noise + rng.normal(0, change, planned.shape)
+        share = ((1 - part) * old + part * new) * np.exp(noise)
+        batches.append(rng.multinomial(num_assignments, share / share.sum(1, keepdims=True)))
+    return torch.from_numpy(np.stack(batches))

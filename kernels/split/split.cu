@@ -217,7 +217,6 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
   }
   if (start) place_start<WARPS>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
   meet_all<WARPS>();
-  bool mine = lane < p.ranks;
   int fixed = 0, load = 0;
   if (thread < 64) {
     fixed = p.fixed_units[lane], load = fixed + p.loads[lane];
@@ -227,10 +226,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
   if (start) {
     warm_start(p, thread, THREADS);
     meet_all<WARPS>();
-    load = fixed;
-#pragma unroll 4
-    for (int w = 0; w < p.waves; ++w)
-      if (thread < 32 && mine) load += p.cells[w * p.ranks + lane].part;
+    if (thread < 32) load = fixed + p.warm_loads[lane];
   }
   if (thread < 32) {
     int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
@@ -324,12 +320,13 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     p.experts = take<uint2>(at, n.replicated);
     p.loads = take<int>(at, 32);
     p.fixed_units = take<int>(at, 32);
+    p.warm_loads = take<int>(at, 32);
     p.totals = take<u64>(at, WIDE);
     p.even_top = take<int>(at, 2);
     p.ended = p.even_top + 1;
     p.searched = take<Searched>(at, 1);
     p.offered = take<Captive>(at, 1);
-    if (thread < 32) p.loads[thread] = 0, p.fixed_units[thread] = 0;
+    if (thread < 32) p.loads[thread] = 0, p.fixed_units[thread] = 0, p.warm_loads[thread] = 0;
     if (thread == 0) *p.ended = 0;
     at = shared + (at - shared + 15) / 16 * 16;
     // After the search: the place of what the paths need.

@@ -51,7 +51,7 @@ struct Problem {
   const u8 *fixed_rank;
   const u16 *source, *wave_start, *wave_of, *members, *twin;
   u16 *queue, *root, *from, *to;
-  int *seen, *loads, *fixed_units, *even_top, *ended;
+  int *seen, *loads, *fixed_units, *warm_loads, *even_top, *ended;
   u64 *totals;
   Captive *offered;
   Searched *searched;

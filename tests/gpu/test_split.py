@@ -30,16 +30,20 @@ def test_random_placements_are_split_alike(num_ranks: int) -> None:
     rng = np.random.default_rng(num_ranks)
     structure = random_structure(num_ranks, 4 * num_ranks, rng)
     for counts in (
-        torch.from_numpy(rng.integers(0, 5000, (40, 3, 4 * num_ranks))),
-        torch.from_numpy(rng.lognormal(0, 2, (40, 3, 4 * num_ranks))),
+        torch.from_numpy(rng.integers(0, 5000, (120, 3, 4 * num_ranks))),
+        torch.from_numpy(rng.lognormal(0, 2, (120, 3, 4 * num_ranks))),
     ):
-        here, there = solve_batched(structure, counts), solve_batched(structure, counts.cuda())
-        assert_same(there, here)
-        assert not there.unproven.any()
-        start = torch.roll(here.split, 1, 0)
-        assert_same(
-            solve_batched(structure, counts.cuda(), start=start.cuda()), solve_batched(structure, counts, start=start)
-        )
+        assert counts[:40, :, 0].numel() <= cuda.FEW < counts[..., 0].numel()  # by several warps a problem, and by one
+        for part in (counts[:40], counts):
+            here, there = solve_batched(structure, part), solve_batched(structure, part.cuda())
+            assert_same(there, here)
+            assert not there.unproven.any()
+            start = torch.roll(here.split, 1, 0)
+            warm = solve_batched(structure, part.cuda(), start=start.cuda())
+            assert_same(warm, solve_batched(structure, part, start=start))
+        if not counts.is_floating_point():
+            for part in (counts[:40], counts):
+                assert_same(solve_gathered(structure, part.cuda()), solve_gathered(structure, part))
 
 
 @pytest.mark.parametrize(
@@ -73,11 +77,17 @@ def test_a_captured_launch_reads_what_its_buffers_hold() -> None:
     counts = torch.from_numpy(rng.integers(0, 5000, (4, 3, 64)))
     loads, layer = counts[0].cuda(), torch.arange(3, device="cuda")
     solve(structure, loads, layer)
+    out = cuda.empty(3, structure.num_physical, loads.device)
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         found = solve(structure, loads, layer)
+        given = cuda.solve(structure, loads, layer, 1e-4, None, 1000, 2.0**53, False, True, out)
+    assert given is out
     for step in counts:
         loads.copy_(step)
         captured.replay()
         torch.cuda.synchronize()
-        assert_same(found, solve(structure, step, layer.cpu()))
+        here = solve(structure, step, layer.cpu())
+        assert_same(found, here)
+        assert torch.equal(out.split.cpu(), here.split)
+        assert torch.equal(out.peak.cpu(), here.peak)
