@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,12 +34,14 @@ class Copies:
         self.rank_of_slot = placement.rank_of_slot
         self.node_of_rank = placement.node_of_rank
         self._made: dict[Callable[[Copies], object], object] = {}
+        self._making = threading.RLock()  # what is made may ask for more
 
     def once(self, make: Callable[[Copies], T]) -> T:
         """What `make` (a function of a module) gives for this placement, made at the first call."""
-        if make not in self._made:
-            self._made[make] = make(self)
-        return self._made[make]  # type: ignore[return-value]
+        with self._making:
+            if make not in self._made:
+                self._made[make] = make(self)
+            return self._made[make]  # type: ignore[return-value]
 
     def per_slot(self, per_expert: torch.Tensor) -> torch.Tensor:
         """[..., L, E] -> [..., L, P]: what a slot's expert has."""

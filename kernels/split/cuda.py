@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -36,6 +37,8 @@ ARGUMENTS = np.dtype(
 """split.cu's Arguments."""
 Section: TypeAlias = tuple[Any, int, type]
 """Values of a table, how many there is place for, and their type."""
+_PACKING = threading.Lock()
+"""Threads of a replay share structures: one packs, the others wait for it."""
 INVERSE_UNITS = np.array([0, *((2**32 - 1) // n for n in range(1, NUM_INVERSES))], np.uint32)
 
 
@@ -230,10 +233,11 @@ def _module() -> Any:
 
 
 def _on_device(structure: SplitStructure, device: torch.device) -> tuple[torch.Tensor, dict[str, int]]:
-    found: tuple[torch.Tensor, dict[str, int]] | None = structure.on_device.get(device)
-    if found is None:
-        tables, sizes = pack(structure)
-        found = structure.on_device[device] = torch.from_numpy(tables.copy()).to(device), sizes
+    with _PACKING:
+        found: tuple[torch.Tensor, dict[str, int]] | None = structure.on_device.get(device)
+        if found is None:
+            tables, sizes = pack(structure)
+            found = structure.on_device[device] = torch.from_numpy(tables.copy()).to(device), sizes
     return found
 
 
