@@ -4,7 +4,8 @@
 false, the policies' own form (epsim.policies) is the way. `Dispatcher` holds the rest.
 """
 
-from epsim.kernels.dispatch.cuda import Assigned, Dispatcher, available
+from epsim.kernels.dispatch.cuda import available
+from epsim.kernels.dispatch.dispatcher import Assigned, Dispatcher
 from epsim.kernels.dispatch.rule import Rule
 
 __all__ = ["Assigned", "Dispatcher", "Rule", "available"]

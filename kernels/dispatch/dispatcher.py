@@ -1,0 +1,239 @@
+"""A source rank's dispatch: the tables of a placement, buffers, and what is launched when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from epsim.kernels.dispatch.cuda import (
+    ARGUMENTS,
+    BUFFERS,
+    COST_BITS,
+    EVERY,
+    GATHERED,
+    LOCAL,
+    MOST_ASSIGNMENTS,
+    MOST_EXPERTS,
+    MOST_SLOTS,
+    NO_SHARED,
+    SAMPLES,
+    STATIC,
+    SYSTEMATIC,
+    VISITED,
+    Sizes,
+    first_link,
+    kernel,
+    shared_bytes,
+)
+from epsim.kernels.dispatch.launch import launch
+from epsim.kernels.dispatch.rule import SAMPLED, Rule
+from epsim.kernels.split import SplitStructure
+from epsim.kernels.split import cuda as split_cuda
+from epsim.kernels.split.solver import EXACT, MAX_SWEEPS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assigned:
+    """Of N tokens; buffers that the next `assign` of the same Dispatcher overwrites.
+
+    physical [N, k] int64: physical experts, numbered as the placement's, -1 for an empty slot.
+    shared_rank [N] int64: the rank that serves a token's shared expert, -1 for a token without experts; None without a
+    shared expert.
+    slots: [N, k + 1] int64, numbered with one more slot a rank, its last, for the shared expert, in column k; without
+    a shared expert `physical`.
+    """
+
+    physical: torch.Tensor
+    shared_rank: torch.Tensor | None
+    slots: torch.Tensor
+
+
+class Dispatcher:
+    """From a source rank's top-k ids to physical experts, for all layers of a placement.
+
+        counts = dispatcher.count(ids)
+        # the caller: as dispatcher.rule.collective says, sums counts over ranks or gathers them to [R, E + 1]
+        assigned = dispatcher.assign(layer, counts)
+
+    All on PyTorch's current stream, without allocations and without waiting: both calls can be captured in a CUDA
+    graph, for a number of tokens. Draws need `step` [1] int64, on the device: the step's number, to be written by the
+    caller, also between a graph's replays.
+    Equal to epsim.policies on the rank's tokens, integer for integer.
+    """
+
+    def __init__(
+        self,
+        structure: SplitStructure,
+        rule: Rule,
+        *,
+        rank: int,
+        node_of_rank: torch.Tensor,
+        layers: tuple[int, ...],
+        top_k: int,
+        max_tokens: int,
+        device: torch.device,
+        nearest: torch.Tensor | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        """node_of_rank [R], ascending; layers: the model's number of each; max_tokens: of this rank in a step, and of
+        any other; nearest [L, R, E] int64: the slots that `static` takes. Compiles the kernels.
+
+        Raises ValueError for a rule that `Rule.uncovered` names, and for what is too large for the tables.
+        """
+        num_ranks, num_experts, num_slots = structure.num_ranks, structure.num_experts, structure.num_physical
+        slots = structure.physical_to_logical
+        if bool((slots.sort(1).values.diff(dim=1) != 0).all()):
+            rule = replace(
+                rule, split="even", objective="tokens"
+            )  # nothing to split, no draw to make: as BoundStack.split
+        reason = rule.uncovered()
+        if reason:
+            raise ValueError(reason)
+        if num_experts > MOST_EXPERTS or num_slots > MOST_SLOTS or max_tokens * top_k > MOST_ASSIGNMENTS:
+            raise ValueError(
+                f"{num_experts} experts, {num_slots} slots and {max_tokens} tokens of top-{top_k} are more than the "
+                f"kernels take: {MOST_EXPERTS}, {MOST_SLOTS} and {MOST_ASSIGNMENTS} assignments"
+            )
+        if max_tokens * top_k * num_ranks >= 1 << 31:
+            raise ValueError(f"{num_ranks} ranks of {max_tokens} tokens of top-{top_k} are 2^31 assignments or more")
+        if rule.split == "static" and nearest is None:
+            raise ValueError("split static needs the table of nearest slots")
+        self.structure, self.rule, self.rank, self.device = structure, rule, rank, device
+        self.top_k, self.max_tokens, self.sizes = top_k, max_tokens, sizes or Sizes()
+        if not 1 <= top_k <= self.sizes.threads:
+            raise ValueError(f"top-{top_k}: the kernels take 1 to {self.sizes.threads}")
+
+        order = slots.argsort(dim=1, stable=True)
+        expert = slots.gather(1, order)
+        first = torch.searchsorted(expert, torch.arange(num_experts + 1).expand(len(slots), -1).contiguous())
+        index = torch.arange(num_slots) - first.gather(1, expert)
+        number = first.diff(dim=1).gather(1, expert)
+        nodes = node_of_rank.cpu()
+        node = torch.stack((torch.searchsorted(nodes, nodes), torch.searchsorted(nodes, nodes, right=True)))
+        tables = {"first": first, "copies": torch.stack((order, expert, index, number), -1)}
+        if nearest is not None:
+            tables["nearest"] = nearest
+        self._held = {name: self._table(table) for name, table in tables.items()}
+        self._tables = {name: [part.data_ptr() for part in table] for name, table in self._held.items()}
+        self._node = self._table(node)
+
+        def empty(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=kind, device=device)
+
+        self.step, self._counts, self._own, self._loads = empty(1), *(empty(num_experts + 1) for _ in range(3))
+        self._words = empty(max_tokens, top_k, kind=torch.int32)
+        self._ends, self._routed = empty(num_slots, kind=torch.int32), empty(num_ranks)
+        self._physical, self._shared_rank = empty(max_tokens, top_k), empty(max_tokens)
+        self._slots_out = empty(max_tokens, top_k + 1)
+        self._layer = torch.arange(structure.num_layers, device=device)
+        self._tokens = 0
+        self._arguments = self._fixed_arguments()
+        self._layer_keys = [first_link(number) for number in layers]
+        self._compile()
+
+    def count(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [N, k] int64, logical experts, -1 for none -> [E + 1] int64: tokens of each expert, and how many tokens
+        have any. A buffer that the caller may overwrite, and the next call does."""
+        fits = ids.shape == (len(ids), self.top_k) and len(ids) <= self.max_tokens
+        if not fits or ids.dtype != torch.int64 or not ids.is_contiguous():
+            expected = f"[at most {self.max_tokens}, {self.top_k}] int64, contiguous"
+            raise ValueError(f"ids are {list(ids.shape)} {ids.dtype}, not {expected}")
+        self._tokens = len(ids)
+        self._arguments["ids"], self._arguments["tokens"] = ids.data_ptr(), len(ids)
+        self._launch("count", (self.sizes.count_blocks,))
+        return self._counts
+
+    def assign(self, layer: int, counts: torch.Tensor) -> Assigned:
+        """layer: its place in the placement; counts: of the last `count`, after the rule's collective, [E + 1] or, all
+        ranks' gathered, [R, E + 1] int64 -> physical experts of the tokens last counted."""
+        rule, structure, arguments = self.rule, self.structure, self._arguments
+        width, gathers = structure.num_experts + 1, rule.collective == "all_gather"
+        expected = (structure.num_ranks, width) if gathers else (width,)
+        if counts.shape != expected or counts.dtype != torch.int64 or not counts.is_contiguous():
+            raise ValueError(f"counts are {list(counts.shape)} {counts.dtype}, not {list(expected)} int64, contiguous")
+        loads = self._loads if gathers else counts
+        arguments["rows"] = counts.data_ptr() if gathers else 0
+        arguments["loads"], arguments["layer_key"] = loads.data_ptr(), self._layer_keys[layer]
+        for name, table in self._tables.items():
+            arguments[name] = table[layer]
+        if gathers:
+            self._launch("total", (-(-width // 32),))
+        split = None
+        if rule.solves:
+            split = self._solve(loads[None, : structure.num_experts], self._layer[layer : layer + 1])
+        arguments["split"] = 0 if split is None else split.data_ptr()
+        # What follows the split may begin before it ends: `count` and the collective have ended before it began.
+        if rule.gathered:
+            self._launch("quotas", (-(-structure.num_experts // (self.sizes.threads // 32)),), early=True)
+        elif rule.sees_all_ranks:
+            across = -(-structure.num_physical // self.sizes.threads)
+            self._launch("serve", (across, -(-structure.num_ranks // self.sizes.sources)), early=rule.solves)
+        if self._tokens:
+            blocks = -(-self._tokens // (self.sizes.threads // self.top_k))
+            self._launch("assign", (min(blocks, self.sizes.most_blocks),), early=rule.solves or rule.sees_all_ranks)
+        physical = self._physical[: self._tokens]
+        if rule.shared == "none":
+            return Assigned(physical, None, physical)
+        return Assigned(physical, self._shared_rank[: self._tokens], self._slots_out[: self._tokens])
+
+    def _solve(self, loads: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+        """loads [1, E], layer [1] -> split [1, P]."""
+        whole = self.rule.gathered
+        tol = 0.0 if whole else 1e-4
+        return split_cuda.solve(
+            self.structure, loads, layer, tol, None, MAX_SWEEPS, EXACT, whole, True, self._room
+        ).split
+
+    def _table(self, values: torch.Tensor) -> torch.Tensor:
+        return values.to(torch.int32).to(torch.int16).to(self.device).contiguous()
+
+    def _fixed_arguments(self) -> npt.NDArray[Any]:
+        rule, structure = self.rule, self.structure
+        arguments = np.zeros(1, ARGUMENTS)
+        for name in BUFFERS:
+            arguments[name] = getattr(self, "step" if name == "step" else f"_{name}").data_ptr()
+        follow = STATIC if rule.split == "static" else SAMPLES if rule.split in SAMPLED else SYSTEMATIC
+        shared = {"none": NO_SHARED, "local": LOCAL}.get(rule.shared, EVERY if rule.candidates == "all" else VISITED)
+        values = {
+            "node": self._node.data_ptr(),
+            "seed_key": first_link(rule.seed),
+            "cost": round(rule.cost * (1 << COST_BITS)),
+            "top_k": self.top_k,
+            "experts": structure.num_experts,
+            "slots": structure.num_physical,
+            "ranks": structure.num_ranks,
+            "rank": self.rank,
+            "follow": GATHERED if rule.gathered else follow,
+            "shared": shared,
+            "global": rule.sees_all_ranks,
+            "plus_local": rule.load == "routed+local",
+        }
+        for name, value in values.items():
+            arguments[name] = value
+        return arguments
+
+    def _shared_bytes(self, name: str) -> int:
+        structure = self.structure
+        return shared_bytes(name, self.sizes, structure.num_experts, structure.num_physical, structure.num_ranks)
+
+    def _compile(self) -> None:
+        self._index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        self._kernels = {}
+        for name in ("count", "total", "quotas", "serve", "assign"):
+            threads, shared = self.sizes.threads_of(name), self._shared_bytes(name)
+            self._kernels[name] = kernel(self._index, self.sizes, name, shared).kernel.ptr, threads, shared
+        if self.rule.solves:
+            slots, whole = self.structure.num_physical, self.rule.gathered
+            self._room = split_cuda.empty(1, slots, self.device, integral=True, whole=whole, want_split=True)
+            self._solve(self._loads[None, : self.structure.num_experts], self._layer[:1])
+
+    def _launch(self, name: str, grid: tuple[int, ...], early: bool = False) -> None:
+        """early: it may begin before the kernel before it has ended."""
+        function, threads, shared = self._kernels[name]
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with torch.cuda.device(self._index):
+            launch(function, grid, threads, shared, stream, self._arguments, early)
