@@ -186,8 +186,8 @@ def sweep_of(top_k: int, num_experts: int) -> list[str]:
     deeper = [top_k * times for times in (1, 2, 4) if top_k * times < num_experts]
     found = []
     for k0 in range(2, top_k - 1):
-        found += [f"k0={k0},p={p}" for p in (0.5, 0.7, 0.9)]
+        found += [f"k0={k0},p={p}" for p in (0.2, 0.35, 0.5, 0.7)]
         found += [f"k0={k0},kmax={kmax}" for kmax in wider]
         found += [f"k0={k0},maxp={maxp}" for maxp in deeper]
-        found += [f"k0={k0},p=0.7,maxp={maxp}" for maxp in deeper[1:2]]
+        found += [f"k0={k0},p=0.5,maxp={maxp}" for maxp in deeper[1:2]]
     return found

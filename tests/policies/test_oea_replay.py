@@ -170,6 +170,22 @@ def test_every_placement_and_split_with_a_router(tmp_path: Path) -> None:
     assert active["eplb+oea-ep(k0=2)+one-copy"] == active["eplb+oea(k0=2)+one-copy"] < active["eplb+oea(k0=2)+even"]
 
 
+@pytest.mark.parametrize("shared", ["local", "waterfill", "waterfill(candidates=all)"])
+@pytest.mark.parametrize("router", ["pruned(k0=1)", "oea(k0=2,kmax=7)", "lynx(keep=2)"])
+def test_tokens_of_fewer_or_more_than_k_experts_with_a_shared_expert(router: str, shared: str) -> None:
+    block = drawn(5, tokens=30)
+    placement = random_placement(np.random.default_rng(2), 2, 12, 4, 2, 1)
+    bound = bind(parse_stack(f"contiguous+{router}+lplb+{shared}"), placement, Setting(0, 1.0, 4, (0, 1)))
+    load = bound.load(block)
+    assert load.counts is not None
+    number = np.bincount(block.token_step, minlength=4)
+    assert torch.equal(load.routed.sum(-1), load.counts.sum(-1))
+    np.testing.assert_array_equal(load.shared_tokens.sum(-1).numpy(), np.stack([number, number], 1))
+    np.testing.assert_array_equal(load.tokens.numpy(), np.stack([number, number], 1))
+    if router.startswith("pruned"):
+        np.testing.assert_array_equal(load.assignments.numpy(), np.stack([number, number], 1))
+
+
 def uniform(experts: int, top_k: int, batch: int, steps: int, seed: int) -> TokenBlock:
     rng = np.random.default_rng(seed)
     scores = rng.random((steps * batch, 1, experts))

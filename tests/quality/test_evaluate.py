@@ -55,6 +55,16 @@ def text() -> torch.Tensor:
     return torch.randint(1, 64, (8, 13), generator=torch.Generator().manual_seed(3))
 
 
+def save_cache(model: Any, cache: Path) -> None:
+    """Random text of two domains, and the model."""
+    rng = np.random.default_rng(0)
+    text = {name: rng.integers(1, 64, 2000).astype(np.uint16) for name in ("a", "b")}
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.add_special_tokens([tokens.END])
+    tokens.save(tokens.Corpus(text, text, tokenizer), cache / "corpus")
+    model.save_pretrained(train.model_folder(cache))
+
+
 def first_only(
     scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,12 +197,7 @@ def test_evaluate_from_the_cache(
 ) -> None:
     from epsim.cli import main
 
-    rng = np.random.default_rng(0)
-    text = {name: rng.integers(1, 64, 2000).astype(np.uint16) for name in ("a", "b")}
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.add_special_tokens([tokens.END])
-    tokens.save(tokens.Corpus(text, text, tokenizer), tmp_path / "corpus")
-    model.save_pretrained(train.model_folder(tmp_path))
+    save_cache(model, tmp_path)
     arguments = "model evaluate --policy topk --sequences 4 --length 16 --generated 12 --generations 2 --device cpu"
     arguments += f" --batch-size 1 --batch-size 4 --cache {tmp_path} --out {tmp_path / 'e.json'}"
     monkeypatch.setattr("sys.argv", ["epsim", *arguments.split()])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,7 @@ from epsim.quality.meter import Meter
 from epsim.traces.model import tokens
 from epsim.traces.routers import find_routers
 from tests.policies.oea_reading import two_phases
-from tests.quality.test_evaluate import first_only, make_model
+from tests.quality.test_evaluate import first_only, make_model, save_cache
 
 
 @pytest.fixture(scope="module")
@@ -228,3 +230,35 @@ def test_a_router_of_another_rule_is_refused(model: Any) -> None:
         router = reroute_of(parse_stack("oea-ep(k0=1)").router, 3)
         with torch.no_grad(), rerouted(model, router, whole_sequences=True):
             model(input_ids=torch.tensor([[7], [8]]))
+
+
+def test_evaluate_from_the_cache(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from epsim.cli import main
+
+    save_cache(model, tmp_path)
+    arguments = "model evaluate --policy oea-ep(k0=1) --ranks 4 --sequences 4 --length 16 --generated 12"
+    arguments += " --generations 2 --device cpu --batch-size 1 --batch-size 4 --domain a"
+    arguments += f" --cache {tmp_path} --out {tmp_path / 'e.json'}"
+    monkeypatch.setattr("sys.argv", ["epsim", *arguments.split()])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 0
+    result = json.loads((tmp_path / "e.json").read_text())
+    alone, four = result["loss"]["a"]["1"], result["loss"]["a"]["4"]
+    assert alone["kl"] == pytest.approx(0, abs=1e-8)
+    assert alone["active_experts"]["1"] == 4
+    assert alone["kept_mass"] == 1
+    assert four["kl"] > 1e-6
+    # Bases of four tokens, filled up on four ranks to the busiest one's number.
+    assert 4 < four["active_experts"]["1"] <= 4 * four["active_experts"]["4"]
+    assert 0.5 < four["kept_mass"] < 1
+    printed = capsys.readouterr().out
+    assert "most of 4" in printed
+    assert f"{four['kept_mass']:.4f}" in printed
+    monkeypatch.setattr("sys.argv", ["epsim", *arguments.replace("--ranks 4", "--ranks 3").split()])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code != 0
+    assert "--ranks 3 do not divide the model's 16 experts" in capsys.readouterr().err
