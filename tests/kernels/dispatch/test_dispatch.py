@@ -26,6 +26,7 @@ from tests.kernels.dispatch.host import (
     bound_stack,
     build,
     check,
+    found_on,
     ordinals,
     random_ids,
 )
@@ -124,6 +125,17 @@ def test_more_ranks_than_a_warp_has_lanes(library: ctypes.CDLL, text: str) -> No
     tokens = rng.integers(0, 80, 70) * (rng.random(70) < 0.7)
     ids = random_ids(rng, tokens.tolist(), 1, 40, 8, 0.1)
     check(bound, dispatchers, ids, step=0, ranks=(0, 2, 33, 69))
+
+
+def test_of_equally_light_ranks_above_the_waterline_the_first_takes_the_token(library: ctypes.CDLL) -> None:
+    placement = Placement(torch.arange(4)[None], 4, 4)
+    dispatchers, bound = dispatchers_of(library, "even+waterfill", placement, 2, 0.01, 300)
+    # Ranks serve 300, 200, 200 and 0; the waterline is near 180, and rank 0's own tokens visit ranks 2 and 1.
+    visits, heavy = torch.tensor([2, 1]).expand(100, 1, 2), torch.tensor([0, -1]).expand(300, 1, 2)
+    ids = [visits, heavy, visits, visits[:0]]
+    check(bound, dispatchers, ids, step=0)
+    shared = found_on(dispatchers, [part[:, 0].contiguous() for part in ids], 0, 0, [0])[0][1]
+    assert torch.equal(shared, torch.ones(100, dtype=torch.int64))
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 700), st.integers(1, 9), st.booleans())
