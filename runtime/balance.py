@@ -13,7 +13,7 @@ import torch
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.base import Batch, Dense, Needs, SharedWork, Split, TopK
+from epsim.policies.base import Batch, Dense, Needs, SharedWork, Split
 from epsim.policies.nearest import Static
 from epsim.policies.rounding import fixed_point
 from epsim.policies.splits import Even, Random
@@ -51,8 +51,8 @@ class Balancer:
             raise ValueError(f"a layer's balancer needs the placement of one layer, not of {placement.num_layers}")
         if placement.num_ranks != collective.size:
             raise ValueError(f"the placement is for {placement.num_ranks} ranks, the group has {collective.size}")
-        if not isinstance(stack.router, TopK) or not isinstance(stack.reader, Dense):
-            raise ValueError(f"{str(stack)!r}: the runtime runs router topk and reader dense only")
+        if not isinstance(stack.reader, Dense):
+            raise ValueError(f"{str(stack)!r}: the runtime runs reader dense only")
         self.bound: BoundStack = bind(stack, placement, setting)
         self.placement, self.collective, self.version = placement, collective, placement.version
         self.split_needs: Needs = needs_of_split(self.bound.split)

@@ -58,6 +58,8 @@ class KernelBalancer(Balancer):
 
     def assign(self, ids: torch.Tensor, step: int) -> Assignment:
         dispatcher, collective = self._dispatcher, self.collective
+        if ids.shape[1] != dispatcher.top_k:  # A router policy that gives tokens more experts than the model does.
+            return super().assign(ids, step)
         if not torch.cuda.is_current_stream_capturing():
             self.begin(step)
         counts = dispatcher.count(ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ import torch.distributed as dist
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting
+from epsim.policies.base import RouterWork, alone
+from epsim.policies.one_copy import held_by_rank
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.balance import Assignment, Balancer
 from epsim.runtime.balance_cuda import make_balancer
@@ -23,13 +26,17 @@ from epsim.runtime.routers import Router, Routing, make_router
 from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights, WeightSource
 
+ROWS = 8
+"""Rows of E + 1 numbers that a collective may take at once: a router policy sums one for each k0 it may ask for."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRecord:
     """What a call of a layer did on this rank; tensors are on the layer's device.
 
     layer: the model's number. placement_version: `Placement.version` of the one in force.
-    ids [T, k] int64: logical experts, -1 for none; weights [T, k], shared_weight [T] float32: theirs.
+    chosen [T, k] int64: the model's or the trace's experts; ids [T, k] int64: those that the stack's router policy
+    makes of them, the same where it changes nothing, -1 for none; weights [T, k], shared_weight [T] float32: theirs.
     physical [T, k] int64: physical experts, numbered as the placement's.
     shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None without one.
     On a GPU physical and shared_rank last until the layer's next call: copy what is to be kept.
@@ -40,6 +47,7 @@ class LayerRecord:
     step: int
     layer: int
     placement_version: str
+    chosen: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
     shared_weight: torch.Tensor
@@ -80,16 +88,21 @@ class ExpertParallelMoE(torch.nn.Module):
         step: int,
         token_ids: torch.Tensor | None = None,
         forced_ids: torch.Tensor | None = None,
+        forced_scores: torch.Tensor | None = None,
+        decode: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """hidden [T, H] of this rank -> [T, H]. Collective. T may be 0.
 
         forced_ids [T, k] int64: a trace's experts in place of the router's choice, -1 for none; the router weighs them.
-        token_ids [T] int64: for a router that hashes them. Raises PhaseError for what does not fit, and, on CPUs, for
-        scores that are not numbers; on a GPU `raise_if_bad` tells, so that nothing waits.
+        forced_scores [T, E] float32: a trace's scores in place of the router's, -inf where not known.
+        token_ids [T] int64: for a router that hashes them. decode [T] bool: tokens that a router policy (oea and its
+        like) may route anew, all where not given; prefill keeps its choice. Raises PhaseError for what does not fit,
+        and, on CPUs, for scores that are not numbers; on a GPU `raise_if_bad` tells, so that nothing waits.
         """
         clock = self.clock
         clock.enter("route", step, self.layer)
-        routing = self._route(hidden, token_ids, forced_ids)
+        chosen = self._route(hidden, token_ids, forced_ids, forced_scores)
+        routing = self._rerouted(chosen, decode)
         clock.enter("balance")
         try:
             assignment = self.balancer.assign(routing.ids, step)
@@ -105,7 +118,7 @@ class ExpertParallelMoE(torch.nn.Module):
         clock.enter("combine")
         output = self.exchange.combine(outputs, received)
         clock.enter("idle")
-        self._keep(step, routing, assignment, counts)
+        self._keep(step, chosen.ids, routing, assignment, counts)
         return output
 
     def raise_if_bad(self) -> None:
@@ -115,14 +128,20 @@ class ExpertParallelMoE(torch.nn.Module):
             self.clock.enter("route", layer=self.layer)
             raise self._bad_scores()
 
-    def _route(self, hidden: torch.Tensor, token_ids: torch.Tensor | None, forced_ids: torch.Tensor | None) -> Routing:
+    def _route(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor | None,
+        forced_ids: torch.Tensor | None,
+        forced_scores: torch.Tensor | None,
+    ) -> Routing:
         shape = self.shape
         if hidden.ndim != 2 or hidden.shape[1] != shape.hidden:
             raise self.clock.error(f"hidden states are {list(hidden.shape)}, not [tokens, {shape.hidden}]")
         if forced_ids is not None:
             self._check_forced(forced_ids, len(hidden))
         try:
-            routing: Routing = self.router(hidden, token_ids, forced_ids)
+            routing: Routing = self.router(hidden, token_ids, forced_ids, forced_scores)
         except ValueError as error:
             raise self.clock.error(str(error)) from error
         if hidden.is_cuda:
@@ -130,6 +149,27 @@ class ExpertParallelMoE(torch.nn.Module):
         elif not bool(routing.finite):
             raise self._bad_scores()
         return routing
+
+    def _rerouted(self, routing: Routing, decode: torch.Tensor | None) -> Routing:
+        """By the stack's router policy. Collective where it looks at the tokens of all ranks."""
+        bound, collective = self.balancer.bound, self.balancer.collective
+        policy = bound.stack.router
+        if not policy.acts:
+            return routing
+        work = RouterWork(
+            scores=routing.scores,
+            weighs=routing.weighs,
+            expert_ids=routing.ids,
+            weights=routing.weights,
+            decode=torch.ones_like(routing.ids[:, 0], dtype=torch.bool) if decode is None else decode,
+            holds=bound.copies.once(held_by_rank)[0],
+            total=collective.all_reduce if policy.whole_batch else alone,
+        )
+        try:
+            routed = policy.route(work)
+        except ValueError as error:
+            raise self.clock.error(str(error)) from error
+        return dataclasses.replace(routing, ids=routed.expert_ids, weights=routed.weights)
 
     def _check_forced(self, forced_ids: torch.Tensor, num_tokens: int) -> None:
         if tuple(forced_ids.shape) != (num_tokens, self.shape.top_k) or forced_ids.dtype != torch.int64:
@@ -145,12 +185,15 @@ class ExpertParallelMoE(torch.nn.Module):
     def _bad_scores(self) -> Exception:
         return self.clock.error("router scores are not finite: check the hidden states and the router's weights")
 
-    def _keep(self, step: int, routing: Routing, assignment: Assignment, counts: torch.Tensor) -> None:
+    def _keep(
+        self, step: int, chosen: torch.Tensor, routing: Routing, assignment: Assignment, counts: torch.Tensor
+    ) -> None:
         num_slots = self.experts.num_slots
         self.record = LayerRecord(
             step=step,
             layer=self.layer,
             placement_version=self.balancer.version,
+            chosen=chosen,
             ids=routing.ids,
             weights=routing.weights,
             shared_weight=routing.shared_weight,
@@ -191,7 +234,7 @@ def build_layer(
     if placement.num_experts != shape.num_experts:
         raise ValueError(f"the placement is for {placement.num_experts} experts, {shape.name} has {shape.num_experts}")
     if isinstance(collective, str):
-        collective, _ = choose_collective(collective, group, device, shape.num_experts + 1)
+        collective, _ = choose_collective(collective, group, device, ROWS * (shape.num_experts + 1))
     clock = clock or PhaseClock(collective.rank, device)
     setting = Setting(seed=seed, shared_cost=shape.shared_cost, top_k=shape.top_k, layers=(layer,))
     here = Placement(

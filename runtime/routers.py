@@ -16,12 +16,15 @@ class Routing:
     """ids [T, k] int64: logical experts, -1 for none; weights [T, k] float32, 0 there.
 
     shared_weight [T] float32: of the shared expert's output. finite [] bool: whether all scores were numbers.
+    scores [T, E] float32: what the choice is by; weighs [T, E] float32: what weights are in proportion to.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor
     shared_weight: torch.Tensor
     finite: torch.Tensor
+    scores: torch.Tensor
+    weighs: torch.Tensor
 
 
 class Router(torch.nn.Module):
@@ -44,24 +47,37 @@ class Router(torch.nn.Module):
         """logits [T, E] float32 -> scores [T, E] float32, which weights are made of."""
         raise NotImplementedError
 
+    def chosen_by(self, scores: torch.Tensor) -> torch.Tensor:
+        """scores [T, E] -> [T, E]: what experts are compared by."""
+        return scores
+
     def choose(self, scores: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        """scores [T, E], token_ids [T] int64 -> [T, k] int64."""
+        """What experts are compared by [T, E], token_ids [T] int64 -> [T, k] int64."""
         return scores.topk(self.shape.top_k, dim=-1).indices
 
     def forward(
-        self, hidden: torch.Tensor, token_ids: torch.Tensor | None = None, forced_ids: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+        forced_ids: torch.Tensor | None = None,
+        forced_scores: torch.Tensor | None = None,
     ) -> Routing:
-        """hidden [T, H] -> Routing. forced_ids [T, k] take the place of the choice, and are weighed by the scores."""
-        logits = F.linear(hidden, self.weight).float()
-        scores = self.score(logits)
-        ids = self.choose(scores, token_ids) if forced_ids is None else forced_ids
+        """hidden [T, H] -> Routing. forced_ids [T, k] take the place of the choice, and are weighed by the scores;
+        forced_scores [T, E] float32 (-inf where not known) take the place of these."""
+        if forced_scores is None:
+            scores = self.score(F.linear(hidden, self.weight).float())
+            compared = self.chosen_by(scores)
+        else:
+            scores, compared = forced_scores.clamp(min=0), forced_scores
+        ids = self.choose(compared, token_ids) if forced_ids is None else forced_ids
         weights = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
         if self.shape.renormalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
         shared = hidden.new_ones(len(hidden), dtype=torch.float32)
         if self.gate is not None:
             shared = F.linear(hidden, self.gate[None]).float().sigmoid()[:, 0]
-        return Routing(ids, weights * self.shape.scaling, shared, scores.isfinite().all())
+        finite = scores.isfinite().all()
+        return Routing(ids, weights * self.shape.scaling, shared, finite, compared, scores)
 
 
 class SoftmaxTopK(Router):
@@ -89,8 +105,11 @@ class SigmoidGroups(Router):
     def score(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.sigmoid()
 
+    def chosen_by(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores + self.bias
+
     def choose(self, scores: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        biased = scores + self.bias
+        biased = scores
         if self.shape.top_groups < self.shape.groups:
             grouped = biased.reshape(len(biased), self.shape.groups, self.shape.num_experts // self.shape.groups)
             best_two = grouped.topk(min(2, grouped.shape[2]), dim=-1).values.sum(-1)

@@ -19,6 +19,7 @@ from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
 
 SHAPE = LayerShape("test", 32, 16, 32, 4, 16, "sigmoid-groups", True, 2.5, 8, 4)
+ROUTED = LayerShape("routed", 32, 16, 32, 4, 16)
 LAYER, SEED = 3, 11
 STEPS = (5, 8, 9, 12)
 
@@ -163,6 +164,26 @@ def run_relocation(rank: int, size: int, nodes: int, old: Any, new: Any, spare: 
         "held": held,
         "placement": layer.balancer.placement.physical_to_logical.numpy(),
     }
+
+
+def rerouted(rank: int, size: int, nodes: int, stacks: list[tuple[str, Any]]) -> dict[int, Any]:
+    """Decode steps under router policies: error, the model's choice and scores, what was served, calls; by place."""
+    weights = RandomWeights(ROUTED, SEED)
+    found = {}
+    for place, (text, slots) in enumerate(stacks):
+        layer = build(text, slots, ROUTED, size, nodes, torch.float32, weights)
+        steps = []
+        for step in (8, 9, 10):
+            tokens = {8: 3 + rank, 9: int(rank == size - 1), 10: 12}[step]
+            hidden = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(100 * step + rank))
+            output, record = layer(hidden, step=step), layer.record
+            assert record is not None
+            wanted = reference_output(ROUTED, weights, LAYER, hidden, record.ids, record.weights, record.shared_weight)
+            far = float((output.double() - wanted).norm() / wanted.norm()) if tokens else 0.0
+            scores = layer.router(hidden).scores
+            steps.append((far, record.chosen.numpy(), scores.numpy(), int(record.received.sum())))
+        found[place] = (steps, dict(layer.balancer.collective.calls))
+    return found
 
 
 def disagree(rank: int, size: int, old: Any, new: Any) -> str:
