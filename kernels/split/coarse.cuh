@@ -141,7 +141,8 @@ __device__ Leaf plant(Problem &p, int load, int lane) {
   const Cell *here = p.cells + column;
 #pragma unroll 4
   for (int w = 0; w < p.waves; ++w) {
-    Cell cell = *here;
+    Cell cell = {0, 0, 0, 0};
+    if (mine) cell = *here;
     bool part = mine && cell.part > 0;
     u32 used = __ballot_sync(ALL, part) & cell.mask;
     if (!part) used = 0;
@@ -170,7 +171,7 @@ __device__ Leaf plant(Problem &p, int load, int lane) {
 #pragma unroll 4
   for (int w = p.waves - 1; w >= 0; --w) {
     used_here -= p.ranks;
-    if (*used_here >> leaf.parent & 1) leaf.edge = w;
+    if (mine && *used_here >> leaf.parent & 1) leaf.edge = w;
   }
   // Only experts of more than two copies lead from a rank to several.
   if (__ballot_sync(ALL, leaf.depth && leaf.edge >= p.pair_waves))
@@ -212,14 +213,17 @@ __device__ u32 spare_of(const Problem &p, double tol) {
   return p.whole ? 0 : static_cast<u32>(static_cast<i64>(tol * 0.96875 * 4294967296.0));
 }
 
-// The second warp's part of a search: bounds, while the first one plants trees or sweeps.
-__device__ void offer_bounds(Problem &p, int fixed, int lane) {
+// The other warps' part of a search: the second one's bounds, while the first one plants trees or sweeps.
+template <int WARPS>
+__device__ void offer_bounds(Problem &p, int fixed, int warp, int lane) {
   while (true) {
-    meet_pair();
+    meet_all<WARPS>();
     if (*p.ended) return;
-    Captive found = level_sets(p, p.loads[lane], fixed, lane);
-    if (lane == 0) *p.offered = found;
-    meet_pair();
+    if (warp == 1) {
+      Captive found = level_sets(p, p.loads[lane], fixed, lane);
+      if (lane == 0) *p.offered = found;
+    }
+    meet_all<WARPS>();
   }
 }
 
@@ -246,14 +250,14 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
     Leaf leaf;
     if (aside) {
       p.loads[lane] = load;
-      meet_pair();
+      meet_all<WARPS>();
     } else if (looks) {
       found = level_sets(p, load, fixed, lane);
     }
     if (levels) leaf = plant(p, load, lane);
     if (levels || ends) {
       if (aside) {
-        meet_pair();
+        meet_all<WARPS>();
         found = *p.offered;
       }
       take(found);
@@ -264,14 +268,14 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
     sweep(p, load, lane);
     ++sweeps;
     if (aside && !levels) {
-      meet_pair();
+      meet_all<WARPS>();
       found = *p.offered;
     }
     take(found);
   }
   if (WARPS > 1) {
     if (lane == 0) *p.ended = 1;
-    meet_pair();
+    meet_all<WARPS>();
   }
   return {captive, sweeps, top};
 }

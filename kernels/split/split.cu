@@ -67,14 +67,6 @@ __device__ int close_gap(Problem &p, Bound &bound, double tol, double tiny_part,
   return rounds;
 }
 
-template <int WARPS>
-__device__ void meet_all() {
-  if (WARPS > 1)
-    __syncthreads();
-  else
-    __syncwarp();
-}
-
 // 27 bits at a time: sums of 32 have 32.
 __device__ u64 warp_sum(u64 value) {
   u64 low = __reduce_add_sync(ALL, static_cast<u32>(value & 0x7ffffff));
@@ -219,7 +211,8 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
   meet_all<WARPS>();
   int fixed = 0, load = 0;
   if (thread < 64) {
-    fixed = p.fixed_units[lane], load = fixed + p.loads[lane];
+    fixed = p.fixed_units[lane];
+    if (thread < 32) load = fixed + p.loads[lane];
     u32 even_top = __reduce_max_sync(ALL, static_cast<u32>(load));
     if (thread == 0) *p.even_top = even_top;
   }
@@ -232,8 +225,8 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
     int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
     Searched found = search<WARPS>(p, load, fixed, a.tol, limit, start ? WARM : COLD, lane);
     if (lane == 0) *p.searched = found;
-  } else if (WARPS > 1 && thread < 64) {
-    offer_bounds(p, fixed, lane);
+  } else if (WARPS > 1) {
+    offer_bounds<WARPS>(p, fixed, thread / 32, lane);
   }
   meet_all<WARPS>();
   return *p.searched;

@@ -21,10 +21,13 @@ struct Sizes {
   int ranks, experts, slots, fixed, rows, replicated, copies, waves, twins, staged;
 };
 
-// A barrier of a block's first two warps.
-#ifndef meet_pair
-#define meet_pair() asm volatile("bar.sync 1, 64;" ::: "memory")
-#endif
+template <int WARPS>
+__device__ void meet_all() {
+  if (WARPS > 1)
+    __syncthreads();
+  else
+    __syncwarp();
+}
 
 struct Cell;
 

@@ -109,7 +109,6 @@ static bool any_of_block(int line, bool value) {
   return found;
 }
 
-#define meet_pair() meet(__LINE__ + 2 * BARRIER)
 #define __syncthreads() meet(__LINE__ + BARRIER)
 #define __syncthreads_or(value) any_of_block(__LINE__, value)
 #define __syncwarp() meet(__LINE__)
@@ -177,17 +176,13 @@ extern "C" int run_on_host(const Arguments *given, int descending, int in_wide) 
       all_line_of[i] = 0;
     }
     while (true) {
-      int waiting = 0, ended = 0, pair = 0;
-      for (int w = 0; w < warps; ++w) {
-        ended += done[32 * w], pair += all_line_of[32 * w] > 2 * BARRIER;
-        waiting += all_line_of[32 * w] > BARRIER && all_line_of[32 * w] < 2 * BARRIER;
-      }
+      int waiting = 0, ended = 0;
+      for (int w = 0; w < warps; ++w) ended += done[32 * w], waiting += all_line_of[32 * w] > BARRIER;
       if (ended == warps) break;
       bool all_wait = waiting + ended == warps;
       for (int i = 0; i < warps; ++i) {
         int warp = descending ? warps - 1 - i : i, first = 32 * warp;
-        int line = all_line_of[first];
-        if (done[first] || (line > 2 * BARRIER ? pair < 2 : line > BARRIER && !all_wait)) continue;
+        if (done[first] || (all_line_of[first] > BARRIER && !all_wait)) continue;
         for (int j = 0; j < 32; ++j) {
           current = first + (descending ? 31 - j : j);
           threadIdx.x = current;
