@@ -91,16 +91,15 @@ def add_parts(graph: Graph, x: Longs, fixed: Longs, load: Longs) -> None:
 @njit(nogil=True, error_model="numpy")
 def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
     """Pours every replicated expert over the ranks of its copies."""
-    ranks = graph.copy_rank
-    for k in range(need.size):
+    ranks, num_pairs = graph.copy_rank, graph.num_paired // 2
+    for k in range(num_pairs):
+        u, v = ranks[2 * k], ranks[2 * k + 1]
+        a, b = load[u] - x[2 * k], load[v] - x[2 * k + 1]
+        part = min(max((b - a + need[k]) >> 1, 0), need[k])
+        x[2 * k], x[2 * k + 1] = part, need[k] - part
+        load[u], load[v] = a + part, b + (need[k] - part)
+    for k in range(num_pairs, need.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
-        if last - first == 2:
-            u, v = ranks[first], ranks[first + 1]
-            a, b = load[u] - x[first], load[v] - x[first + 1]
-            part = min(max((b - a + need[k]) >> 1, 0), need[k])
-            x[first], x[first + 1] = part, need[k] - part
-            load[u], load[v] = a + part, b + (need[k] - part)
-            continue
         total = need[k]
         lowest = first
         for c in range(first, last):
@@ -136,31 +135,35 @@ def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool
     """The best bound that a set {ranks with load >= t} gives, in units, and the set's bits."""
     num_ranks = load.size
     order, place, held = words[0], words[1], words[2]
+    # By counting: sorting would leave the processor guessing at every comparison.
     for r in range(num_ranks):
-        i = r
-        while i > 0 and load[order[i - 1]] < load[r]:
-            order[i] = order[i - 1]
-            i -= 1
-        order[i] = r
-    for i in range(num_ranks):
-        place[order[i]] = i
-        held[i] = fixed[order[i]]
-    for k in range(need.size):
+        here, ahead = load[r], 0
+        for j in range(r):
+            more = load[j] >= here
+            ahead += more
+            place[j] += not more
+        place[r] = ahead
+    for r in range(num_ranks):
+        order[place[r]], held[place[r]] = r, fixed[r]
+    ranks, num_pairs = graph.copy_rank, graph.num_paired // 2
+    for k in range(num_pairs):
+        held[max(place[ranks[2 * k]], place[ranks[2 * k + 1]])] += need[k]
+    for k in range(num_pairs, need.size):
         last = 0
         for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
-            last = max(last, place[graph.copy_rank[c]])
+            last = max(last, place[ranks[c]])
         held[last] += need[k]
-    best, best_rank, best_set = -1, num_ranks, 0
-    captive, inside = 0, 0
+    captive, best = 0, -1
     for i in range(num_ranks):
         captive += held[i]
-        inside |= 1 << order[i]
-        size = i + 1
-        rounded = captive + (i if whole else 0)
-        if rounded >= (best + 1) * size:
-            best, best_rank, best_set = rounded // size, order[i], inside
-        elif rounded >= best * size and order[i] < best_rank:
-            best_rank, best_set = order[i], inside
+        # In float64, which is exact here once rounded down, and sooner done.
+        held[i] = int((captive + (i if whole else 0)) / (i + 1))
+        best = max(best, held[i])
+    best_rank, best_set = num_ranks, 0
+    for r in range(num_ranks - 1, -1, -1):
+        best_rank = r if held[place[r]] == best else best_rank
+    for i in range(place[best_rank] + 1):
+        best_set |= 1 << order[i]
     return best, best_set
 
 

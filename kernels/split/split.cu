@@ -13,6 +13,7 @@
 #include "coarse.cuh"
 #include "far.cuh"
 #include "near.cuh"
+#include "units.cuh"
 
 // As flow.close_gap; FAR: more than 32 ranks.
 template <bool FAR>
@@ -119,30 +120,6 @@ __device__ void write(void *out, i64 i, double value, bool integer) {
     static_cast<double *>(out)[i] = value;
 }
 
-// The copies' parts of another batch's split, to x; ahead: the thread's first slots' parts.
-template <int WARPS>
-__device__ void place_start(Problem &p, const double *start, const double (&ahead)[2], int slots, int even_copies,
-                            int thread) {
-  auto place = [&](int s, double part) {
-    if (s < slots && p.source[s] < even_copies) p.x[p.source[s]] = part;
-  };
-  if (WARPS > 1) {
-    place(thread, ahead[0]);
-    place(thread + 32 * WARPS, ahead[1]);
-  }
-#pragma unroll 4
-  for (int s = thread + (WARPS > 1 ? 64 * WARPS : 0); s < slots; s += 32 * WARPS) place(s, start[s]);
-  if (!p.twins) return;
-  meet_all<WARPS>();
-  if (thread == 0)
-    for (int pass = 0; pass < 2; ++pass)
-      for (int i = 0; i < p.twins; ++i) {
-        int s = p.twin[3 * i], from = p.source[s] & ~TWIN;
-        if (from < even_copies) p.x[from] = pass ? p.x[from] + start[s] : 0.0;
-      }
-  meet_all<WARPS>();
-}
-
 __device__ double add_experts(const Problem &p) {
   double total = 0.0;
 #pragma unroll 8
@@ -158,94 +135,6 @@ struct Found {
   int sweeps;
   bool look_at_even;  // whether the even split's peak may be less
 };
-
-// How many binary places loads are moved by, so that their total has 30.
-__device__ int places_of(const Problem &p, double total) {
-  int places = 0;
-  if (total > 0.0) {
-    places = min(max(1052 - static_cast<int>(__double_as_longlong(total) >> 52), -1000), 1000);
-    if (p.whole) places = min(places, 0);
-  }
-  return places;
-}
-
-__device__ double power_of_two(int places) { return __longlong_as_double(static_cast<i64>(1023 + places) << 52); }
-
-// As cpu.near_split, but that what is found is not looked at yet. Lane r of the first warp is rank r. The other warps take
-// part in what comes before and after the search; the second also in the search.
-template <int WARPS>
-__device__ Searched near_split(Problem &p, const Arguments &a, int places, const i64 *expert_load, const double *start,
-                               const double (&ahead)[2], int thread) {
-  const int THREADS = 32 * WARPS;
-  double unit = power_of_two(places);
-  bool exact = a.integral && places >= 0;
-  int lane = thread & 31;
-  auto in_units = [&](i64 bits) {
-    if (a.integral) return static_cast<int>(places >= 0 ? bits << places : bits >> -places);
-    return static_cast<int>(__longlong_as_double(bits) * unit);
-  };
-  if (exact) {
-    for (int i = thread; i < a.n.rows * p.ranks; i += THREADS) {
-      int load = in_units(expert_load[p.fixed_row[i]]);
-      if (load) atomicAdd(p.fixed_units + p.fixed_rank[i], load);
-    }
-  } else if (thread < p.ranks) {
-    p.fixed_units[thread] = static_cast<int>(p.fixed[thread] * unit);
-  }
-  for (int k = thread; k < p.replicated; k += THREADS)
-    p.experts[k] = {p.mask[k], static_cast<u32>(in_units(expert_load[p.expert[k]]))};
-  for (int i = thread; i < p.waves * p.ranks; i += THREADS) {
-    u32 others = p.wave_others[i];
-    int rank = others >> 24;
-    Cell cell = {p.wave_mask[i], 0, 0, others};
-    if (cell.mask) {
-      int copy = p.wave_copy[i] & 0xffff;
-      cell.need = in_units(expert_load[p.expert[p.wave_copy[i] >> 16]]);
-      int below = cell.mask & ((1u << rank) - 1) ? static_cast<int>(cell.need * p.until[copy - 1]) : 0;
-      cell.part = static_cast<int>(cell.need * p.until[copy]) - below;
-      atomicAdd(p.loads + rank, cell.part);
-    }
-    p.cells[i] = cell;
-  }
-  if (start) place_start<WARPS>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
-  meet_all<WARPS>();
-  int fixed = 0, load = 0;
-  if (thread < 64) {
-    fixed = p.fixed_units[lane];
-    if (thread < 32) load = fixed + p.loads[lane];
-    u32 even_top = __reduce_max_sync(ALL, static_cast<u32>(load));
-    if (thread == 0) *p.even_top = even_top;
-  }
-  if (start) {
-    warm_start(p, thread, THREADS);
-    meet_all<WARPS>();
-    if (thread < 32) load = fixed + p.warm_loads[lane];
-  }
-  if (thread < 32) {
-    int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
-    Searched found = search<WARPS>(p, load, fixed, a.tol, limit, start ? WARM : COLD, lane);
-    if (lane == 0) *p.searched = found;
-  } else if (WARPS > 1) {
-    offer_bounds<WARPS>(p, fixed, thread / 32, lane);
-  }
-  meet_all<WARPS>();
-  return *p.searched;
-}
-
-// x from the cells, with what the units leave out.
-template <int WARPS>
-__device__ void place_parts(Problem &p, int places, bool exact, int thread) {
-  double inverse = power_of_two(-places);
-  for (int i = thread; i < p.waves * p.ranks; i += 32 * WARPS) {
-    u32 mask = p.cells[i].mask, copy = p.wave_copy[i];
-    if (!mask) continue;
-    double part = p.cells[i].part * inverse;
-    if (!exact && !(mask & ((1u << (p.cells[i].others >> 24)) - 1)))
-      part += p.demand[copy >> 16] - static_cast<int>(p.experts[copy >> 16].y) * inverse;
-    p.x[copy & 0xffff] = part;
-  }
-  meet_all<WARPS>();
-}
 
 // As cpu.far_split.
 __device__ Found far_split(Problem &p, const Arguments &a, double total, const double *start, const double (&ahead)[2],
