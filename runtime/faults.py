@@ -43,7 +43,8 @@ KEY = "fault"
 @dataclass(frozen=True, slots=True)
 class Beat:
     """Where a rank is. order: (turn, place of the layer, place of the phase), which grows along the job; a turn is one
-    step under one stack, numbered by those done before it. stopping: it was told to stop. pid: of its process."""
+    step under one stack, numbered by those done before it. stopping: it was told to stop. waiting: inside a
+    collective. pid: of its process."""
 
     count: int
     order: tuple[int, int, int]
@@ -52,6 +53,7 @@ class Beat:
     layer: int
     state: State
     stopping: bool
+    waiting: bool
     pid: int
 
     @property
@@ -176,7 +178,9 @@ class Watch:
         place = PHASES.index(phase) + 1 if phase in PHASES else (0 if phase in ("setup", "idle") else len(PHASES) + 1)
         order = (self.turn, self.layer_place.get(clock.layer, -1), place)
         stopping = self._stopped_at is not None
-        return Beat(self._count, order, phase, clock.step, clock.layer, self.state, stopping, os.getpid())
+        return Beat(
+            self._count, order, phase, clock.step, clock.layer, self.state, stopping, _in_collective(), os.getpid()
+        )
 
     def _beat(self) -> None:
         assert self._store is not None
@@ -252,12 +256,17 @@ class Watch:
                     "give every rank the same number of steps",
                     FAULT,
                 )
-        last = min((rank for rank in known if known[rank].state == "running"), key=lambda r: known[r].order, default=-1)
-        if last >= 0 and known[last].phase not in UNTIMED:
-            patience = self.patience * (6 if known[last].order[0] < 0 else 1)
-            if now - self._moved[last] > patience:
-                line = f"rank {last} hangs in {known[last].words} for {patience:g} s (rank {self.rank} reports)"
-                return self._publish(f"{line}; --timeout gives it more", FAULT)
+        running = {rank: beat for rank, beat in known.items() if beat.state == "running"}
+        behind = [rank for rank in running if running[rank].order == min(b.order for b in running.values())]
+        # Of those at the same place, the ones that wait for others are not to blame.
+        behind = [rank for rank in behind if not running[rank].waiting] or behind
+        if behind and running[behind[0]].phase not in UNTIMED:
+            beat = running[behind[0]]
+            patience = self.patience * (6 if beat.order[0] < 0 else 1)
+            if all(now - self._moved[rank] > patience for rank in behind):
+                who = f"rank {behind[0]} hangs" if len(behind) == 1 else f"ranks {', '.join(map(str, behind))} hang"
+                line = f"{who} in {beat.words} for {patience:g} s (rank {self.rank} reports); --timeout gives more"
+                return self._publish(line, FAULT)
         return None
 
     def _last_place(self, rank: int) -> Beat:
@@ -300,6 +309,12 @@ class Watch:
             print(f"epsim: {fault.line}", file=sys.stderr, flush=True)
         time.sleep(2 * INTERVAL)  # lets the others read the fault before this process's end causes new ones
         os._exit(fault.code)
+
+
+def _in_collective() -> bool:
+    """Whether the main thread is inside torch.distributed."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename
 
 
 def _same_node(rank: int, other: int) -> bool:
