@@ -67,6 +67,8 @@ class Prepared:
             seed=self.options.seed,
             exchange=self.options.exchange,
             num_nodes=self.cluster.num_nodes,
+            phase=self.meta.phase,
+            num_scores=self.meta.num_scores,
         )
 
 
@@ -85,7 +87,10 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
             f"{options.trace}: a run needs tokens, the trace holds {trace.meta.level.replace('_', ' ')} only: "
             "draw tokens with the recorded marginals by `epsim traces synthesize`"
         )
-    meta = _first_layers(regrouped_meta(trace.meta, num_ranks), options.layers)
+    acting = [stack.router.name for _, stack in policies if stack.router.acts]
+    if acting and is_folder(options.model):
+        raise ValueError(f"router {acting[0]} is run on recorded experts and scores: give a shape as --model")
+    meta = _first_layers(regrouped_meta(trace.meta, num_ranks), options.layers, scored=bool(acting))
     cluster.num_physical(meta.num_experts)
     shape, notes = fitting_shape(options.model, meta)
     planning = ReplayOptions(cluster, policies, options.seed, plan_share=options.plan_share)
@@ -135,20 +140,25 @@ def model_shape(folder: Path) -> LayerShape:
     return shape_of_config(config, str(folder))
 
 
-def _first_layers(meta: TraceMeta, layers: int | None) -> TraceMeta:
-    if layers is None or layers == meta.num_layers:
-        return dataclasses.replace(meta, num_scores=0)
+def _first_layers(meta: TraceMeta, layers: int | None, scored: bool) -> TraceMeta:
+    """scored: with router scores, which only router policies look at."""
+    layers = meta.num_layers if layers is None else layers
     if layers > meta.num_layers:
         raise ValueError(f"--layers {layers}: the trace has {meta.num_layers}")
-    return dataclasses.replace(meta, num_layers=layers, layers=meta.layers[:layers], num_scores=0)
+    num_scores = meta.num_scores if scored else 0
+    return dataclasses.replace(meta, num_layers=layers, layers=meta.layers[:layers], num_scores=num_scores)
 
 
 def _blocks(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> Iterator[TokenBlock]:
     for block in trace.blocks(first, last):
         moved = regroup(block, trace.meta, meta.num_source_ranks)
         assert isinstance(moved, TokenBlock)
+        kept = [
+            None if values is None or not meta.num_scores else values[:, : meta.num_layers]
+            for values in (moved.scores, moved.score_ids)
+        ]
         ids = moved.expert_ids[:, : meta.num_layers]
-        yield dataclasses.replace(moved, expert_ids=ids, scores=None, score_ids=None)
+        yield dataclasses.replace(moved, expert_ids=ids, scores=kept[0], score_ids=kept[1])
 
 
 def _survey(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> tuple[int, str]:

@@ -24,7 +24,7 @@ from epsim.launch.options import RunOptions
 from epsim.launch.prepare import Prepared, is_folder, prepare
 from epsim.launch.store import connect, for_group, for_watch, serve
 from epsim.placement.base import Placement
-from epsim.policies.apply import Setting, bind
+from epsim.policies.apply import bind
 from epsim.results import SCHEMA_VERSION, Results, write_results
 from epsim.runtime.faults import BAD_INPUT, JobClock, Watch, place_file
 from epsim.runtime.job import Job, Model, Place, RandomLayers, run_job
@@ -163,6 +163,7 @@ def _run(
     telemetry.close()
     place_file(folder, member.rank).unlink()
     results = _finish(prepared, job, place, member, described, recorder)
+    exchange.close()
     if group is not None:
         dist.barrier()
         dist.destroy_process_group()
@@ -262,9 +263,8 @@ def _compile(prepared: Prepared, job: Job, member: Member) -> None:
     """Compiled code is cached on disk: one process of each machine makes it, and the others find it."""
     block = next(iter(prepared.blocks()), None)
     if member.local_rank == 0 and block is not None:
-        setting = Setting(job.seed, job.shape.shared_cost, job.shape.top_k, job.layers)
         for of_job in job.stacks:
-            bind(of_job.stack, of_job.placement, setting).load(slice_steps(block, 0, 1))
+            bind(of_job.stack, of_job.placement, job.setting).load(slice_steps(block, 0, 1))
     if member.num_ranks > 1:
         dist.barrier()
 

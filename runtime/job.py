@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from epsim.placement.base import Placement, node_of_rank
+from epsim.policies.apply import Setting
+from epsim.policies.routing.block import ROUTED_ANEW, scores_by_expert
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.faults import Watch
 from epsim.runtime.layer import ExpertParallelMoE, LayerRecord, build_layer
@@ -19,7 +21,7 @@ from epsim.runtime.shapes import LayerShape
 from epsim.runtime.telemetry import COUNTS, TelemetryWriter
 from epsim.runtime.trial import Trial
 from epsim.runtime.weights import RandomWeights
-from epsim.traces.trace import Array, TokenBlock
+from epsim.traces.trace import Array, Phase, TokenBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Job:
 
     layers: the model's numbers. blocks(first): the trace's steps from place `first` of those to run, source ranks those
     of the job; num_steps of them. max_tokens: most tokens of a rank in a step. num_nodes: for the remote shares.
+    phase, num_scores: the trace's, for router policies.
     """
 
     shape: LayerShape
@@ -48,6 +51,34 @@ class Job:
     seed: int
     exchange: str
     num_nodes: int
+    phase: Phase = "unknown"
+    num_scores: int = 0
+
+    @property
+    def setting(self) -> Setting:
+        """What the stacks need to know, as in a replay."""
+        shape = self.shape
+        return Setting(
+            seed=self.seed,
+            shared_cost=shape.shared_cost,
+            top_k=shape.top_k,
+            layers=self.layers,
+            phase=self.phase,
+            num_scores=self.num_scores,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """This rank's tokens of one step, on its device.
+
+    ids [T, L, k] int64: the recorded experts. scores [T, L, E] float32 or None: the recorded scores, where a router
+    policy of the job needs them. decode [T] bool: which tokens such a policy may route anew.
+    """
+
+    ids: torch.Tensor
+    scores: torch.Tensor | None
+    decode: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +99,8 @@ class Model(Protocol):
     """[stack][layer]."""
     text: str
 
-    def run(self, stack: int, step: int, ids: torch.Tensor, poison: bool) -> None:
-        """ids [T, L, k] int64: the tokens' recorded experts. poison: hidden states become NaN (a trial)."""
+    def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
+        """poison: hidden states become NaN (a trial)."""
         ...
 
 
@@ -87,12 +118,16 @@ class RandomLayers:
         hidden = torch.randn(max(job.max_tokens, 1), job.shape.hidden, generator=generator)
         self._hidden = hidden.to(place.device, place.dtype)
 
-    def run(self, stack: int, step: int, ids: torch.Tensor, poison: bool) -> None:
-        hidden = self._hidden[: len(ids)]
+    def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
+        hidden = self._hidden[: len(tokens.ids)]
         if poison:
             hidden = torch.full_like(hidden, torch.nan)
         for number, layer in enumerate(self.layers[stack]):
-            layer(hidden, step=step, forced_ids=ids[:, number])
+            scores = None
+            if tokens.scores is not None and layer.balancer.bound.stack.router.acts:
+                scores = tokens.scores[:, number]
+            ids = tokens.ids[:, number]
+            layer(hidden, step=step, forced_ids=ids, forced_scores=scores, decode=tokens.decode)
 
 
 def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -> list[list[ExpertParallelMoE]]:
@@ -157,19 +192,18 @@ def run_job(
     done = first
     for block in job.blocks(first):
         for number, step in enumerate(block.steps.tolist()):
-            mine = (block.token_step == number) & (block.source_rank == place.rank)
-            ids = torch.from_numpy(np.asarray(block.expert_ids[mine], dtype=np.int64)).to(place.device)
+            tokens = tokens_of(block, number, job, place)
             hit = trial is not None and (trial.rank, trial.step) == (place.rank, step)
             if hit and trial is not None and trial.kind == "short":
                 return
             if watch.turn < 0:
                 for stack in range(num_stacks):
-                    model.run(stack, step, ids, False)
+                    model.run(stack, step, tokens, False)
                 clock.times()
                 watch.turn = done * num_stacks
             for turn in range(num_stacks):
                 stack = (done + turn) % num_stacks
-                model.run(stack, step, ids, hit and trial is not None and trial.kind == "nan")
+                model.run(stack, step, tokens, hit and trial is not None and trial.kind == "nan")
                 for layer in model.layers[stack]:
                     layer.raise_if_bad()
                 times = clock.times()
@@ -183,6 +217,17 @@ def run_job(
             clock.times()
             done += 1
             progress(1)
+
+
+def tokens_of(block: TokenBlock, number: int, job: Job, place: Place) -> Tokens:
+    """This rank's tokens of the block's step at place `number`."""
+    mine = np.flatnonzero((block.token_step == number) & (block.source_rank == place.rank))
+    ids = torch.from_numpy(np.asarray(block.expert_ids[mine], dtype=np.int64)).to(place.device)
+    anew = block.phase is None or block.phase[number] in ROUTED_ANEW
+    scores = None
+    if anew and block.scores is not None:
+        scores = scores_by_expert(block, mine, job.shape.num_experts).to(place.device)
+    return Tokens(ids, scores, torch.full((len(mine),), anew, device=place.device))
 
 
 class _Rows:

@@ -16,7 +16,7 @@ from epsim.cost.metrics import Values, layer_metrics
 from epsim.cost.statistics import BlockBootstrap
 from epsim.cost.summary import StackSummary, load_over_mean, tied_with_best
 from epsim.kernels.split import prepare, solve_peak
-from epsim.policies.apply import BoundStack, Setting, bind
+from epsim.policies.apply import BoundStack, bind
 from epsim.policies.load import Load
 from epsim.results import Results
 from epsim.runtime.job import Job
@@ -54,10 +54,9 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
     weight_bytes: of one element of an expert's weights. Raises ValueError where the telemetry lacks rows.
     """
     shape = job.shape
-    setting = Setting(seed=job.seed, shared_cost=shape.shared_cost, top_k=shape.top_k, layers=job.layers)
     stacks = []
     for of_job in job.stacks:
-        bound = bind(of_job.stack, of_job.placement, setting)
+        bound = bind(of_job.stack, of_job.placement, job.setting)
         made = [StackSummary(of_job.name, of_job.stack, bound.notes) for _ in range(2)]
         stacks.append(_Stack(bound, made[0], made[1], [], []))
     differing: list[tuple[str, int, int]] = []
@@ -69,7 +68,7 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
             part = rows.filter(pc.equal(rows["stack"], number))
             columns = _Columns(part, len(block.steps), len(job.layers), of_job.placement.num_ranks)
             predicted = stack.bound.load(block)
-            optimum = _optimum(stack.bound, block)
+            optimum = _optimum(stack.bound, predicted, block)
             load = columns.load(predicted, shape.shared_cost)
             shared = shape.has_shared
             times = columns.layer_times()
@@ -175,9 +174,11 @@ def _timed(
     return found
 
 
-def _optimum(bound: BoundStack, block: TokenBlock) -> torch.Tensor:
+def _optimum(bound: BoundStack, load: Load, block: TokenBlock) -> torch.Tensor:
     placement = bound.copies.placement
-    counts = torch.from_numpy(block.to_counts(placement.num_experts).counts)
+    counts = load.counts  # after a router policy
+    if counts is None:
+        counts = torch.from_numpy(block.to_counts(placement.num_experts).counts)
     num_steps, num_layers, num_experts = counts.shape
     structure = prepare(placement.physical_to_logical, placement.num_ranks, num_experts)
     layer = torch.arange(num_layers).repeat(num_steps)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from epsim.runtime.job import Job, Place, build_layers
+from epsim.runtime.job import Job, Place, Tokens, build_layers
 from epsim.runtime.phases import PhaseClock
 from epsim.runtime.weights import ModelWeights
-from epsim.traces.model import tokens
+from epsim.traces.model import tokens as corpus_tokens
 from epsim.traces.model.train import read_model
 
 
@@ -44,10 +44,10 @@ class TrainedModel:
         self._stream, self.text = _text(job.seed, self._model.config.vocab_size)
 
     @torch.no_grad()
-    def run(self, stack: int, step: int, ids: torch.Tensor, poison: bool) -> None:
-        """ids tell how many tokens there are, no more: the model's router chooses."""
+    def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
+        """tokens tell how many there are, no more: the model's router chooses."""
         self._stack, self._step, self._poison = stack, step, poison
-        num_tokens = len(ids)
+        num_tokens = len(tokens.ids)
         if not num_tokens:  # the collectives are still to be made
             nothing = torch.empty(0, self._job.shape.hidden, device=self._place.device, dtype=self._place.dtype)
             for layer in self.layers[stack]:
@@ -76,7 +76,7 @@ class TrainedModel:
 def _text(seed: int, vocabulary: int) -> tuple[torch.Tensor, str]:
     """[N] int64 token ids, and where they come from."""
     try:
-        heldout = tokens.load().heldout
+        heldout = corpus_tokens.load().heldout
     except ValueError:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocabulary, (1 << 16,), generator=generator), "random token ids, as no corpus is prepared"
