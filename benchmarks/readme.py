@@ -57,6 +57,10 @@ def row_of(rows: list[dict[str, Any]], **wanted: Any) -> dict[str, Any] | None:
     return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
 
 
+def note(found: dict[str, Any]) -> str:
+    return f"; {found['note']}" if "note" in found else ""
+
+
 def line(what: str, figure: str, command: str) -> str:
     return f"| {what} | {figure} | `{command}` |"
 
@@ -85,7 +89,7 @@ def replay_lines() -> Iterator[str]:
         yield line(
             f"the same with splits on the CPU or the GPU, {there['rows'][0]['pairs_read']:,} pairs; "
             f"{there['machine']}, {there['gpu']}",
-            f"pairs scored a second: {', '.join(rates)}; {same}",
+            f"pairs scored a second: {', '.join(rates)}; {same}{note(there)}",
             there["command"],
         )
 
@@ -117,15 +121,18 @@ def split_gpu_lines() -> Iterator[str]:
         return
     equal = all(r["equal"] and r["equal_whole"] and r["equal_warm"] for r in found["rows"])
     problems = sum(r["problems"] for r in found["rows"])
+    steady = ""
+    if "steady" in row:
+        steady = f" ({row['steady']['p50']:.1f} and {row['steady']['p99']:.1f} where batches are like the last one)"
     yield line(
         f"one exact split on one {found['device']}, 256 experts, 16 ranks, 32 redundant; "
         + ("bit for bit the CPU's" if equal else "NOT THE CPU'S BITS")
         + f" on all of {problems:,} problems, {sum(r['unproven'] for r in found['rows'])} unproven",
         f"one problem a launch, in a row: p50 {row['one']['p50']:.1f} us, p99 {row['one']['p99']:.1f} us cold, "
-        f"{row['warm']['p50']:.1f} and {row['warm']['p99']:.1f} us begun with the last batch's split; "
+        f"{row['warm']['p50']:.1f} and {row['warm']['p99']:.1f} us begun with the last batch's split{steady}; "
         f"{row['alone']['p50']:.1f} and {row['alone']['p99']:.1f} us for a graph of one launch; all 58 layers in one "
         f"launch {row['layers']['p50']:.1f} us; in batches {row['batch_ns']:.1f} ns a problem "
-        "(aims: 12, 40, 45 us and 20 ns)" + (f"; {found['note']}" if "note" in found else ""),
+        f"(aims: 12, 40, 45 us and 20 ns){note(found)}",
         found["command"],
     )
 

@@ -187,7 +187,6 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.perf_counter()
     torch.set_num_threads(1)
-    rng = np.random.default_rng(options.seed)
     found, source = sets(options.recordings, options.seed)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     print(f"{processor()}{f', {gpu}' if gpu else ''}; drawn problems: {source}")
@@ -200,9 +199,10 @@ def main() -> None:
             for name, solver in known.items()
             if not options.solvers or any(name.startswith(begin) for begin in options.solvers)
         }
-        for one in found:
+        for number, one in enumerate(found):
             if options.kinds and one.kind not in options.kinds:
                 continue
+            rng = np.random.default_rng((options.seed, number))  # of the set alone, whatever else is solved
             pick = rng.permutation(one.counts.shape[0] * one.counts.shape[1])[: options.problems]
             own, own_gaps, own_apart = measure(Asked(one, pick, rng), chosen)
             rows += own
