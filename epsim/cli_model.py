@@ -153,18 +153,21 @@ def _print_evaluation(result: dict[str, Any]) -> None:
 
     ranks = result["ranks"]
     active = ["active"] if ranks == 1 else ["active", f"most of {ranks}"]
-    table = Table("domain", "batch", "cross-entropy", "plain", "KL", *active, "kept", "repetition", "plain ")
+    losses = Table("domain", "batch", "loss", "plain", "KL", *active, "kept")
+    repetition = Table("domain", "repetition", "plain")
     for name, sizes in result["loss"].items():
-        rates = result["repetition"].get(name)
-        shown = [f"{rates['policy']:.3f}", f"{rates['plain']:.3f}"] if rates else ["-", "-"]
         for size, one in sizes.items():
             read = [f"{number:.1f}" for number in one["active_experts"].values()]
-            losses = [f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}"]
-            table.add_row(name, str(size), *losses, *read, f"{one['kept_mass']:.4f}", *shown)
+            shown = [f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}"]
+            losses.add_row(name, str(size), *shown, *read, f"{one['kept_mass']:.4f}")
+    for name, rates in result["repetition"].items():
+        repetition.add_row(name, f"{rates['policy']:.3f}", f"{rates['plain']:.3f}")
     console = Console()
-    console.print(table)
+    console.print(losses)
+    if repetition.rows:
+        console.print(repetition)
     console.print(
-        f"{result['policy']} on {result['device']}; nats a token; active: experts read a layer; "
+        f"{result['policy']} on {result['device']}; loss: cross-entropy, nats a token; active: experts read a layer; "
         "kept: probability of the experts taken over that of the model's choice; "
         "repetition: share of a continuation's 4-grams that it has held before"
     )
