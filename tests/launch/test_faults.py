@@ -25,19 +25,20 @@ PLANNED, FAULTY = 6, 8
 
 @pytest.fixture
 def job(make_trace: Callable[..., StoredTrace], tmp_path: Path) -> list[str | Path]:
-    """Three ranks; steps 6 to 11 are run."""
+    """Steps 6 to 11 are run, by two or three ranks."""
     trace = make_trace("tokens", steps=12, layers=2, tokens=48, shared_cost=1.0)
-    options = ["--model", "tiny", "--policy", "contiguous", "--policy", "eplb+lplb", "--redundant", "1"]
+    options = ["--model", "tiny", "--policy", "contiguous", "--policy", "eplb+lplb", "--redundant", "4"]
     return [trace.path, *options, "--timeout", "6", "--out", tmp_path / "out"]
 
 
-def fault(job: list[str | Path], trial: str) -> tuple[Ended, float]:
+def fault(job: list[str | Path], trial: str, ranks: int) -> tuple[Ended, float]:
     """What the launcher said, and the seconds from the last finished step to its end."""
-    ended = run([*EPSIM, "run", *job, "--launcher", "torchrun", "--ranks", "3"], environment(EPSIM_TRIAL_FAULT=trial))
+    command = [*EPSIM, "run", *job, "--launcher", "torchrun", "--ranks", str(ranks)]
+    ended = run(command, environment(EPSIM_TRIAL_FAULT=trial))
     return ended, time.time() - last_written(Path(job[-1]) / "telemetry")
 
 
-def check_kept(out: Path, steps: list[int], num_ranks: int = 3) -> None:
+def check_kept(out: Path, steps: list[int], num_ranks: int = 2) -> None:
     table = read_telemetry(out / "telemetry")
     assert sorted(set(table["step"].to_pylist())) == steps
     assert table.num_rows == len(steps) * 2 * 2 * num_ranks  # stacks x layers x ranks
@@ -45,22 +46,22 @@ def check_kept(out: Path, steps: list[int], num_ranks: int = 3) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trial", "line"),
+    ("ranks", "trial", "line"),
     [
-        ("kill:rank=2,step=8,layer=1,phase=dispatch", "rank 2 stopped answering in phase dispatch, step 8, layer 1"),
-        ("stop:rank=0,step=8,layer=0,phase=experts", "rank 0 stopped answering in phase experts, step 8, layer 0"),
-        ("sleep:rank=1,step=8,layer=1,phase=combine", "rank 1 hangs in phase combine, step 8, layer 1 for 6 s"),
-        ("nan:rank=1,step=8", "rank 1, step 8, layer 0, phase route: router scores are not finite"),
-        ("short:rank=2,step=8", "rank 2 finished after step 7, but rank"),
+        (3, "kill:rank=2,step=8,layer=1,phase=dispatch", "rank 2 stopped answering in phase dispatch, step 8, layer 1"),
+        (2, "stop:rank=0,step=8,layer=0,phase=experts", "rank 0 stopped answering in phase experts, step 8, layer 0"),
+        (2, "sleep:rank=1,step=8,layer=1,phase=combine", "rank 1 hangs in phase combine, step 8, layer 1 for 6 s"),
+        (2, "nan:rank=1,step=8", "rank 1, step 8, layer 0, phase route: router scores are not finite"),
+        (3, "short:rank=2,step=8", "rank 2 finished after step 7, but rank"),
     ],
 )
-def test_a_rank_that_fails_is_named(job: list[str | Path], trial: str, line: str) -> None:
-    ended, seconds = fault(job, trial)
+def test_a_rank_that_fails_is_named(job: list[str | Path], ranks: int, trial: str, line: str) -> None:
+    ended, seconds = fault(job, trial, ranks)
     assert ended.code == 1
     assert len(ended.lines) == 1, ended.err
     assert ended.lines[0].startswith(f"epsim: {line}")
     assert seconds < MOST_SECONDS
-    check_kept(Path(job[-1]), [6, 7])
+    check_kept(Path(job[-1]), [6, 7], ranks)
 
 
 def test_sigterm_to_the_launcher(job: list[str | Path]) -> None:
@@ -68,7 +69,7 @@ def test_sigterm_to_the_launcher(job: list[str | Path]) -> None:
     job[-3] = "600"
     out = Path(job[-1])
     process = start(
-        [*EPSIM, "run", *job, "--launcher", "torchrun", "--ranks", "3"], environment(EPSIM_TRIAL_FAULT=trial)
+        [*EPSIM, "run", *job, "--launcher", "torchrun", "--ranks", "2"], environment(EPSIM_TRIAL_FAULT=trial)
     )
     await_steps(out / "telemetry", 0)
     time.sleep(3)
@@ -91,8 +92,8 @@ def test_full_disk_under_telemetry(make_trace: Callable[..., StoredTrace], tmp_p
         pytest.skip("a small file system cannot be mounted here")
     try:
         options = ["--model", "tiny", "--policy", "contiguous", "--policy", "eplb", "--redundant", "1"]
-        command = [*EPSIM, "run", trace.path, *options, "--launcher", "torchrun", "--ranks", "3", "--out", disk / "out"]
-        ended = run(command)
+        command: list[str | Path] = [*EPSIM, "run", trace.path, *options, "--launcher", "torchrun", "--ranks", "3"]
+        ended = run([*command, "--out", disk / "out"])
         assert ended.code == 1
         assert len(ended.lines) == 1, ended.err
         assert "phase telemetry, step" in ended.lines[0]
@@ -109,7 +110,7 @@ def test_full_disk_under_telemetry(make_trace: Callable[..., StoredTrace], tmp_p
 
 def test_plain_torchrun_says_the_line_too(job: list[str | Path]) -> None:
     trial = "kill:rank=1,step=8,layer=0,phase=balance"
-    command = [*TORCHRUN, "--nproc-per-node", "3", "-m", "epsim.launch.worker", *job]
+    command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "epsim.launch.worker", *job]
     ended = run(command, environment(EPSIM_TRIAL_FAULT=trial))
     assert ended.code == 1
     assert len(ended.lines) == 1, ended.err
@@ -124,24 +125,16 @@ def test_ranks_given_different_numbers_of_steps(job: list[str | Path], tmp_path:
         "from epsim.launch.worker import main\n"
         "main([*sys.argv[1:], '--steps', '3' if os.environ['RANK'] == '1' else '4'])\n"
     )
-    ended = run([*TORCHRUN, "--nproc-per-node", "2", script, *job[:-4], "--redundant", "2", *job[-2:]])
+    ended = run([*TORCHRUN, "--nproc-per-node", "2", script, *job])
     assert len(ended.lines) == 1, ended.err
     assert "phase setup: rank 1 has 3 steps to run, rank 0 4: give every rank the same" in ended.lines[0]
     assert not survivors(Path(job[-1]))
 
 
 def test_a_worker_that_cannot_start_is_told(job: list[str | Path], tmp_path: Path) -> None:
-    """The launcher's own checks pass, the workers' do not: their trace is another by then."""
-    if shutil.which("true") is None:
-        pytest.skip("no /bin/true here")
-    code = (
-        "import sys\n"
-        "from epsim.launch import torchrun\n"
-        "sys.executable = '/bin/true' if False else '/bin/false'\n"
-        "from epsim.cli import main\n"
-        "main()\n"
-    )
-    ended = run([sys.executable, "-c", code, "run", *job, "--launcher", "torchrun", "--ranks", "2", "--redundant", "2"])
+    """The launcher's own checks pass, and then its workers end without a word."""
+    code = f"import sys; sys.executable = {shutil.which('false')!r}; from epsim.cli import main; main()"
+    ended = run([sys.executable, "-c", code, "run", *job, "--launcher", "torchrun", "--ranks", "2"])
     assert ended.code == 1
     assert len(ended.lines) == 1, ended.err
     assert "ended with exit code 1 in phase setup" in ended.lines[0]
