@@ -140,7 +140,7 @@ def print_points(points: Sequence[Point]) -> None:
 
 
 def print_claims(claims: Sequence[Claim]) -> None:
-    print("claims; differences in nats a token, at most 0 as claimed")
+    print("claims; differences in nats a token, at most 0 as claimed, within two standard errors")
     for claim in claims:
         if claim.worst is None or claim.mean is None:
             print(f"  not compared  {claim.words}")
