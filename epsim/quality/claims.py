@@ -14,9 +14,12 @@ SURE = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """words: what is claimed. holds: whether it does here, within two standard errors, None where nothing could be compared. worst, mean: of the
-    differences in nats a token that it says are at most (or, as `hurts`, at least) zero; number of comparisons.
-    detail: each comparison."""
+    """words: what is claimed. holds: whether it does here, within two standard errors, None where nothing could be
+    compared. worst, mean: of the differences in nats a token, which are at most zero as claimed. detail: each.
+
+    Frontiers are straight lines between points: where they are convex, a point between two of ours looks better than
+    it is.
+    """
 
     words: str
     holds: bool | None
