@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import epsim
-from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, timing_of
+from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, reproduce_app, timing_of
 from epsim.cli_model import app as model_app
 from epsim.cli_run import compare_command, run_command
 from epsim.cli_traces import (
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=epsim.__doc__)
 app.add_typer(traces_app, name="traces")
 app.add_typer(model_app, name="model")
+app.add_typer(reproduce_app, name="reproduce")
 
 # Far beyond any cluster, and small enough that what is made for each rank or slot fits the memory.
 MOST_SLOTS = 1 << 16

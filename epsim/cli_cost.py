@@ -37,3 +37,26 @@ def timing_of(
     if model == "unknown":
         raise ValueError("--hardware needs to know the model, which the trace does not tell: give --model")
     return load_timing(hardware, model, nodes, phase, overlap, table)
+
+
+reproduce_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Published tables beside predictions.")
+
+
+@reproduce_app.callback()
+def _reproduce() -> None: ...
+
+
+@reproduce_app.command("waterfill-lplb")
+def waterfill_lplb_command(
+    recordings: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="DeepSeek-V3's recordings: prefill_*.json and decode_*.json.")
+    ],
+    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="What the two nodes hold.")] = "h200",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Batches of each workload.")] = 4,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Layers looked at, evenly spaced.")] = 6,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 0,
+) -> None:
+    """SGLang's table of Waterfill and LPLB on DeepSeek-V3 and V4-Flash, 16 GPUs on 2 nodes: published and predicted."""
+    from epsim.reproduce.show import show_waterfill_lplb
+
+    show_waterfill_lplb(recordings, hardware, steps, layers, seed)

@@ -1,0 +1,1 @@
+"""Published tables, reproduced from mechanism: recorded routing, the policies themselves and the layer-time model."""

@@ -1,0 +1,50 @@
+"""Prints a reproduced table, its fit and its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from epsim.cost.layer_time import load_timing
+from epsim.reproduce.waterfill_lplb import NODES, Reproduction, reproduce
+from epsim.reproduce.workloads import DrawOptions, read_topics
+
+TABLES = {"deepseek-v3": "DeepSeek-V3", "deepseek-v4-flash": "DeepSeek-V4-Flash (routing of DeepSeek-V3's recordings)"}
+
+
+def show_waterfill_lplb(recordings: Path, hardware: str, steps: int, layers: int, seed: int) -> None:
+    """Raises ValueError in one line where the folder or the hardware is none."""
+    timings = {name: load_timing(hardware, name, NODES, "prefill") for name in TABLES}
+    topics = read_topics(recordings, layers)
+    console, noise = Console(width=130), Console(stderr=True)
+    for name, title in TABLES.items():
+        timing = timings[name]
+        options = DrawOptions(num_steps=steps, top_k=timing.model.top_k, seed=seed)
+        with noise.status("reading") as status:
+            found = reproduce(topics, timing, name, options, status.update)
+        console.print(_table(found, f"{title}, 16 {timing.hardware.name} on 2 nodes: tokens a second, gains"))
+        console.print(f"Fitted on the baselines alone: {found.fit}.", highlight=False)
+        for claim, holds, figures in found.scores:
+            console.print(f"{'holds ' if holds else 'FAILS '} {claim}: {figures}", highlight=False)
+        console.print()
+
+
+def _table(found: Reproduction, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in ("workload", "placement", "baseline", "predicted"):
+        table.add_column(heading)
+    for heading in ("Waterfill published", "predicted", "ours", "LPLB published", "predicted", "ours", "ours, both"):
+        table.add_column(heading, justify="right")
+    for row in found.rows:
+        cells = [f"{row.baseline:,.0f}", f"{row.predicted_baseline:,.0f}"]
+        for kind in ("waterfill", "lplb"):
+            cells += [_gain(gains, kind) for gains in (row.published, row.predicted, row.ours)]
+        table.add_row(row.workload, row.placement, *cells, _gain(row.ours, "both"))
+    return table
+
+
+def _gain(gains: Mapping[str, float], kind: str) -> str:
+    return f"{gains[kind]:+.2%}" if kind in gains else "-"

@@ -1,0 +1,240 @@
+"""SGLang's published table of Waterfill and LPLB beside what the mechanism predicts.
+
+Free parameters, fitted on the published baseline columns alone: the number of requests in a batch (one for all rows),
+tokens a step (likewise), and for each workload the time of a step outside its expert layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.cost.layer_time import LayerTiming
+from epsim.placement import placement_policy
+from epsim.placement.base import Cluster, Placement
+from epsim.policies.apply import Setting, bind
+from epsim.policies.load import Load
+from epsim.policies.stack import PolicyStack, parse_stack
+from epsim.reproduce.workloads import DrawOptions, Topics, Workload, draw, regimes
+from epsim.traces.trace import TokenBlock
+
+BASELINE = "random"
+PUBLISHED = {"waterfill": "random+waterfill(load=routed+local)", "lplb": "lplb-ipm"}
+OURS = {"waterfill": "random+waterfill(candidates=all)", "lplb": "lplb", "both": "lplb+waterfill"}
+PLACEMENTS: dict[str, int | None] = {"none": None, "red0": 0, "red16": 16, "red32": 32}
+REQUESTS = (16, 32, 64, 128)
+TOKENS = (8192, 16384, 32768, 65536)
+NODES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table. baseline, predicted_baseline: tokens a second. published, predicted, ours: gains of the
+    kinds of policy that the row has, as shares."""
+
+    workload: str
+    placement: str
+    baseline: float
+    predicted_baseline: float
+    published: Mapping[str, float]
+    predicted: Mapping[str, float]
+    ours: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Reproduction:
+    """rows; fit: what the free parameters came out as; scores: (what is claimed, whether it holds, figures)."""
+
+    rows: tuple[Row, ...]
+    fit: str
+    scores: tuple[tuple[str, bool, str], ...]
+
+
+def published_rows(table: str) -> list[dict[str, Any]]:
+    """`deepseek-v3` or `deepseek-v4-flash`."""
+    content = json.loads(resources.files("epsim.cost").joinpath("specs/published/waterfill-lplb.json").read_text())
+    return [dict(zip(content["columns"], row, strict=True)) for row in content[table]]
+
+
+def workloads(topics: Topics, requests: int) -> dict[str, Workload]:
+    """narrow: one topic, its 448 requests (as many as GPQA has) known; medium: batches of one topic each, of prompts,
+    placements planned on what was generated; broad: all topics evenly, known as such."""
+    prompts, generated = topics.pick("prefill"), topics.pick("decode")
+    return {
+        "narrow": Workload((prompts[-1],), requests, pool=448),
+        "medium": Workload(tuple(prompts), requests, by_step=True, known=tuple(generated)),
+        "broad": Workload((*prompts, *generated), requests),
+    }
+
+
+class _Case:
+    """One workload under one number of requests: its tokens, its placements, and the layer times of stacks on them."""
+
+    def __init__(self, topics: Topics, workload: Workload, timing: LayerTiming, options: DrawOptions) -> None:
+        self.block, known = draw(topics, workload, options)
+        self.topics, self.timing, self.options = topics, timing, options
+        self._counts = torch.from_numpy((known * 1e9).astype(np.int64))[None]
+        self._placements: dict[str, Placement] = {}
+        self._loads: dict[tuple[str, str], tuple[Load, PolicyStack, bool]] = {}
+
+    def placement(self, name: str) -> Placement:
+        if name not in self._placements:
+            redundant = PLACEMENTS[name]
+            policy = placement_policy("contiguous" if redundant is None else "eplb")
+            cluster = Cluster(self.options.num_ranks, NODES, redundant or 0)
+            self._placements[name] = policy.plan(self._counts, cluster)
+        return self._placements[name]
+
+    def layers_us(self, placement: str, split_and_shared: str, tokens: int) -> float:
+        """Mean time of a layer's experts, times the model's number of such layers, at `tokens` a step."""
+        key = (placement, split_and_shared)
+        if key not in self._loads:
+            self._loads[key] = self._load(placement, split_and_shared, self.block)
+        load, stack, redundant = self._loads[key]
+        scaled = _scaled(load, tokens / self.options.tokens)
+        return float(self.timing.layer_us(scaled, stack, redundant).mean()) * self.timing.model.moe_layers
+
+    def _load(self, name: str, text: str, block: TokenBlock) -> tuple[Load, PolicyStack, bool]:
+        stack = parse_stack(f"{'contiguous' if PLACEMENTS[name] is None else 'eplb'}+{text}")
+        setting = Setting(
+            self.options.seed, self.timing.model.shared_cost, self.options.top_k, self.topics.layers, rows=True
+        )
+        return bind(stack, self.placement(name), setting).load(block), stack, bool(PLACEMENTS[name])
+
+
+def reproduce(
+    topics: Topics,
+    timing: LayerTiming,
+    table: str = "deepseek-v3",
+    options: DrawOptions | None = None,
+    progress: Callable[[str], None] = lambda words: None,
+) -> Reproduction:
+    """Fits the free parameters on the published baselines, predicts the gains, and scores them."""
+    options = options or DrawOptions(top_k=timing.model.top_k)
+    published = published_rows(table)
+    names = list(dict.fromkeys(row["workload"] for row in published))
+    best: tuple[float, int, int, dict[str, float]] | None = None
+    kept: dict[str, _Case] = {}
+    errors = []
+    for requests in REQUESTS:
+        progress(f"fitting baselines, {requests} requests a batch")
+        made = workloads(topics, requests)
+        cases = {name: _Case(topics, made[name], timing, options) for name in names}
+        for tokens in TOKENS:
+            rest, error = _fit(cases, published, tokens)
+            errors.append((error, requests, tokens))
+            if best is None or error < best[0]:
+                best, kept = (error, requests, tokens, rest), cases
+    assert best is not None
+    error, requests, tokens, rest = best
+    rows = []
+    for row in published:
+        progress(f"predicting {row['workload']}, {row['placement']}")
+        rows.append(_predict(kept[row["workload"]], row, tokens, rest[row["workload"]]))
+    flat = sorted(e for e, n, _ in errors if n == requests)
+    fit = (
+        f"{requests} requests and {tokens} tokens a step; outside expert layers "
+        + ", ".join(f"{name} {value / 1e3:.0f} ms" for name, value in rest.items())
+        + f"; baselines off by {error:.1%} (root mean square; {flat[0]:.1%} to {flat[-1]:.1%} over all tokens a step "
+        "tried: baselines tell little about them)"
+    )
+    scores = list(_scores(rows))
+    if table == "deepseek-v3":
+        progress("regimes of drift")
+        scores.append(_regimes(topics, timing, options, requests, tokens, rest["medium"]))
+    return Reproduction(tuple(rows), fit, tuple(scores))
+
+
+def _fit(
+    cases: Mapping[str, _Case], published: Sequence[Mapping[str, Any]], tokens: int
+) -> tuple[dict[str, float], float]:
+    """Per workload the time outside expert layers that meets its baselines best, and the error left over all rows."""
+    rest, squares = {}, []
+    for name, case in cases.items():
+        rows = [row for row in published if row["workload"] == name]
+        layers = np.array([case.layers_us(row["placement"], BASELINE, tokens) for row in rows])
+        wanted = np.array([tokens * 1e6 / row["baseline"] for row in rows])
+        value = max(float((wanted - layers).mean()), 0.0)
+        for _ in range(20):  # least squares of logarithms, by Newton
+            value = max(value - float(np.log((layers + value) / wanted).mean()) * float((layers + value).mean()), 0.0)
+        rest[name] = value
+        squares += list(np.log((layers + value) / wanted) ** 2)
+    return rest, float(np.sqrt(np.mean(squares)))
+
+
+def _predict(case: _Case, row: Mapping[str, Any], tokens: int, rest: float) -> Row:
+    place = row["placement"]
+    base = case.layers_us(place, BASELINE, tokens) + rest
+    measured = {kind: row[kind] / row["baseline"] - 1 for kind in PUBLISHED if row[kind]}
+
+    def gains(stacks: Mapping[str, str], kinds: Sequence[str]) -> dict[str, float]:
+        return {kind: base / (case.layers_us(place, stacks[kind], tokens) + rest) - 1 for kind in kinds}
+
+    return Row(
+        row["workload"],
+        place,
+        row["baseline"],
+        tokens * 1e6 / base,
+        measured,
+        gains(PUBLISHED, list(measured)),
+        gains(OURS, [kind for kind in OURS if kind in measured or (kind == "both" and "lplb" in measured)]),
+    )
+
+
+def _scores(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
+    water = [row.predicted["waterfill"] for row in rows]
+    positive = sum(gain > 0 for gain in water)
+    scores = [
+        (f"Waterfill gains in all {len(rows)} rows", positive == len(rows), f"in {positive}, least {min(water):+.2%}")
+    ]
+    lplb = {(row.workload, row.placement): row.predicted["lplb"] for row in rows if "lplb" in row.predicted}
+    if lplb:
+        for place, sign in (("red0", -1), ("red16", 1), ("red32", 1)):
+            gains = [gain for (_, at), gain in lplb.items() if at == place]
+            words = f"LPLB {'gains' if sign > 0 else 'loses'} at {place}"
+            scores.append((words, all(gain * sign > 0 for gain in gains), ", ".join(f"{g:+.2%}" for g in gains)))
+        drifting, other = lplb["medium", "red32"], max(lplb["narrow", "red32"], lplb["broad", "red32"])
+        larger = drifting > max(other, lplb["medium", "red16"])
+        scores.append(("LPLB gains most at red32 of the drifting workload", larger, f"{drifting:+.2%}, {other:+.2%}"))
+    both = [(row.predicted[kind], gain) for row in rows for kind, gain in row.published.items()]
+    correlation = rank_correlation(*zip(*both, strict=True))
+    scores.append(
+        ("gains in the published order (rank correlation above 0.5)", correlation > 0.5, f"{correlation:.2f}")
+    )
+    return scores
+
+
+def _regimes(
+    topics: Topics, timing: LayerTiming, options: DrawOptions, requests: int, tokens: int, rest: float
+) -> tuple[str, bool, str]:
+    gains = []
+    for words, workload in regimes(topics.pick("prefill"), requests):
+        case = _Case(topics, workload, timing, options)
+        base = case.layers_us("red32", BASELINE, tokens) + rest
+        gains.append((words, base / (case.layers_us("red32", PUBLISHED["lplb"], tokens) + rest) - 1))
+    values = [gain for _, gain in gains]
+    top = values.index(max(values))
+    holds = 0 < top < len(values) - 1
+    return ("LPLB's gain rises and falls with drift", holds, "; ".join(f"{w} {g:+.2%}" for w, g in gains))
+
+
+def _scaled(load: Load, factor: float) -> Load:
+    """The same batch with `factor` times the tokens, its experts as active."""
+    names = ("routed", "routed_real", "shared", "shared_tokens", "tokens", "rank_rows", "node_rows")
+    parts: dict[str, Any] = {name: getattr(load, name) * factor for name in names}
+    return dataclasses.replace(load, **parts)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, ties broken by place."""
+    a, b = (
+        np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(np.float64) for values in (first, second)
+    )
+    return float(np.corrcoef(a, b)[0, 1])
