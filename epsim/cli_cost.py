@@ -60,3 +60,11 @@ def waterfill_lplb_command(
     from epsim.reproduce.show import show_waterfill_lplb
 
     show_waterfill_lplb(recordings, hardware, steps, layers, seed)
+
+
+@reproduce_app.command("deepep")
+def deepep_command() -> None:
+    """DeepEP's published bandwidths and latencies on H800 beside the exchange model under their conditions."""
+    from epsim.reproduce.show import show_deepep
+
+    show_deepep()

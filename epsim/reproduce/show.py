@@ -8,7 +8,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import load_timing
+from epsim.cost.model import load_model
+from epsim.reproduce.deepep import TOLERANCE, published_exchange
 from epsim.reproduce.waterfill_lplb import NODES, Reproduction, reproduce
 from epsim.reproduce.workloads import DrawOptions, read_topics
 
@@ -30,6 +33,28 @@ def show_waterfill_lplb(recordings: Path, hardware: str, steps: int, layers: int
         for claim, holds, figures in found.scores:
             console.print(f"{'holds ' if holds else 'FAILS '} {claim}: {figures}", highlight=False)
         console.print()
+
+
+def show_deepep() -> None:
+    """Each published figure, what is predicted, and whether all lie within the tolerance."""
+    figures = published_exchange(load_hardware("h800"), load_model("deepseek-v3"))
+    table = Table(title="DeepEP on H800, published and predicted", title_justify="left")
+    for heading in ("kernels", "ranks", "way", "unit", "published", "predicted", "error", ""):
+        table.add_column(heading)
+    for one in figures:
+        note = "its rate was taken from here" if one.own else "held out"
+        values = (f"{one.published:g}", f"{one.predicted:.1f}", f"{one.error:+.1%}", note)
+        table.add_row(one.kernels, str(one.ranks), one.way, one.unit, *values)
+    console = Console(width=130)
+    console.print(table)
+    normal = [one for one in figures if one.kernels == "normal"]
+    worst = max(normal, key=lambda one: abs(one.error))
+    holds = abs(worst.error) <= TOLERANCE
+    console.print(
+        f"{'holds ' if holds else 'FAILS '} normal kernels, 8 to 64 ranks, within {TOLERANCE:.0%}: worst "
+        f"{worst.error:+.1%} ({worst.way}, {worst.ranks} ranks)",
+        highlight=False,
+    )
 
 
 def _table(found: Reproduction, title: str) -> Table:

@@ -1,0 +1,80 @@
+"""DeepEP's published exchange figures beside the exchange model under their own conditions.
+
+Uniform routing: each node is one group, a token takes the best `MOST_GROUPS` groups and its top-k among their experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+
+from epsim.cost.exchange_time import Kernels, Rows, exchange_us
+from epsim.cost.hardware import Hardware
+from epsim.cost.model import ModelSpec
+
+MOST_GROUPS = 4
+TOKENS: dict[Kernels, int] = {"normal": 4096, "low-latency": 128}
+TOLERANCE = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One published figure (`unit`: GB/s of logical bytes, or us) and what the model says. own: whether a rate of the
+    hardware's specification was taken from this very figure."""
+
+    kernels: Kernels
+    ranks: int
+    way: str
+    unit: str
+    published: float
+    predicted: float
+    own: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.published - 1
+
+
+def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
+    """hardware: `h800`, for which the figures are; model: DeepSeek-V3's shape."""
+    content = json.loads(resources.files("epsim.cost").joinpath("specs/published/deepep-h800.json").read_text())
+    found = []
+    both: tuple[tuple[Kernels, str], ...] = (("normal", "normal"), ("low-latency", "low_latency"))
+    for kernels, key in both:
+        for ranks, *figures in content[key]:
+            nodes = max(ranks // hardware.ranks_per_node, 1)
+            rows, logical = uniform_rows(model, ranks, nodes, kernels)
+            times = exchange_us(rows, hardware, model, nodes, kernels).tolist()
+            widths = (model.dispatch_row_bytes, model.combine_row_bytes)
+            for way, time, width, figure in zip(("dispatch", "combine"), times, widths, figures, strict=True):
+                predicted = logical * width * 1e-3 / time if kernels == "normal" else time
+                own = ranks == 8 if kernels == "normal" else True
+                unit = "GB/s" if kernels == "normal" else "us"
+                found.append(Figure(kernels, ranks, way, unit, figure, predicted, own))
+    return found
+
+
+def uniform_rows(model: ModelSpec, ranks: int, nodes: int, kernels: Kernels) -> tuple[Rows, float]:
+    """Rows of the busiest rank (all are alike) at the published number of tokens a rank, and logical rows."""
+    tokens = TOKENS[kernels]
+    away = (nodes - 1) / nodes
+    if kernels == "low-latency":
+        every = float(tokens * model.top_k)
+        rows = [every] if nodes == 1 else [every * (1 - away), every * away]
+        return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1] if nodes > 1 else 0.0).double()), every
+    groups = min(nodes, MOST_GROUPS)
+    chosen = model.num_experts * groups // nodes
+    per_rank = groups * (ranks // nodes) * _reached(chosen, model.num_experts // ranks, model.top_k)
+    per_node = groups * _reached(chosen, model.num_experts // nodes, model.top_k)
+    rows = [tokens * per_rank, tokens * per_node * away]
+    logical = rows[0] if nodes == 1 else tokens * per_node
+    return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1]).double()), logical
+
+
+def _reached(total: int, part: int, top_k: int) -> float:
+    """Probability that top_k different experts out of total hold one of a given part."""
+    return 1 - math.comb(total - part, top_k) / math.comb(total, top_k)
