@@ -1,12 +1,12 @@
 """DeepEP's published exchange figures beside the exchange model under their own conditions.
 
-Uniform routing: each node is one group, a token takes the best `MOST_GROUPS` groups and its top-k among their experts.
+Uniform random scores, as in DeepEP's own tests: each node is one group, a token takes the groups of the `MOST_GROUPS`
+best experts and its top-k among their experts.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from importlib import resources
 
@@ -19,6 +19,7 @@ from epsim.cost.model import ModelSpec
 MOST_GROUPS = 4
 TOKENS: dict[Kernels, int] = {"normal": 4096, "low-latency": 128}
 TOLERANCE = 0.15
+DRAWN = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,21 @@ def uniform_rows(model: ModelSpec, ranks: int, nodes: int, kernels: Kernels) -> 
         every = float(tokens * model.top_k)
         rows = [every] if nodes == 1 else [every * (1 - away), every * away]
         return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1] if nodes > 1 else 0.0).double()), every
-    groups = min(nodes, MOST_GROUPS)
-    chosen = model.num_experts * groups // nodes
-    per_rank = groups * (ranks // nodes) * _reached(chosen, model.num_experts // ranks, model.top_k)
-    per_node = groups * _reached(chosen, model.num_experts // nodes, model.top_k)
+    per_node, per_rank = _visited(model, ranks, nodes)
     rows = [tokens * per_rank, tokens * per_node * away]
     logical = rows[0] if nodes == 1 else tokens * per_node
     return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1]).double()), logical
 
 
-def _reached(total: int, part: int, top_k: int) -> float:
-    """Probability that top_k different experts out of total hold one of a given part."""
-    return 1 - math.comb(total - part, top_k) / math.comb(total, top_k)
+def _visited(model: ModelSpec, ranks: int, nodes: int) -> tuple[float, float]:
+    """Mean nodes and ranks that a token is sent to, over DRAWN tokens of independent uniform scores."""
+    scores = torch.rand(DRAWN, model.num_experts, generator=torch.Generator().manual_seed(0))
+    by_node = scores.view(DRAWN, nodes, -1)
+    groups = by_node.amax(-1).topk(min(nodes, MOST_GROUPS)).indices
+    allowed = torch.zeros(DRAWN, nodes, dtype=torch.bool).scatter_(1, groups, True)
+    ids = (by_node * allowed[:, :, None]).flatten(1).topk(model.top_k).indices
+    seen = []
+    for parts in (nodes, ranks):
+        part = ids // (model.num_experts // parts)
+        seen.append(float(torch.zeros(DRAWN, parts).scatter_(1, part, 1.0).sum(1).mean()))
+    return seen[0], seen[1]

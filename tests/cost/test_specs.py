@@ -1,0 +1,81 @@
+"""Specifications: what ships loads, and what is wrong in a file costs one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epsim.cost.hardware import Link, load_hardware
+from epsim.cost.model import load_model
+from epsim.cost.spec_files import known_specs
+from epsim.traces.known_models import find_model
+
+MODEL = Path(__file__).resolve().parents[2] / "epsim/cost/specs/models/qwen3-30b-a3b.toml"
+HARDWARE = MODEL.parents[1] / "hardware/h200.toml"
+
+
+def test_all_that_ships_loads() -> None:
+    assert known_specs("hardware") == ("b200", "h100", "h200", "h800")
+    assert [load_hardware(name).name for name in known_specs("hardware")] == ["B200", "H100", "H200", "H800"]
+    assert len(known_specs("models")) == 7
+    for name in known_specs("models"):
+        model, known = load_model(name), find_model(name)
+        if known is not None:
+            assert (model.num_experts, model.top_k, model.shared_cost) == (
+                known.num_experts,
+                known.top_k,
+                known.shared_cost,
+            )
+
+
+def test_sizes_of_deepseek_v3() -> None:
+    model = load_model("deepseek-ai/DeepSeek-V3-0324")
+    assert model.expert_bytes == 3 * 7168 * 2048
+    assert model.dispatch_row_bytes == 7168 + 7168 // 128 * 4
+    assert model.combine_row_bytes == 14336
+    assert 58 * 257 * model.expert_bytes == pytest.approx(656.5e9, rel=1e-3)  # of 671e9 parameters
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("hidden = 2048", "hidden = 2048\ncolour = 1", "unknown key 'colour'"),
+        ("hidden = 2048\n", "", "key 'hidden' is missing"),
+        ("hidden = 2048", 'hidden = "big"', "hidden: 'big' is not of type int"),
+        ("hidden = 2048", "hidden = 0", "hidden is 0, give at least 1"),
+        ("weight_bytes = 2.0", "weight_bytes = nan", "weight_bytes: nan is not finite"),
+        ('compute = "bf16"', 'compute = "int4"', "'int4' is none of fp8, bf16"),
+        ("top_k = 8", "top_k = 129", "top_k 129 is more than the experts"),
+        ("top_k = 8", "top_k = = 8", "not TOML"),
+    ],
+)
+def test_a_wrong_model_file_is_one_line(tmp_path: Path, before: str, after: str, message: str) -> None:
+    path = tmp_path / "model.toml"
+    text = MODEL.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(ValueError, match=r"model\.toml") as found:
+        load_model(str(path))
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_a_wrong_hardware_file_names_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(HARDWARE.read_text().replace("rdma_dispatch = { gb_per_s = [47.8] }", "rdma_dispatch = 47.8"))
+    with pytest.raises(ValueError, match=r"normal: rdma_dispatch: 47\.8 is no table"):
+        load_hardware(str(path))
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ValueError, match="--hardware h20: known are b200, h100, h200, h800"):
+        load_hardware("h20")
+    with pytest.raises(ValueError, match=r"--model gpt-2: known are deepseek-v3, .*qwen3-30b-a3b"):
+        load_model("gpt-2")
+
+
+@pytest.mark.parametrize(("rates", "sizes"), [((), ()), ((1.0, 2.0), ()), ((1.0, 2.0), (2.0, 1.0)), ((0.0,), ())])
+def test_links_need_a_rate_for_each_size(rates: tuple[float, ...], sizes: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError):
+        Link(rates, sizes)
