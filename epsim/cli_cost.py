@@ -68,3 +68,13 @@ def deepep_command() -> None:
     from epsim.reproduce.show import show_deepep
 
     show_deepep()
+
+
+@reproduce_app.command("public-tables")
+def public_tables_command(
+    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="h100, h200 or b200.")] = "h200",
+) -> None:
+    """Measured calls of the wheel aiconfigurator-core that no fit has used, beside what is predicted for them."""
+    from epsim.reproduce.show import show_held_out
+
+    show_held_out(hardware)

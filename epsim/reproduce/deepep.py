@@ -67,13 +67,13 @@ def uniform_rows(model: ModelSpec, ranks: int, nodes: int, kernels: Kernels) -> 
         every = float(tokens * model.top_k)
         rows = [every] if nodes == 1 else [every * (1 - away), every * away]
         return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1] if nodes > 1 else 0.0).double()), every
-    per_node, per_rank = _visited(model, ranks, nodes)
+    per_node, per_rank = visited(model, ranks, nodes)
     rows = [tokens * per_rank, tokens * per_node * away]
     logical = rows[0] if nodes == 1 else tokens * per_node
     return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1]).double()), logical
 
 
-def _visited(model: ModelSpec, ranks: int, nodes: int) -> tuple[float, float]:
+def visited(model: ModelSpec, ranks: int, nodes: int) -> tuple[float, float]:
     """Mean nodes and ranks that a token is sent to, over DRAWN tokens of independent uniform scores."""
     scores = torch.rand(DRAWN, model.num_experts, generator=torch.Generator().manual_seed(0))
     by_node = scores.view(DRAWN, nodes, -1)

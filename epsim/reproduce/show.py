@@ -12,6 +12,7 @@ from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import load_timing
 from epsim.cost.model import load_model
 from epsim.reproduce.deepep import TOLERANCE, published_exchange
+from epsim.reproduce.held_out import MEDIAN, P95, held_out
 from epsim.reproduce.waterfill_lplb import NODES, Reproduction, reproduce
 from epsim.reproduce.workloads import DrawOptions, read_topics
 
@@ -55,6 +56,19 @@ def show_deepep() -> None:
         f"{worst.error:+.1%} ({worst.way}, {worst.ranks} ranks)",
         highlight=False,
     )
+
+
+def show_held_out(hardware: str) -> None:
+    """Median and 95th percentile of the errors, and whether they are small enough."""
+    checks = held_out(hardware, load_hardware(hardware), load_model("deepseek-v3"))
+    table = Table(title=f"Public tables of {hardware}: sizes not used in the fit", title_justify="left")
+    for heading in ("call", "sizes", "median error", "p95", f"at most {MEDIAN:.0%} and {P95:.0%}"):
+        table.add_column(heading)
+    for one in checks:
+        table.add_row(
+            one.what, str(one.sizes), f"{one.median:.1%}", f"{one.p95:.1%}", "holds" if one.holds else "FAILS"
+        )
+    Console(width=130).print(table)
 
 
 def _table(found: Reproduction, title: str) -> Table:

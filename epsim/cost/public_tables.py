@@ -1,0 +1,133 @@
+"""Measured tables of the wheel aiconfigurator-core (extra `public-tables`), read where it is installed, never bundled.
+
+DeepSeek-V3's shape in FP8 (hidden 7168, experts of 2048, 256 of them, top-8): masked grouped GEMMs of SGLang as each
+rank of 2 to 256 runs them under even routing, and DeepEP's normal kernels on 1 to 8 nodes of 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+
+from epsim.cost.experts_time import ExpertsTime, ExpertTable
+from epsim.cost.hardware import Hardware, Link
+from epsim.cost.model import ModelSpec
+
+PACKAGE = "aiconfigurator_core"
+SHAPE = (7168, 2048, 256, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPoint:
+    """Measured: assignments of a rank, its active experts, microseconds."""
+
+    tokens: float
+    active: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePoint:
+    """Measured: tokens a rank, microseconds of dispatch and of combine, without the exchange of counts before them."""
+
+    tokens: float
+    dispatch_us: float
+    combine_us: float
+
+
+def data_folder(device: str) -> Path:
+    """Where the wheel keeps a device's tables (`h100`, `h200`, `b200`). Raises ValueError where it is not installed,
+    or has none."""
+    spec = find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError("the public tables are not installed: pip install 'epsim[public-tables]'")
+    folder = Path(next(iter(spec.submodule_search_locations))) / "systems" / "data" / f"{device.lower()}_sxm"
+    if not folder.is_dir():
+        raise ValueError(f"the public tables hold no {device}: choose h100, h200 or b200")
+    return folder
+
+
+def expert_points(device: str) -> list[ExpertPoint]:
+    """Of the newest version that has them. Where there are fewer assignments than experts, each is of another one."""
+    experts, top_k = SHAPE[2:]
+    found = []
+    for row in _rows(data_folder(device), "moe/sglang", "wideep_generation_moe_perf.parquet"):
+        if row["distribution"] != "uniform" or _shape(row, "inter_size", "topk") != SHAPE:
+            continue
+        tokens, held = row["num_tokens"] * top_k / row["moe_ep_size"], experts / row["moe_ep_size"]
+        found.append(ExpertPoint(tokens, min(held, tokens), row["latency"] * 1e3))
+    return found
+
+
+def exchange_points(device: str, nodes: int) -> list[ExchangePoint]:
+    """Of the version with most node counts, at the most SMs it was measured with. Raises ValueError for others."""
+    rows = [
+        row
+        for row in _rows(data_folder(device), "comm/sglang", "wideep_deepep_normal_perf.parquet", most="node_num")
+        if row["node_num"] == nodes and (row["hidden_size"], row["num_experts"], row["num_topk"]) == (7168, 256, 8)
+    ]
+    if not rows:
+        raise ValueError(f"the public tables hold no exchange of {nodes} nodes of {device}")
+    sms = max(row["dispatch_sms"] for row in rows)
+    return [
+        ExchangePoint(row["num_token"], row["dispatch_transmit_us"], row["combine_transmit_us"])
+        for row in sorted(rows, key=lambda row: row["num_token"])
+        if row["dispatch_sms"] == row["combine_sms"] == sms
+    ]
+
+
+def expert_table(points: Sequence[ExpertPoint], hardware: Hardware, model: ModelSpec) -> ExpertTable:
+    """The points of full ranks (every expert active) as a grid; cells without one have the measured-to-roofline ratio
+    of the nearest size of the same number of experts."""
+    roofline = ExpertsTime(hardware, model)
+    columns: dict[float, dict[float, float]] = defaultdict(dict)
+    for point in points:
+        if math.log2(point.active).is_integer():
+            columns[point.active][point.tokens / point.active] = point.us
+    sizes = tuple(sorted({size for column in columns.values() for size in column}))
+    active = tuple(sorted(columns))
+    grid = []
+    for size in sizes:
+        row = []
+        for experts in active:
+            column = columns[experts]
+            near = min(column, key=lambda known: abs(math.log(known / size)))
+            row.append(column[near] * _roofline(roofline, size, experts) / _roofline(roofline, near, experts))
+        grid.append(tuple(row))
+    command = f"aiconfigurator-core {metadata.version('aiconfigurator-core')}, wideep_generation_moe_perf, even routing"
+    return ExpertTable(hardware.name, command, model.compute, *SHAPE[:2], sizes, active, tuple(grid))
+
+
+def fit_link(size: Sequence[float], us: Sequence[float]) -> tuple[float, Link]:
+    """Bytes (ascending) and times of calls -> fixed cost and size-dependent rate: the least time of all, and at each
+    size the rate that the rest of its time makes."""
+    alpha = min(us) * 0.98
+    return alpha, Link(tuple(b * 1e-3 / (t - alpha) for b, t in zip(size, us, strict=True)), tuple(size))
+
+
+def _roofline(experts: ExpertsTime, per_expert: float, active: float) -> float:
+    return float(experts.roofline(torch.tensor(per_expert * active).double(), torch.tensor(active).double()))
+
+
+def _shape(row: Mapping[str, Any], intermediate: str, top_k: str) -> tuple[int, ...]:
+    return (row["hidden_size"], row[intermediate], row["num_experts"], row[top_k])
+
+
+def _rows(folder: Path, under: str, name: str, most: str = "") -> list[dict[str, Any]]:
+    """The rows of a file, of the version with most values of a column, else the newest. Raises ValueError for none."""
+    files = sorted((folder / under).glob(f"*/{name}"), key=lambda path: path.parent.name)
+    if not files:
+        raise ValueError(f"the public tables of {folder.name} lack {under}/*/{name}")
+    tables: list[list[dict[str, Any]]] = [pq.read_table(file).to_pylist() for file in files]
+    if most:
+        tables.sort(key=lambda rows: len({row[most] for row in rows}))
+    return tables[-1]

@@ -1,0 +1,71 @@
+"""Sizes of the public tables that were left out of a fit, predicted: gate (1), per call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from epsim.cost.exchange_time import bytes_us
+from epsim.cost.experts_time import ExpertsTime
+from epsim.cost.hardware import Hardware
+from epsim.cost.model import ModelSpec
+from epsim.cost.public_tables import exchange_points, expert_points, expert_table, fit_link
+from epsim.reproduce.deepep import visited
+
+MEDIAN, P95 = 0.05, 0.15
+FEW_TOKENS = 16
+"""Below so many tokens a rank an exchange is all fixed cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """errors of predicted / measured - 1 on `sizes` calls not used in the fit."""
+
+    what: str
+    sizes: int
+    median: float
+    p95: float
+
+    @property
+    def holds(self) -> bool:
+        return self.median <= MEDIAN and self.p95 <= P95
+
+
+def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
+    """Every other size is fitted, the ones between are predicted; roofline without any fit beside it. Raises ValueError
+    where the tables are not installed."""
+    points = expert_points(device)
+    # Sizes are powers of two: those of even exponent make the table, and those between them are predicted.
+    sizes = sorted({p.tokens / p.active for p in points})
+    kept = set(sizes[::2]) | {sizes[-1]}
+    table = expert_table([p for p in points if p.tokens / p.active in kept], hardware, model)
+    left = [p for p in points if p.tokens / p.active not in kept]
+    checks = []
+    for what, experts, chosen in (
+        ("expert GEMM, table of every other size", ExpertsTime(hardware, model, table), left),
+        ("expert GEMM, roofline alone", ExpertsTime(hardware, model), points),
+    ):
+        tokens, active, us = (
+            torch.tensor([getattr(p, n) for p in chosen]).double() for n in ("tokens", "active", "us")
+        )
+        checks.append(_check(what, (experts.us(tokens, active) / us).numpy()))
+    for nodes in (1, 2, 4, 8):
+        try:
+            calls = [p for p in exchange_points(device, nodes) if p.tokens >= FEW_TOKENS]
+        except ValueError:
+            continue
+        rows = visited(model, 8 * nodes, nodes)[1]
+        for way, width in (("dispatch", model.dispatch_row_bytes), ("combine", model.combine_row_bytes)):
+            size, times = [p.tokens * rows * width for p in calls], [getattr(p, f"{way}_us") for p in calls]
+            alpha, link = fit_link(size[::2], times[::2])
+            predicted = bytes_us(torch.tensor(size[1::2]).double(), link).numpy() + alpha
+            checks.append(_check(f"{way}, {8 * nodes} ranks", predicted / times[1::2]))
+    return checks
+
+
+def _check(what: str, ratios: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Check:
+    errors = np.abs(np.asarray(ratios) - 1)
+    return Check(what, len(errors), float(np.median(errors)), float(np.percentile(errors, 95)))
