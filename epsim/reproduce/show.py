@@ -33,6 +33,7 @@ def show_waterfill_lplb(recordings: Path, hardware: str, steps: int, layers: int
         console.print(f"Fitted on the baselines alone: {found.fit}.", highlight=False)
         for claim, holds, figures in found.scores:
             console.print(f"{'holds ' if holds else 'FAILS '} {claim}: {figures}", highlight=False)
+        console.print(f"Other tokens a step: {'; '.join(found.elsewhere)}.", highlight=False)
         console.print()
 
 
