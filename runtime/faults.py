@@ -57,6 +57,11 @@ class Beat:
     pid: int
 
     @property
+    def begun(self) -> int:
+        """Turns begun so far. Between turns, while telemetry is written, none is under way."""
+        return self.order[0] + (self.phase in PHASES)
+
+    @property
     def words(self) -> str:
         words = f"phase {self.phase}"
         if self.step >= 0 and self.phase != "setup":
@@ -173,10 +178,10 @@ class Watch:
         self._end(self._publish(f"{where}: {type(error).__name__}: {message_line(str(error))}", FAULT))
 
     def beat(self) -> Beat:
-        clock = self.clock
-        phase = clock.phase
+        clock, turn = self.clock, self.turn
+        phase = clock.phase  # after the turn: together they are never ahead of the rank
         place = PHASES.index(phase) + 1 if phase in PHASES else (0 if phase in ("setup", "idle") else len(PHASES) + 1)
-        order = (self.turn, self.layer_place.get(clock.layer, -1), place)
+        order = (turn, self.layer_place.get(clock.layer, -1), place)
         stopping = self._stopped_at is not None
         return Beat(
             self._count, order, phase, clock.step, clock.layer, self.state, stopping, _in_collective(), os.getpid()
@@ -250,7 +255,7 @@ class Watch:
             return None
         own = known[self.rank]
         for rank, beat in known.items():
-            if beat.state != "running" and own.state == "running" and beat.order[0] <= own.order[0]:
+            if beat.state != "running" and own.state == "running" and own.begun > beat.order[0]:
                 return self._publish(
                     f"rank {rank} finished after step {beat.step}, but rank {self.rank} is in {own.words}: "
                     "give every rank the same number of steps",

@@ -73,9 +73,8 @@ class TelemetryWriter:
         metadata = {"epsim.telemetry": FORMAT, "epsim.job": json.dumps(dict(description))}
         self._schema = schema_of(num_ranks).with_metadata(metadata)
         kept: list[pa.RecordBatch] = []
-        if first_step is not None and self._stream.exists():
-            earlier = read_stream(self._stream)
-            kept = earlier.filter(pc.field("step") < first_step).to_batches()
+        if first_step is not None and (self.path.exists() or self._stream.exists()):
+            kept = read_rank(folder, rank).filter(pc.field("step") < first_step).to_batches()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)

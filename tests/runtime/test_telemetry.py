@@ -72,10 +72,14 @@ def test_only_steps_that_all_ranks_finished_are_joined(tmp_path: Path) -> None:
     assert table.num_rows == 2 * 3 * 6
 
 
-def test_a_restart_keeps_what_came_before_its_first_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_restart_keeps_what_came_before_its_first_step(tmp_path: Path, closed: bool) -> None:
+    """A rank that had finished is started again with the others."""
     writer = TelemetryWriter(tmp_path, 0, 4, JOB)
     for step in range(4):
         writer.append(rows(step, 0))
+    if closed:
+        writer.close()
     again = TelemetryWriter(tmp_path, 0, 4, JOB, first_step=2)
     again.append(rows(2, 9))
     again.close()
