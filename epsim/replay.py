@@ -22,7 +22,7 @@ from epsim.placement.base import Cluster
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements, step_keys, to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.stack import PolicyStack
-from epsim.results import SCHEMA_VERSION, Results
+from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
@@ -180,28 +180,12 @@ def replay(
     bootstrap = BlockBootstrap(num_scored, options.seed)
     summaries = [run.summary for run in runs]
     entries = [summary.entry(bootstrap, summaries[0]) for summary in summaries]
+    planned = num_history if any(p.needs_history for p in policies.values()) else 0
     return {
         "schema": SCHEMA_VERSION,
-        "trace": {
-            "name": trace_name,
-            "source": meta.source,
-            "level": meta.level,
-            "origin": meta.origin,
-            "model": meta.model,
-            "phase": meta.phase,
-            "num_layers": meta.num_layers,
-            "layers": list(meta.layers),
-            "num_experts": meta.num_experts,
-            "top_k": meta.top_k,
-            "steps_planned": num_history if any(p.needs_history for p in policies.values()) else 0,
-            "steps_scored": num_scored,
-            "notes": [*meta.notes, *shared_note],
-        },
+        "trace": described_trace(trace_name, meta, planned, num_scored, shared_note),
         "setting": {
-            "ranks": cluster.num_ranks,
-            "nodes": cluster.num_nodes,
-            "redundant": cluster.num_redundant,
-            "groups": cluster.num_groups,
+            **described_cluster(cluster),
             "seed": options.seed,
             "shared_cost": shared_cost,
             "history": _history_words(num_planned, history_name, history_keys, scored_keys),

@@ -3,16 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from epsim.placement.base import Cluster
 from epsim.traces.files import check_source, whole_file
+from epsim.traces.trace import TraceMeta
 
 Results: TypeAlias = dict[str, Any]
 
 SCHEMA_VERSION = 1
+
+
+def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes: Sequence[str]) -> Results:
+    """The entry `trace`. planned, scored: numbers of steps. notes: further ones than the trace's own."""
+    return {
+        "name": name,
+        "source": meta.source,
+        "level": meta.level,
+        "origin": meta.origin,
+        "model": meta.model,
+        "phase": meta.phase,
+        "num_layers": meta.num_layers,
+        "layers": list(meta.layers),
+        "num_experts": meta.num_experts,
+        "top_k": meta.top_k,
+        "steps_planned": planned,
+        "steps_scored": scored,
+        "notes": [*meta.notes, *notes],
+    }
+
+
+def described_cluster(cluster: Cluster) -> Results:
+    """What the entry `setting` says of the ranks."""
+    return {
+        "ranks": cluster.num_ranks,
+        "nodes": cluster.num_nodes,
+        "redundant": cluster.num_redundant,
+        "groups": cluster.num_groups,
+    }
 
 
 def results_schema() -> dict[str, Any]:

@@ -25,7 +25,7 @@ from epsim.launch.prepare import Prepared, is_folder, prepare
 from epsim.launch.store import connect, for_group, for_watch, serve
 from epsim.placement.base import Placement
 from epsim.policies.apply import bind
-from epsim.results import SCHEMA_VERSION, Results, write_results
+from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace, write_results
 from epsim.runtime.faults import BAD_INPUT, JobClock, Watch, place_file
 from epsim.runtime.job import Job, Model, Place, RandomLayers, run_job
 from epsim.runtime.measured import Measured, measure
@@ -340,28 +340,12 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
         equal = (
             f"Loads of {number} steps' layers differ from a replay's, the first of {name}: step {step}, layer {layer}."
         )
+    planned = first if history is None else history.num_steps
     results: Results = {
         "schema": SCHEMA_VERSION,
-        "trace": {
-            "name": Path(options.trace).name,
-            "source": meta.source,
-            "level": meta.level,
-            "origin": meta.origin,
-            "model": meta.model,
-            "phase": meta.phase,
-            "num_layers": meta.num_layers,
-            "layers": list(meta.layers),
-            "num_experts": meta.num_experts,
-            "top_k": meta.top_k,
-            "steps_planned": first if history is None else history.num_steps,
-            "steps_scored": prepared.last - first,
-            "notes": [*meta.notes, *prepared.notes],
-        },
+        "trace": described_trace(Path(options.trace).name, meta, planned, prepared.last - first, prepared.notes),
         "setting": {
-            "ranks": cluster.num_ranks,
-            "nodes": cluster.num_nodes,
-            "redundant": cluster.num_redundant,
-            "groups": cluster.num_groups,
+            **described_cluster(cluster),
             "seed": options.seed,
             "shared_cost": prepared.shape.shared_cost,
             "history": words,

@@ -13,10 +13,8 @@ import torch
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.base import Batch, Dense, Needs, SharedWork, Split
-from epsim.policies.nearest import Static
+from epsim.policies.base import Batch, Dense, Needs, SharedWork
 from epsim.policies.rounding import fixed_point
-from epsim.policies.splits import Even, Random
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.collective import Collective
 
@@ -29,14 +27,6 @@ class Assignment:
     physical: torch.Tensor
     shared_rank: torch.Tensor | None
     slots: torch.Tensor
-
-
-def needs_of_split(split: Split) -> Needs:
-    """Which counts of other ranks a split looks at."""
-    if isinstance(split, (Even, Random, Static)):
-        return "none"
-    needs: Needs = getattr(split, "counts", "reduced")
-    return needs
 
 
 class Balancer:
@@ -55,7 +45,7 @@ class Balancer:
             raise ValueError(f"{str(stack)!r}: the runtime runs reader dense only")
         self.bound: BoundStack = bind(stack, placement, setting)
         self.placement, self.collective, self.version = placement, collective, placement.version
-        self.split_needs: Needs = needs_of_split(self.bound.split)
+        self.split_needs: Needs = self.bound.split.needs
         self.shared_needs: Needs = stack.shared.needs if self.bound.has_shared else "none"
         device = placement.physical_to_logical.device
         self._layers = torch.tensor(setting.layers, device=device)

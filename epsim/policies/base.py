@@ -182,7 +182,7 @@ class Split(Protocol):
 
     by_rank: whether the number of a source rank's tokens for a copy follows from counts, without looking at tokens.
     by_fractions: whether tokens follow the fractions; if not, the split has no real-valued form, and tokens follow from
-    counts alone. notes: what a reader of results under it should know.
+    counts alone. needs: which counts of other ranks it looks at. notes: what a reader of results under it should know.
     """
 
     name: ClassVar[str]
@@ -190,6 +190,9 @@ class Split(Protocol):
 
     @property
     def level(self) -> Level: ...
+
+    @property
+    def needs(self) -> Needs: ...
 
     @property
     def by_fractions(self) -> bool: ...

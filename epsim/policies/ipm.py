@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from epsim.policies.base import Needs
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.splits import Sampled
 from epsim.traces.trace import Level
@@ -100,6 +101,7 @@ class LplbIpm(Sampled):
     """The published method: 5 interior point steps, then every token draws its copy by the fractions."""
 
     name: ClassVar[str] = "lplb-ipm"
+    needs: ClassVar[Needs] = "reduced"
     level: ClassVar[Level] = "tokens"
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:

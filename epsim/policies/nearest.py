@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from epsim.policies.base import Batch
+from epsim.policies.base import Batch, Needs
 from epsim.policies.copies import Copies
 from epsim.traces.trace import Level
 
@@ -49,6 +49,7 @@ class Static:
     """
 
     name: ClassVar[str] = "static"
+    needs: ClassVar[Needs] = "none"
     level: ClassVar[Level] = "rank_counts"
     by_rank: ClassVar[bool] = True
     by_fractions: ClassVar[bool] = False

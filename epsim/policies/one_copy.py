@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from epsim.policies.base import Needs
 from epsim.policies.copies import Copies
 from epsim.policies.routing.matching import active_ranks
 from epsim.policies.splits import Systematic
@@ -31,6 +32,7 @@ class OneCopy(Systematic):
     """
 
     name: ClassVar[str] = "one-copy"
+    needs: ClassVar[Needs] = "reduced"
     level: ClassVar[Level] = "counts"
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from epsim.kernels.split import SplitStructure, prepare, solve_batched, solve_gathered
 from epsim.kernels.timed import FEW_COPIES, MOST_NODES, check_costs, solve_timed
-from epsim.policies.base import Batch
+from epsim.policies.base import Batch, Needs
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.gathered import gathered_quotas, ids_by_quotas
 from epsim.policies.rounding import sampled_ids, systematic_ids, systematic_quotas
@@ -60,6 +60,7 @@ class Even(Systematic):
     """Equal parts, as EPLB assumes."""
 
     name: ClassVar[str] = "even"
+    needs: ClassVar[Needs] = "none"
     level: ClassVar[Level] = "counts"
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -124,6 +125,11 @@ class Lplb:
         return "rank_counts" if self.counts == "gathered" and self.objective == "tokens" else "counts"
 
     @property
+    def needs(self) -> Needs:
+        assert self.counts is not None
+        return self.counts
+
+    @property
     def by_fractions(self) -> bool:
         return self.objective == "tokens"
 
@@ -167,6 +173,7 @@ class LplbSampled(Sampled):
     """The fractions of `lplb`, from which every token draws its copy, as in SGLang's `lp`."""
 
     name: ClassVar[str] = "lplb-sampled"
+    needs: ClassVar[Needs] = "reduced"
     level: ClassVar[Level] = "tokens"
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -178,6 +185,7 @@ class Random(Sampled):
     """Each token draws one of the copies, all equally likely (SGLang's `dynamic`)."""
 
     name: ClassVar[str] = "random"
+    needs: ClassVar[Needs] = "none"
     level: ClassVar[Level] = "tokens"
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:

@@ -81,7 +81,8 @@ def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def add_parts(graph: Graph, x: Longs, fixed: Longs, load: Longs) -> None:
+def add_loads(graph: Graph, x: Longs | Floats, fixed: Longs | Floats, load: Longs | Floats) -> None:
+    """Each rank's load [R]: its fixed experts' and its copies'; in units or in tokens."""
     for r in range(load.size):
         load[r] = fixed[r]
     for c in range(x.size):

@@ -39,7 +39,7 @@ from epsim.kernels.split.coarse import (
     MOST_WHOLE,
     WARM,
     Scratch,
-    add_parts,
+    add_loads,
     even_start,
     most,
     search,
@@ -66,14 +66,6 @@ def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floa
         fixed[r] = here
         total += here
     return total, low
-
-
-@njit(nogil=True, error_model="numpy")
-def add_loads(graph: Graph, x: Floats, fixed: Floats, load: Floats) -> None:
-    for r in range(load.size):
-        load[r] = fixed[r]
-    for c in range(x.size):
-        load[graph.copy_rank[c]] += x[c]
 
 
 @njit(nogil=True, error_model="numpy")
@@ -113,11 +105,11 @@ def near_split(
     for k in range(need.size):
         need[k] = int(graph.demand[k] * unit)
     even_start(graph, until, need, part)
-    add_parts(graph, part, fixed_units, load_units)
+    add_loads(graph, part, fixed_units, load_units)
     even_top = most(load_units)
     if warm:
         warm_start(graph, x, need, part)
-        add_parts(graph, part, fixed_units, load_units)
+        add_loads(graph, part, fixed_units, load_units)
     most_sweeps = min(limit, MOST_WHOLE if whole else MOST_SWEEPS)
     inside, sweeps, top = search(
         graph, fixed_units, load_units, tol, most_sweeps, WARM if warm else COLD, whole, scratch

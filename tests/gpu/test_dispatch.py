@@ -15,25 +15,18 @@ from epsim.policies.apply import BoundStack
 from epsim.policies.base import ordinal
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TokenBlock
-from tests.kernels.dispatch.host import arguments_of, bound_stack, check, expected, found_on, ordinals, random_ids
+from tests.kernels.dispatch.host import (
+    STACKS,
+    arguments_of,
+    bound_stack,
+    check,
+    expected,
+    found_on,
+    ordinals,
+    random_ids,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason="no Hopper GPU with CuPy")]
-STACKS = (
-    "lplb",
-    "lplb(counts=gathered)",
-    "even",
-    "static",
-    "random",
-    "lplb-sampled",
-    "lplb+waterfill",
-    "lplb+waterfill(candidates=all,load=routed+local)",
-    "lplb+waterfill(load=routed+local,counts=local)",
-    "lplb(counts=gathered)+waterfill(load=routed+local)",
-    "lplb(counts=gathered)+waterfill(candidates=all,counts=local)",
-    "even+waterfill(candidates=all,counts=local)",
-    "static+waterfill",
-    "static+waterfill(candidates=all,load=routed+local,counts=local)",
-)
 
 
 def dispatchers_of(bound: BoundStack, max_tokens: int) -> list[Dispatcher]:

@@ -23,6 +23,22 @@ from epsim.policies.nearest import nearest_slots
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
 
+STACKS = (
+    "lplb",
+    "lplb(counts=gathered)",
+    "even",
+    "static",
+    "random",
+    "lplb-sampled",
+    "lplb+waterfill",
+    "lplb+waterfill(candidates=all,load=routed+local)",
+    "lplb+waterfill(load=routed+local,counts=local)",
+    "lplb(counts=gathered)+waterfill(load=routed+local)",
+    "lplb(counts=gathered)+waterfill(candidates=all,counts=local)",
+    "even+waterfill(candidates=all,counts=local)",
+    "static+waterfill",
+    "static+waterfill(candidates=all,load=routed+local,counts=local)",
+)
 SMALL = Sizes(threads=64, count_threads=64, count_blocks=4, items=2, sources=2, most_blocks=3)
 
 

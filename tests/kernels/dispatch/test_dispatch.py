@@ -21,6 +21,7 @@ from epsim.policies.base import ordinal
 from epsim.policies.stack import parse_stack
 from tests.kernels.dispatch.host import (
     SMALL,
+    STACKS,
     HostDispatcher,
     arguments_of,
     bound_stack,
@@ -29,23 +30,6 @@ from tests.kernels.dispatch.host import (
     found_on,
     ordinals,
     random_ids,
-)
-
-STACKS = (
-    "lplb",
-    "lplb(counts=gathered)",
-    "even",
-    "static",
-    "random",
-    "lplb-sampled",
-    "lplb+waterfill",
-    "lplb+waterfill(candidates=all,load=routed+local)",
-    "lplb+waterfill(load=routed+local,counts=local)",
-    "lplb(counts=gathered)+waterfill(load=routed+local)",
-    "lplb(counts=gathered)+waterfill(candidates=all,counts=local)",
-    "even+waterfill(candidates=all,counts=local)",
-    "static+waterfill",
-    "static+waterfill(candidates=all,load=routed+local,counts=local)",
 )
 
 
