@@ -23,7 +23,8 @@ import torch
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.claims import Claim, check_claims
-from epsim.quality.evaluate import MIXED, evaluation_text, generate, repetition_rate
+from epsim.quality.decoding import generate
+from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
 from epsim.quality.frontier import Point, Trial, active_without_policy, default_trials, measure, pareto
 from epsim.quality.hook import check_rules, reroute_of
 from epsim.traces.model import tokens

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from epsim.policies.stack import parse_stack
+from epsim.quality.decoding import generate
 from epsim.quality.hook import Reroute, check_rules, contiguous_ranks, keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
 from epsim.traces.files import check_target, whole_file
@@ -88,24 +89,6 @@ def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
     grams = continuations.unfold(1, ngram, 1).cpu()
     distinct = [len({tuple(gram) for gram in row.tolist()}) for row in grams]
     return float(np.mean([1 - count / grams.shape[1] for count in distinct]))
-
-
-@torch.no_grad()
-def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
-    """Sampled continuations [sequences, num_tokens] in one batch; decode steps are routed by the policy."""
-    torch.manual_seed(seed)
-    with rerouted(model, reroute, whole_sequences=False, end_id=tokens.END_ID):
-        out: torch.Tensor = model.generate(
-            prompts.to(model.device),
-            attention_mask=torch.ones_like(prompts, device=model.device),
-            max_new_tokens=num_tokens,
-            do_sample=True,
-            top_k=0,
-            top_p=0.95,
-            use_cache=True,
-            pad_token_id=tokens.END_ID,
-        )
-    return out[:, prompts.shape[1] :]
 
 
 def evaluation_text(

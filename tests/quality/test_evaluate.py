@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models
 
 from epsim.policies.base import TopK
 from epsim.quality import evaluate
+from epsim.quality.decoding import generate
 from epsim.quality.hook import keep, reroute_of, rerouted
 from epsim.traces.model import tokens, train
 from epsim.traces.model.config import ModelShape, build_model
@@ -152,12 +153,12 @@ def test_generation_reroutes_decode_steps_alone(model: Any, text: torch.Tensor) 
         shapes.append(tuple(scores.shape))
         return first_only(scores, ids, weights)
 
-    own = evaluate.generate(model, watch, text, 60, seed=0)
+    own = generate(model, watch, text, 60, seed=0)
     assert shapes == [(1, 8, 16)] * 2 * 59  # the first of sixty tokens comes from the prefill pass
-    plain = evaluate.generate(model, keep, text, 60, seed=0)
+    plain = generate(model, keep, text, 60, seed=0)
     assert torch.equal(own[:, 0], plain[:, 0])
     assert not torch.equal(own, plain)
-    assert torch.equal(plain, evaluate.generate(model, keep, text, 60, seed=0))
+    assert torch.equal(plain, generate(model, keep, text, 60, seed=0))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from epsim.policies.stack import parse_stack
 from epsim.quality import evaluate
 from epsim.quality.claims import check_claims
+from epsim.quality.decoding import generate
 from epsim.quality.frontier import (
     Point,
     Trial,
@@ -127,13 +128,13 @@ def test_padding_after_the_end_wakes_no_expert(model: Any) -> None:
 
 
 def test_generation_under_a_policy(model: Any, text: torch.Tensor) -> None:
-    plain = evaluate.generate(model, keep, text, 60, seed=0)
-    same = evaluate.generate(model, reroute_of(parse_stack("oea(k0=4)").router), text, 60, seed=0)
-    other = evaluate.generate(model, reroute_of(parse_stack("pruned(k0=1)").router), text, 60, seed=0)
+    plain = generate(model, keep, text, 60, seed=0)
+    same = generate(model, reroute_of(parse_stack("oea(k0=4)").router), text, 60, seed=0)
+    other = generate(model, reroute_of(parse_stack("pruned(k0=1)").router), text, 60, seed=0)
     assert torch.equal(plain, same)
     assert torch.equal(plain[:, 0], other[:, 0])
     assert not torch.equal(plain, other)
-    assert torch.equal(other, evaluate.generate(model, first_only, text, 60, seed=0))
+    assert torch.equal(other, generate(model, first_only, text, 60, seed=0))
 
 
 def test_measure_against_one_evaluation_each(model: Any, text: torch.Tensor) -> None:

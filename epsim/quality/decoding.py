@@ -1,0 +1,147 @@
+"""Decoding with the small model, step by step under a router policy: on a GPU one step is one CUDA graph."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from epsim.quality.hook import Reroute, rerouted
+from epsim.traces.model import tokens
+
+TOP_P = 0.95
+"""Share of the probability that sampled tokens come from."""
+
+
+class Cache:
+    """Keys and values of every layer [B, heads, length, width], written in place where the step's tokens stand.
+
+    What transformers' attention asks of a cache and no more: its own static cache changes from version to version,
+    and looks at its length on the host.
+    """
+
+    def __init__(self, model: Any, batch_size: int, length: int, positions: torch.Tensor) -> None:
+        config = model.config
+        width = config.hidden_size // config.num_attention_heads
+        size = (config.num_hidden_layers, 2, batch_size, config.num_key_value_heads, length, width)
+        self._kept = torch.zeros(size, device=model.device, dtype=model.dtype)
+        self.positions = positions
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        kept_keys, kept_values = self._kept[layer]
+        kept_keys.index_copy_(2, self.positions, keys)
+        kept_values.index_copy_(2, self.positions, values)
+        return kept_keys, kept_values
+
+
+class Decoder:
+    """Continues a batch of prompts of equal length under a policy. `start`, then `step` as often as there is room.
+
+    model: of `load_model`. length: of prompt and continuation. sample: draws with top-p 0.95, else takes the likeliest
+    token. A sequence that has ended goes on as padding, which wakes no expert.
+    """
+
+    def __init__(self, model: Any, reroute: Reroute, batch_size: int, length: int, sample: bool = True) -> None:
+        if length > model.config.max_position_embeddings:
+            raise ValueError(f"{length} tokens, but the model has {model.config.max_position_embeddings} positions")
+        self.model, self.reroute, self.length, self.sample = model, reroute, length, sample
+        device = model.device
+        self._position = torch.zeros(1, dtype=torch.long, device=device)
+        self._cache = Cache(model, batch_size, length, self._position)
+        self.tokens = torch.full((batch_size, 1), tokens.END_ID, device=device)
+        """[B, 1] int64: the last of each sequence, the next step's input."""
+        self.written = torch.full((batch_size, length), tokens.END_ID, device=device)
+        """[B, length] int64: all of them."""
+        self._ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # Its name in transformers from 5.24 on, and before.
+        self._named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+    @torch.no_grad()
+    def start(self, prompts: torch.Tensor) -> None:
+        """prompts [B, n], n < length: read as prefill, whose routing no policy touches; the first token is chosen."""
+        count = prompts.shape[1]
+        if not 0 < count < self.length or len(prompts) != len(self.tokens):
+            raise ValueError(f"prompts {list(prompts.shape)}: give {len(self.tokens)} of 1 to {self.length - 1} tokens")
+        self._ended.zero_()
+        self.written.fill_(tokens.END_ID)
+        self.written[:, :count].copy_(prompts)
+        self._cache.positions = torch.arange(count, device=self.tokens.device)
+        self._choose(self._logits(self.written[:, :count]))
+        self._cache.positions = self._position
+        self._position.fill_(count)
+        self.written.index_copy_(1, self._position, self.tokens)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One token more for every sequence. Raises ValueError where the room is used up (eager steps alone see it)."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        if not self.tokens.is_cuda and int(self._position) + 1 >= self.length:
+            raise ValueError(f"all {self.length} tokens are written: give a greater length")
+        self._step()
+
+    def _step(self) -> None:
+        with rerouted(self.model, self.reroute, whole_sequences=False, end_id=tokens.END_ID):
+            logits = self._logits(self.tokens)
+        self._choose(logits)
+        self._position.add_(1)
+        self.written.index_copy_(1, self._position, self.tokens)
+
+    def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
+        at = self._cache.positions
+        seen = torch.arange(self.length, device=at.device)[None] <= at[:, None]
+        output = self.model(
+            input_ids=inputs,
+            attention_mask=seen[None, None].expand(len(inputs), 1, -1, -1),
+            position_ids=at[None],
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._named: self._cache},
+        )
+        logits: torch.Tensor = output.logits[:, -1].float()
+        return logits
+
+    def _choose(self, logits: torch.Tensor) -> None:
+        if self.sample:
+            probability, order = logits.softmax(-1).sort(dim=-1, descending=True)
+            beyond = probability.cumsum(-1) - probability >= TOP_P
+            # The largest of probability over a draw from Exp(1) is a draw by probability, without a wait for the host.
+            race = probability.masked_fill(beyond, 0.0) / torch.empty_like(probability).exponential_()
+            chosen = order.gather(-1, race.argmax(-1, keepdim=True))
+        else:
+            chosen = logits.argmax(-1, keepdim=True)
+        chosen = torch.where(self._ended, tokens.END_ID, chosen)
+        self._ended.logical_or_(chosen == tokens.END_ID)
+        self.tokens.copy_(chosen)
+
+    @torch.no_grad()
+    def capture(self, prompts: torch.Tensor) -> None:
+        """From here on a step is one CUDA graph; `start` again afterwards. CUDA only."""
+        assert self.tokens.is_cuda
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.start(prompts)
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._graph = graph
+
+
+def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
+    """Sampled continuations [sequences, num_tokens] of prompts [sequences, n], decoded as one batch."""
+    torch.manual_seed(seed)
+    count = prompts.shape[1]
+    decoder = Decoder(model, reroute, len(prompts), count + num_tokens)
+    decoder.start(prompts)
+    for _ in range(num_tokens - 1):
+        decoder.step()
+    return decoder.written[:, count:]
