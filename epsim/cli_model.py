@@ -128,6 +128,38 @@ def evaluate_command(
     _print_evaluation(evaluate(options))
 
 
+@app.command("generate")
+def generate_command(
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", metavar="STACK", help="Beside topk; repeatable. Its router acts.")
+    ] = None,
+    cache: CacheOption = None,
+    device: DeviceOption = None,
+    seed: SeedOption = 0,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences decoded together.")] = 16,
+    prompt: Annotated[int, typer.Option("--prompt", help="Tokens of held-out text that each begins with.")] = 64,
+    num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of each continuation.")] = 256,
+    rounds: Annotated[int, typer.Option("--rounds", help="Timed continuations of every policy, in turn.")] = 5,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file for the figures.")] = None,
+) -> None:
+    """Continue held-out text under router policies: tokens a second beside the model's own choice, and the text."""
+    _need_models_extra()
+    from epsim.quality.speed import GenerateOptions, generate_text
+
+    options = GenerateOptions(
+        stacks=tuple(policy or ()),
+        batch=batch,
+        prompt=prompt,
+        num_tokens=num_tokens,
+        rounds=rounds,
+        seed=seed,
+        cache=cache,
+        device=device,
+        out=out,
+    )
+    _print_speeds(generate_text(options))
+
+
 def _print_training(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -170,4 +202,22 @@ def _print_evaluation(result: dict[str, Any]) -> None:
         f"{result['policy']} on {result['device']}; loss: cross-entropy, nats a token; active: experts read a layer; "
         "kept: probability of the experts taken over that of the model's choice; "
         "repetition: share of a continuation's 4-grams that it has held before"
+    )
+
+
+def _print_speeds(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("policy", "tokens/s", "over topk", "active", "continuation")
+    for stack, one in result["stacks"].items():
+        text = " ".join(one["text"].split())[:60]
+        figures = (f"{one['tokens_per_second']:.0f}", f"{one['over_topk']:.3f}", f"{one['active_experts']:.1f}")
+        table.add_row(escape(stack), *figures, escape(text))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"{result['batch']} sequences of {result['prompt']} + {result['tokens']} tokens on {result['device']}, medians "
+        f"of {result['rounds']} rounds in turn, prefill not timed; active: experts read a layer"
     )

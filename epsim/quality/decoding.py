@@ -41,13 +41,21 @@ class Decoder:
     """Continues a batch of prompts of equal length under a policy. `start`, then `step` as often as there is room.
 
     model: of `load_model`. length: of prompt and continuation. sample: draws with top-p 0.95, else takes the likeliest
-    token. A sequence that has ended goes on as padding, which wakes no expert.
+    token. A sequence that has ended goes on as padding, which wakes no expert; endless: no sequence ends.
     """
 
-    def __init__(self, model: Any, reroute: Reroute, batch_size: int, length: int, sample: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        reroute: Reroute,
+        batch_size: int,
+        length: int,
+        sample: bool = True,
+        endless: bool = False,
+    ) -> None:
         if length > model.config.max_position_embeddings:
             raise ValueError(f"{length} tokens, but the model has {model.config.max_position_embeddings} positions")
-        self.model, self.reroute, self.length, self.sample = model, reroute, length, sample
+        self.model, self.reroute, self.length, self.sample, self.endless = model, reroute, length, sample, endless
         device = model.device
         self._position = torch.zeros(1, dtype=torch.long, device=device)
         self._cache = Cache(model, batch_size, length, self._position)
@@ -107,6 +115,8 @@ class Decoder:
         return logits
 
     def _choose(self, logits: torch.Tensor) -> None:
+        if self.endless:
+            logits[:, tokens.END_ID] = -torch.inf
         if self.sample:
             probability, order = logits.softmax(-1).sort(dim=-1, descending=True)
             beyond = probability.cumsum(-1) - probability >= TOP_P
@@ -123,7 +133,7 @@ class Decoder:
     def capture(self, prompts: torch.Tensor) -> None:
         """From here on a step is one CUDA graph; `start` again afterwards. CUDA only."""
         assert self.tokens.is_cuda
-        side = torch.cuda.Stream()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.start(prompts)

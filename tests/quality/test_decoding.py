@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import Decoder, generate
 from epsim.quality.hook import keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
+from epsim.quality.speed import Speed, decode_speed, gains
 from epsim.traces.model import tokens
-from tests.quality.test_evaluate import make_model
+from tests.quality.test_evaluate import make_model, save_cache
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +101,51 @@ def test_no_room(model: Any, prompts: torch.Tensor) -> None:
         decoder.start(prompts[:, :0])
     with pytest.raises(ValueError, match="positions"):
         Decoder(model, keep, 6, 10_000)
+
+
+def test_speed_counts_what_was_decoded(model: Any, prompts: torch.Tensor) -> None:
+    speeds = decode_speed(model, ["topk", "pruned(k0=1)"], prompts, 8, 3, seed=1)
+    assert [speed.stack for speed in speeds] == ["topk", "pruned(k0=1)"]
+    assert all(len(speed.tokens_per_second) == 3 and min(speed.tokens_per_second) > 0 for speed in speeds)
+    assert speeds[1].active_experts < speeds[0].active_experts <= 16
+    assert all((speed.written != tokens.END_ID).all() for speed in speeds)
+    torch.manual_seed(3)  # the last round's
+    decoder = Decoder(model, keep, 6, 17, endless=True)
+    decoder.start(prompts)
+    for _ in range(7):
+        decoder.step()
+    assert torch.equal(decoder.written[:, 9:], speeds[0].written)
+    with pytest.raises(ValueError, match="at least one stack"):
+        decode_speed(model, [], prompts, 8, 3, seed=1)
+
+
+def test_gains_are_medians_round_by_round() -> None:
+    none = torch.zeros(1, 1)
+    speeds = [Speed("topk", [1.0, 10.0, 2.0], 8, none), Speed("oea", [2.0, 11.0, 3.0], 4, none)]
+    assert gains(speeds) == [1.0, 1.5]
+
+
+def test_the_command(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from epsim.cli import main
+
+    def run(arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["epsim", "model", "generate", "--cache", str(tmp_path), *arguments.split()])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0)
+
+    save_cache(model, tmp_path)
+    out = tmp_path / "speed.json"
+    shape = f"--batch 4 --prompt 8 --tokens 6 --rounds 2 --device cpu --out {out}"
+    assert run(f"--policy oea(k0=1) --policy topk {shape}") == 0
+    assert "oea(k0=1)" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert list(result["stacks"]) == ["topk", "oea(k0=1)"]
+    assert result["stacks"]["topk"]["over_topk"] == 1
+    out.unlink()
+    for wrong in ("--batch 0", "--tokens 1", "--rounds 0", "--prompt 0", "--policy nothing", "--tokens 1000000"):
+        assert run(f"{shape} {wrong}") == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+        assert not out.exists()

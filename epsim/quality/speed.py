@@ -1,0 +1,163 @@
+"""Tokens a second of the small model end to end, router policies beside its own choice."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.policies.stack import parse_stack
+from epsim.quality.decoding import Decoder
+from epsim.quality.evaluate import MIXED, evaluation_text
+from epsim.quality.hook import Reroute, check_rules, reroute_of
+from epsim.quality.meter import Meter
+from epsim.traces.files import check_target, whole_file
+from epsim.traces.model import tokens
+from epsim.traces.model.train import choose_device, device_name, load_model
+
+COUNTED = 32
+"""Steps of the untimed continuation whose active experts are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """stacks: only their routers act; the model's own choice, `topk`, comes first whether named or not. `batch` prompts
+    of `prompt` held-out tokens, of all domains in turn, are continued by `num_tokens` in each of `rounds`."""
+
+    stacks: tuple[str, ...] = ()
+    batch: int = 16
+    prompt: int = 64
+    num_tokens: int = 256
+    rounds: int = 5
+    seed: int = 0
+    cache: Path | None = None
+    device: str | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("batch", self.batch, 1),
+            ("prompt", self.prompt, 1),
+            ("tokens", self.num_tokens, 2),
+            ("rounds", self.rounds, 1),
+            ("seed", self.seed, 0),
+        ):
+            if value < least:
+                raise ValueError(f"--{name} {value}: give at least {least}")
+        if self.out is not None:
+            check_target(self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A stack's decoding: tokens_per_second [rounds], active experts of a layer, the continuation [B, tokens]."""
+
+    stack: str
+    tokens_per_second: list[float]
+    active_experts: float
+    written: torch.Tensor = field(repr=False)
+
+
+def generate_text(options: GenerateOptions) -> dict[str, Any]:
+    """Speeds, and the beginning of one continuation of each stack; written to `out` too, where that is given."""
+    stacks = list({str(parse_stack(stack)): stack for stack in ("topk", *options.stacks)}.values())
+    device = choose_device(options.device)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    model = load_model(options.cache, device, dtype)
+    if len(stacks) > 1:
+        check_rules(model)
+    corpus = tokens.load(options.cache)
+    text = evaluation_text(corpus.heldout, tuple(corpus.heldout), options.batch, options.prompt)
+    prompts = text.get(MIXED, next(iter(text.values())))[:, : options.prompt].to(device)
+    speeds = decode_speed(model, stacks, prompts, options.num_tokens, options.rounds, options.seed)
+    result: dict[str, Any] = {
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "batch": options.batch,
+        "prompt": options.prompt,
+        "tokens": options.num_tokens,
+        "rounds": options.rounds,
+        "seed": options.seed,
+        "stacks": {
+            speed.stack: {
+                "tokens_per_second": float(np.median(speed.tokens_per_second)),
+                "over_topk": gain,
+                "active_experts": speed.active_experts,
+                "rounds": speed.tokens_per_second,
+                "text": corpus.tokenizer.decode(speed.written[0].tolist()),
+            }
+            for speed, gain in zip(speeds, gains(speeds), strict=True)
+        },
+    }
+    if options.out is not None:
+        with whole_file(options.out) as temporary:
+            temporary.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def decode_speed(
+    model: Any, stacks: Sequence[str], prompts: torch.Tensor, num_tokens: int, rounds: int, seed: int
+) -> list[Speed]:
+    """Each stack continues prompts [B, n] by num_tokens, as one batch, in every round, in turn; endless, so that the
+    batch stays whole. On a GPU a step is one CUDA graph and time is that of device events; prefill is not timed."""
+    if not stacks or rounds < 1 or num_tokens < 2:
+        raise ValueError("give at least one stack, one round and two tokens")
+    reroutes = [reroute_of(parse_stack(stack).router) for stack in stacks]
+    active = [_count(model, reroute, prompts, min(num_tokens, COUNTED), seed) for reroute in reroutes]
+    decoders = [_decoder(model, reroute, prompts, num_tokens) for reroute in reroutes]
+    if prompts.is_cuda:
+        for decoder in decoders:
+            decoder.capture(prompts)
+    seconds: list[list[float]] = [[] for _ in stacks]
+    for number in range(rounds):
+        for own, decoder in zip(seconds, decoders, strict=True):
+            torch.manual_seed(seed + number)
+            decoder.start(prompts)
+            own.append(_timed(decoder, num_tokens - 1))
+    total = len(prompts) * (num_tokens - 1)
+    return [
+        Speed(stack, [total / s for s in own], experts, decoder.written[:, prompts.shape[1] :].cpu())
+        for stack, own, experts, decoder in zip(stacks, seconds, active, decoders, strict=True)
+    ]
+
+
+def gains(speeds: Sequence[Speed]) -> list[float]:
+    """Median over rounds of each stack's speed over the first one's in the same round."""
+    first = np.array(speeds[0].tokens_per_second)
+    return [float(np.median(np.array(speed.tokens_per_second) / first)) for speed in speeds]
+
+
+def _decoder(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int) -> Decoder:
+    return Decoder(model, reroute, len(prompts), prompts.shape[1] + num_tokens, endless=True)
+
+
+def _count(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> float:
+    meter = Meter(reroute)
+    decoder = _decoder(model, meter, prompts, num_tokens)
+    torch.manual_seed(seed)
+    decoder.start(prompts)
+    for _ in range(num_tokens - 1):
+        decoder.step()
+    return meter.active_experts()[1]
+
+
+def _timed(decoder: Decoder, steps: int) -> float:
+    """Seconds."""
+    if decoder.tokens.is_cuda:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(steps):
+            decoder.step()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    started = time.perf_counter()
+    for _ in range(steps):
+        decoder.step()
+    return time.perf_counter() - started
