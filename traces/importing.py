@@ -17,6 +17,7 @@ from epsim.traces.options import ImportOptions
 from epsim.traces.readers import read_recording
 from epsim.traces.readers.base import Recording
 from epsim.traces.readers.document import naming
+from epsim.traces.select import take_layers
 from epsim.traces.store import StoredTrace, TraceWriter, slice_steps
 from epsim.traces.trace import Array, Block, TokenBlock, TraceMeta
 
@@ -41,7 +42,7 @@ def import_trace(sources: Sources, target: str | os.PathLike[str], options: Impo
             for block in recording.blocks():
                 part = slice_steps(block, 0, max(min(len(block.steps), stop - place), 0))
                 place += len(block.steps)
-                writer.append(_take_layers(part, kept))
+                writer.append(take_layers(part, kept))
     return StoredTrace(target)
 
 
@@ -146,19 +147,6 @@ def _nonempty(block: Block) -> Array:
     result = np.zeros((len(block.steps), block.expert_ids.shape[1]), dtype=bool)
     np.logical_or.at(result, block.token_step, np.greater_equal(block.expert_ids, 0).any(axis=2))
     return result
-
-
-def _take_layers(block: Block, kept: list[int] | None) -> Block:
-    if kept is None:
-        return block
-    if not isinstance(block, TokenBlock):
-        return dataclasses.replace(block, counts=block.counts[:, kept])
-    return dataclasses.replace(
-        block,
-        expert_ids=block.expert_ids[:, kept],
-        scores=None if block.scores is None else block.scores[:, kept],
-        score_ids=None if block.score_ids is None else block.score_ids[:, kept],
-    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ def select_steps(trace: StoredTrace, target: Path, phase: Phase | None = None, m
                     )
                 chosen &= np.asarray(block.phase == phase, dtype=bool)
             if chosen.any():
-                writer.append(_take_steps(block, chosen))
+                writer.append(take_steps(block, chosen))
         wanted = f"{phase or ''} steps of at least {min_tokens} tokens".strip()
         if not writer.num_steps:
             raise ValueError(f"the trace has no {wanted}: give another --only or --min-tokens")
@@ -46,8 +47,8 @@ def _num_tokens(block: Block, meta: TraceMeta) -> Ints:
     return tokens
 
 
-def _take_steps(block: Block, chosen: npt.NDArray[np.bool_]) -> Block:
-    """chosen [S] bool."""
+def take_steps(block: Block, chosen: npt.NDArray[np.bool_]) -> Block:
+    """The chosen steps of a block. chosen [S] bool."""
     if not isinstance(block, TokenBlock):
         return dataclasses.replace(block, steps=block.steps[chosen], counts=block.counts[chosen])
     token = chosen[block.token_step]
@@ -61,4 +62,18 @@ def _take_steps(block: Block, chosen: npt.NDArray[np.bool_]) -> Block:
         score_ids=None if block.score_ids is None else block.score_ids[token],
         domain=None if block.domain is None else block.domain[token],
         phase=None if block.phase is None else block.phase[chosen],
+    )
+
+
+def take_layers(block: Block, kept: Sequence[int] | None) -> Block:
+    """The layers at those places of a block; None keeps all."""
+    if kept is None:
+        return block
+    if not isinstance(block, TokenBlock):
+        return dataclasses.replace(block, counts=block.counts[:, kept])
+    return dataclasses.replace(
+        block,
+        expert_ids=block.expert_ids[:, kept],
+        scores=None if block.scores is None else block.scores[:, kept],
+        score_ids=None if block.score_ids is None else block.score_ids[:, kept],
     )
