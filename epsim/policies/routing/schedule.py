@@ -31,8 +31,8 @@ class Schedule:
 
     def place(self, sizes: torch.Tensor) -> torch.Tensor:
         """[...] int64 batch sizes -> [...] int64: 0 for the model's own k, i for the i-th step's k0."""
-        least = torch.tensor([size for size, _ in self.steps], device=sizes.device)
-        return (sizes[..., None] >= least).sum(-1)
+        # Compared number by number: a table of them would be copied from the host, which no CUDA graph can hold.
+        return torch.stack([sizes >= least for least, _ in self.steps], -1).sum(-1)
 
     def check(self, top_k: int, item: str) -> None:
         """Raises ValueError where a k0 is more than the model's k."""
