@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from epsim.cost.scored import step_keys
 from epsim.placement.base import Cluster, Placement, PlacementPolicy
 from epsim.traces.store import SMALL_BLOCK, StoredTrace
 from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TraceMeta
@@ -26,15 +27,6 @@ def to_counts(block: Block, num_experts: int) -> CountsBlock:
     if isinstance(block, RankCountsBlock):
         return block.to_counts()
     return block.to_counts(num_experts)
-
-
-def step_keys(counts: Ints) -> Ints:
-    """counts [S, L, E] -> [S] int64: a key by content, 0 for a step without tokens; others are alike by chance alone.
-
-    A linear form modulo 2^64 with random coefficients, so that the key of a sum of steps is the sum of their keys.
-    """
-    flat = counts.reshape(len(counts), -1)
-    return flat @ np.random.default_rng(0).integers(-(2**63), 2**63, flat.shape[1], dtype=np.int64)
 
 
 def plan_placements(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -12,14 +13,16 @@ import torch
 import epsim
 from epsim.cost.layer_time import LayerTiming
 from epsim.cost.metrics import Values, layer_metrics
+from epsim.cost.model import load_model
+from epsim.cost.scored import ScoredSteps, add_copies
 from epsim.cost.statistics import BlockBootstrap
-from epsim.cost.summary import StackSummary, load_over_mean, tied_with_best
-from epsim.cost.time_metrics import timed_metrics
+from epsim.cost.summary import StackSummary, tied_with_best
+from epsim.cost.time_metrics import busy_phases, timed_metrics
 from epsim.kernels.split import Backend, SplitStructure, cuda, prepare, solve_peak
 from epsim.kernels.split.solver import REFUSED
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
-from epsim.planning import BLOCK_BYTES, Progress, plan_placements, step_keys, to_counts
+from epsim.planning import BLOCK_BYTES, Progress, plan_placements, to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.stack import PolicyStack
 from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace
@@ -78,12 +81,14 @@ def check_device(name: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Of one stack on one block: metrics, each rank's load over the mean load, summed over pairs [R], and the time of
-    steps [S] where it is modelled."""
+    """Of one stack on one block: metrics, total load [S, L, R], tokens [S, L], and, where time is modelled, that of
+    steps [S] and of each phase of a layer [S, L]."""
 
     metrics: dict[str, Values]
-    load_over_mean: torch.Tensor
+    total: torch.Tensor
+    tokens: torch.Tensor
     step_us: torch.Tensor | None
+    phases: dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -97,14 +102,16 @@ class _StackRun:
     def score(self, block: Block, optimum: torch.Tensor, timing: LayerTiming | None, first: _Scores | None) -> _Scores:
         """first: the first stack's, None where this is it."""
         load, shared, step_us = self.bound.load(block), self.bound.has_shared, None
+        phases: dict[str, torch.Tensor] = {}
         if load.counts is not None:
-            optimum = _optimum(self.structure, load.counts, self.bound.setting.backend)
+            optimum = least_peak(self.structure, load.counts, self.bound.setting.backend)
         metrics = layer_metrics(load, optimum, shared)
         if timing is not None:
             redundant, first_us = self.bound.copies.redundant, None if first is None else first.step_us
             timed, step_us = timed_metrics(timing, load, self.bound.stack, redundant, shared, first_us)
             metrics |= timed
-        return _Scores(metrics, load_over_mean(load.total.double()), step_us)
+            phases = busy_phases(timing, load, self.bound.stack, redundant)
+        return _Scores(metrics, load.total.double(), load.tokens, step_us, phases)
 
 
 def replay(
@@ -134,10 +141,10 @@ def replay(
     policies = {stack.placement.name: stack.placement for _, stack in options.policies}
     planned_on, num_history = (trace, num_planned) if history is None else (history, history.num_steps)
     history_keys: list[Ints] = []
-    scored_keys: list[Ints] = []
     keys_wanted = history_keys if history is not None else None
     placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, keys_wanted)
-    watch = bool(history_keys)
+    num_scored = trace.num_steps - num_planned
+    scored = ScoredSteps()
     timing = options.timing
     if timing is not None:
         timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
@@ -160,26 +167,26 @@ def replay(
             structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
         bound = bind(stack, placement, setting)
         notes = (*stack.placement.notes(placement.num_experts, cluster), *bound.notes)
-        runs.append(_StackRun(bound, structures[placement.version], StackSummary(name, stack, notes)))
+        runs.append(_StackRun(bound, structures[placement.version], StackSummary(name, stack, notes, num_scored)))
 
-    def score(block: Block) -> tuple[int, Ints | None, list[_Scores]]:
+    def score(block: Block) -> tuple[Ints, list[_Scores]]:
         counts = to_counts(block, meta.num_experts).counts
         scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, setting, timing)
-        return len(block.steps), step_keys(counts) if watch else None, scores
+        return counts, scores
 
     max_steps = _steps_a_block(meta, cluster)
     blocks = trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES, max_steps=max_steps)
-    for num_steps, keys, scores in in_parallel(score, blocks):
-        if keys is not None:
-            scored_keys.append(keys)
+    for counts, scores in in_parallel(score, blocks):
+        scored.add(counts)
         for run, own in zip(runs, scores, strict=True):
-            run.summary.add(own.metrics, own.load_over_mean)
-        progress(num_steps)
+            run.summary.add(own.metrics, own.total, own.tokens, own.phases)
+        progress(len(counts))
 
-    num_scored = trace.num_steps - num_planned
     bootstrap = BlockBootstrap(num_scored, options.seed)
     summaries = [run.summary for run in runs]
     entries = [summary.entry(bootstrap, summaries[0]) for summary in summaries]
+    described_steps = scored.entry(summaries[0].detail.stretches)
+    add_copies(entries, [run.bound.copies.placement for run in runs], described_steps)
     planned = num_history if any(p.needs_history for p in policies.values()) else 0
     return {
         "schema": SCHEMA_VERSION,
@@ -188,11 +195,13 @@ def replay(
             **described_cluster(cluster),
             "seed": options.seed,
             "shared_cost": shared_cost,
-            "history": _history_words(num_planned, history_name, history_keys, scored_keys),
+            "history": _history_words(num_planned, history_name, history_keys, scored.keys),
             **({} if timing is None else {"timing": timing.words()}),
+            **_expert_bytes(meta, timing),
             "version": epsim.__version__,
             "command": options.command,
         },
+        "scored": described_steps,
         "stacks": entries,
         "verdict": verdict(entries, tied_with_best(entries, summaries, bootstrap)),
     }
@@ -231,15 +240,15 @@ def _score(
     counts = torch.from_numpy(step_counts)
     optima: dict[int, torch.Tensor] = {}
     for structure in {id(run.structure): run.structure for run in runs}.values():
-        optima[id(structure)] = _optimum(structure, counts, setting.backend)
+        optima[id(structure)] = least_peak(structure, counts, setting.backend)
     scores: list[_Scores] = []
     for run in runs:
         scores.append(run.score(block, optima[id(run.structure)], timing, scores[0] if scores else None))
     return scores
 
 
-def _optimum(structure: SplitStructure, counts: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """counts [S, L, E] -> [S, L] float64: the least peak of any split, or a proven lower bound."""
+def least_peak(structure: SplitStructure, counts: torch.Tensor, backend: Backend) -> torch.Tensor:
+    """counts [S, L, E] int64 -> [S, L] float64: the least peak of any split, or a proven lower bound."""
     num_steps, num_layers, num_experts = counts.shape
     layer = torch.arange(num_layers).repeat(num_steps)
     solution = solve_peak(structure, counts.reshape(-1, num_experts), layer, backend=backend)
@@ -258,17 +267,24 @@ def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[s
     return 0.0, ["the recording does not tell of a shared expert: none is assumed; --shared-cost says otherwise"]
 
 
-def _history_words(
-    num_planned: int, history_name: str, history_keys: Sequence[Ints], scored_keys: Sequence[Ints]
-) -> str:
-    """What placements were planned on; the keys (`step_keys`) of a given history and of the scored steps tell whether
-    these are among them, or add up to the same counts."""
+def _expert_bytes(meta: TraceMeta, timing: LayerTiming | None) -> Results:
+    """The weights of one expert, where the model is known: what a redundant one takes of the memory."""
+    model = None if timing is None else timing.model
+    if model is None and not meta.model.endswith(".toml"):  # no file that a trace names is read
+        with suppress(ValueError, OSError):  # a model that no specification describes
+            model = load_model(meta.model)
+    fits = model is not None and model.num_experts == meta.num_experts
+    return {"expert_bytes": model.expert_bytes} if model is not None and fits else {}
+
+
+def _history_words(num_planned: int, history_name: str, history_keys: Sequence[Ints], scored: Ints) -> str:
+    """What placements were planned on; the keys (`step_keys`) of a given history and of the scored steps [S] tell
+    whether these are among them, or add up to the same counts."""
     if num_planned:
         return f"placements planned on the first {num_planned} steps, which are not scored"
-    if not scored_keys:
+    if not history_keys:
         return "no placement here needs a history"
-    known, scored = np.concatenate(history_keys), np.concatenate(scored_keys)
-    scored = scored[scored != 0]
+    known, scored = np.concatenate(history_keys), scored[scored != 0]
     again = int(np.isin(scored, known).sum())
     if again == len(scored) > 0:
         return f"hindsight: placements planned on the very steps they are scored on ({history_name})"

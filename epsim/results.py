@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -15,6 +16,7 @@ from epsim.traces.trace import TraceMeta
 Results: TypeAlias = dict[str, Any]
 
 SCHEMA_VERSION = 1
+_NUMBERS = re.compile(r"\[\n[\s\d.,eE+nul-]*\]")
 
 
 def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes: Sequence[str]) -> Results:
@@ -78,4 +80,11 @@ def write_results(results: Results, path: Path) -> None:
     check_results(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(as_text(results), encoding="utf-8")
+
+
+def as_text(results: Results) -> str:
+    """As it is written: readable, lists of numbers on one line. Raises ValueError for a number that JSON lacks."""
+    text = json.dumps(results, indent=1, allow_nan=False)
+    # A string holds no line break, so what is joined is never text.
+    return _NUMBERS.sub(lambda found: "[" + " ".join(found[0][1:-1].split()) + "]", text) + "\n"

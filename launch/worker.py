@@ -199,6 +199,7 @@ def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: 
         "device": torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else "CPU",
         "host": platform.node(),
         "dtype": str(place.dtype).removeprefix("torch."),
+        "expert_bytes": 3 * job.shape.hidden * job.shape.intermediate * place.dtype.itemsize,
         "timed_by": "device events" if place.device.type == "cuda" else "the host's clock",
         "torch": torch.__version__,
         "weights": prepared.options.model if is_folder(prepared.options.model) else "random",
@@ -352,6 +353,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
             "version": epsim.__version__,
             "command": shlex.join(["epsim", "run", *options.arguments()]),
         },
+        "scored": measured.scored,
         "stacks": measured.predicted if predicted else measured.entries,
         "verdict": measured.predicted_verdict if predicted else measured.verdict,
     }

@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 import torch
 
 from epsim.cost.metrics import Values, layer_metrics
+from epsim.cost.scored import ScoredSteps, add_copies
 from epsim.cost.statistics import BlockBootstrap
-from epsim.cost.summary import StackSummary, load_over_mean, tied_with_best
+from epsim.cost.summary import StackSummary, tied_with_best
 from epsim.kernels.split import prepare, solve_peak
 from epsim.policies.apply import BoundStack, bind
 from epsim.policies.load import Load
@@ -30,10 +31,12 @@ MEASURED_KEYS = ("bytes_read", "layer_time_us", "throughput_gain")
 @dataclass(frozen=True, slots=True)
 class Measured:
     """entries: a stack's part of results.json each, measured; predicted: the same from a replay of the same tokens
-    under the same placements. differing: (stack, step, layer) whose loads are not the same whole numbers."""
+    under the same placements. scored: the entry of that name. differing: (stack, step, layer) whose loads are not the
+    same whole numbers."""
 
     entries: list[Results]
     predicted: list[Results]
+    scored: Results
     verdict: str
     predicted_verdict: str
     differing: list[tuple[str, int, int]]
@@ -57,13 +60,15 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
     stacks = []
     for of_job in job.stacks:
         bound = bind(of_job.stack, of_job.placement, job.setting)
-        made = [StackSummary(of_job.name, of_job.stack, bound.notes) for _ in range(2)]
+        made = [StackSummary(of_job.name, of_job.stack, bound.notes, job.num_steps) for _ in range(2)]
         stacks.append(_Stack(bound, made[0], made[1], [], []))
     differing: list[tuple[str, int, int]] = []
     num_steps = 0
+    steps = ScoredSteps()
     first_times: list[np.ndarray[Any, Any]] = []
     for block, rows in _aligned(table, blocks):
         num_steps += len(block.steps)
+        steps.add(block.to_counts(shape.num_experts).counts)
         for number, (stack, of_job) in enumerate(zip(stacks, job.stacks, strict=True)):
             part = rows.filter(pc.equal(rows["stack"], number))
             columns = _Columns(part, len(block.steps), len(job.layers), of_job.placement.num_ranks)
@@ -75,9 +80,9 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
             if number == 0:
                 first_times.append(times)
             metrics = layer_metrics(load, optimum, shared) | _timed(columns, times, first_times[-1], job, weight_bytes)
-            stack.measured.add(metrics, load_over_mean(load.total.double()))
+            stack.measured.add(metrics, load.total.double(), load.tokens)
             replayed = layer_metrics(predicted, optimum, shared)
-            stack.predicted.add(replayed, load_over_mean(predicted.total.double()))
+            stack.predicted.add(replayed, predicted.total.double(), predicted.tokens)
             stack.phases.append(columns.phases())
             same = (load.routed == predicted.routed) & (load.shared_tokens == predicted.shared_tokens)
             for step, layer in (~same.all(-1)).nonzero().tolist():
@@ -88,9 +93,15 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
     for entry, stack in zip(entries, stacks, strict=True):
         entry["phases_us"] = _phase_statistics(np.concatenate(stack.phases))
     replayed_entries = [summary.entry(bootstrap, predicted_entries[0]) for summary in predicted_entries]
+    scored = steps.entry(measured[0].detail.stretches)
+    for side in (entries, replayed_entries):
+        add_copies(side, [of_job.placement for of_job in job.stacks], scored)
+    for entry, replayed in zip(entries, replayed_entries, strict=True):
+        entry["predicted"] = {key: value["mean"] for key, value in replayed["metrics"].items()}
     return Measured(
         entries,
         replayed_entries,
+        scored,
         verdict(entries, tied_with_best(entries, measured, bootstrap)),
         verdict(replayed_entries, tied_with_best(replayed_entries, predicted_entries, bootstrap)),
         differing,

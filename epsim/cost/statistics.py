@@ -37,6 +37,11 @@ class Series:
         self._max = max(self._max, float(flat.max(initial=-np.inf)))
 
     @property
+    def values(self) -> npt.NDArray[np.float32]:
+        """Every value, in the order they came."""
+        return np.concatenate(self._values)
+
+    @property
     def step_sums(self) -> Floats:
         """[S]."""
         return np.concatenate(self._sums)
@@ -51,7 +56,7 @@ class Series:
         total = float(self.step_counts.sum())
         if not total:
             return None
-        percentiles = np.percentile(np.concatenate(self._values), (50, 95, 99))
+        percentiles = np.percentile(self.values, (50, 95, 99))
         # Single precision may have rounded the largest value up.
         p50, p95, p99 = np.minimum(percentiles, self._max).tolist()
         mean = float(self.step_sums.sum()) / total

@@ -7,25 +7,39 @@ from typing import Any
 
 import torch
 
+from epsim.cost.detail import StackDetail
 from epsim.cost.formulas import METRICS
 from epsim.cost.metrics import Values
 from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.policies.stack import PolicyStack
 from epsim.verdict import best_of, label
 
+STATISTICS = ("mean", "p50", "p95", "p99", "max")
+
 
 class StackSummary:
-    """Gathers one stack's metrics over blocks of steps."""
+    """Gathers one stack's metrics over blocks of steps, num_steps in all."""
 
-    def __init__(self, name: str, stack: PolicyStack, notes: Sequence[str]) -> None:
+    def __init__(self, name: str, stack: PolicyStack, notes: Sequence[str], num_steps: int) -> None:
         self.name, self.stack, self.notes = name, stack, tuple(notes)
+        self.detail = StackDetail(num_steps)
         self.series: dict[str, Series] = {}
         self.reasons: dict[str, str] = {}
+        self.phases: dict[str, Series] = {}
         self._layer_sums: torch.Tensor | None = None
         self._rank_sums: torch.Tensor | None = None
 
-    def add(self, metrics: Mapping[str, Values], load_over_mean: torch.Tensor) -> None:
-        """metrics of a block of steps, and each rank's load over the mean load, summed over their pairs [R]."""
+    def add(
+        self,
+        metrics: Mapping[str, Values],
+        total: torch.Tensor,
+        tokens: torch.Tensor,
+        phases: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """metrics of a block of steps; total [S, L, R] float64: the load; tokens [S, L] float64; phases [S, L] each:
+        microseconds of the layer, NaN where it has no tokens."""
+        for phase, us in (phases or {}).items():
+            self.phases.setdefault(phase, Series()).add(us.numpy())
         for key, value in metrics.items():
             if isinstance(value, str):
                 self.reasons[key] = value
@@ -35,7 +49,9 @@ class StackSummary:
         assert isinstance(max_over_mean, torch.Tensor)
         layers = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
         self._layer_sums = layers if self._layer_sums is None else self._layer_sums + layers
-        self._rank_sums = load_over_mean if self._rank_sums is None else self._rank_sums + load_over_mean
+        over_mean = load_over_mean(total)
+        self._rank_sums = over_mean if self._rank_sums is None else self._rank_sums + over_mean
+        self.detail.add(metrics, total, tokens)
 
     def entry(self, bootstrap: BlockBootstrap, first: StackSummary) -> dict[str, Any]:
         metrics: dict[str, Any] = {}
@@ -45,7 +61,7 @@ class StackSummary:
             summary = self.series[key].summary() if key in self.series else None
             if summary is None:
                 reason = self.reasons.get(key, "no layer of any step has tokens")
-                metrics[key] = dict.fromkeys(("mean", "p50", "p95", "p99", "max")) | {"unit": unit, "reason": reason}
+                metrics[key] = dict.fromkeys(STATISTICS) | {"unit": unit, "reason": reason}
                 continue
             metrics[key] = summary | {"unit": unit}
             if key in first.series:
@@ -57,6 +73,10 @@ class StackSummary:
             entry["max_over_mean_by_layer"] = [s / n if n else None for s, n in zip(sums, counts, strict=True)]
             num_loads = max(float(self._layer_sums[1].sum()), 1.0)
             entry["load_over_mean_by_rank"] = (self._rank_sums / num_loads).tolist()
+            entry |= self.detail.entry(self.series["max_over_mean"].values)
+        if self.phases:
+            of_phases = ((phase, series.summary()) for phase, series in self.phases.items())
+            entry["phases_us"] = {phase: summary for phase, summary in of_phases if summary is not None}
         entry["notes"] = list(self.notes)
         return entry
 

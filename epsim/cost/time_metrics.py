@@ -34,3 +34,15 @@ def timed_metrics(
     if shared:
         values |= {f"routed_{key}": TOGETHER for key in list(values)}
     return values, step_us
+
+
+def busy_phases(timing: LayerTiming, load: Load, stack: PolicyStack, redundant: bool) -> dict[str, torch.Tensor]:
+    """Microseconds of a layer by phase, [S, L] each, NaN where it has no tokens: of the whole batch, not overlapped."""
+    phases = timing.phases(load, stack, redundant)
+    named = {
+        "balance": phases.policy,
+        "dispatch": phases.dispatch,
+        "experts": phases.experts,
+        "combine": phases.combine,
+    }
+    return {name: torch.where(load.assignments > 0, us, torch.nan) for name, us in named.items()}

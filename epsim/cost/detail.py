@@ -1,0 +1,129 @@
+"""What a report shows of a stack over steps, layers and ranks: gathered block by block, bounded in size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from epsim.cost.metrics import Values
+from epsim.cost.statistics import Floats
+
+MOST_STRETCHES = 200
+"""Successive steps are joined to stretches where there are more."""
+MOST_CELLS = 1 << 15
+"""Values of one stack's heat map over stretches and ranks."""
+MOST_LAYER_CELLS = 24_000
+"""Values of one stack's heat maps of every layer, in all."""
+MOST_LAYER_STRETCHES = 64
+QUANTILES = np.linspace(0.0, 1.0, 201)
+
+
+class StackDetail:
+    """Gathers one stack's detail over `num_steps` steps, which are added in order."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps, self._seen = num_steps, 0
+        self._sums: dict[str, Floats] = {}
+        self._counts: dict[str, Floats] = {}
+        self._rank = self._layer = torch.zeros(0)
+        self._pairs = self._layer_pairs = torch.zeros(0)
+        self._by_tokens: dict[int, Floats] = {}
+
+    @property
+    def stretches(self) -> int:
+        """That steps are joined to."""
+        return len(self._rank)
+
+    def add(self, metrics: Mapping[str, Values], total: torch.Tensor, tokens: torch.Tensor) -> None:
+        """metrics of a block of steps; total [S, L, R] float64: the load; tokens [S, L] float64."""
+        num_steps, num_layers, num_ranks = total.shape
+        if not self._rank.numel():
+            stretches = max(1, min(self._num_steps, MOST_STRETCHES, MOST_CELLS // num_ranks))
+            cells = num_layers * num_ranks
+            coarse = min(self._num_steps, MOST_LAYER_STRETCHES, MOST_LAYER_CELLS // cells)
+            self._rank, self._pairs = _zeros(stretches, num_ranks), _zeros(stretches)
+            self._layer, self._layer_pairs = _zeros(coarse, num_layers, num_ranks), _zeros(coarse, num_layers)
+        over = (total / total.mean(-1, keepdim=True)).nan_to_num()
+        busy = (total.sum(-1) > 0).double()
+        place = self._places(num_steps, len(self._rank))
+        self._rank.index_add_(0, place, over.sum(1))
+        self._pairs.index_add_(0, place, busy.sum(1))
+        if len(self._layer):
+            coarse_place = self._places(num_steps, len(self._layer))
+            self._layer.index_add_(0, coarse_place, over)
+            self._layer_pairs.index_add_(0, coarse_place, busy)
+        self._add_metrics(metrics, place.numpy())
+        self._add_tokens(metrics["max_over_mean"], tokens.amax(-1) / num_ranks)
+        self._seen += num_steps
+
+    def entry(self, values: npt.NDArray[np.float32]) -> dict[str, Any]:
+        """The parts of results.json; values: every max_over_mean."""
+        if not self._rank.numel():
+            return {}
+        found: dict[str, Any] = {
+            "by_step": {key: _means(sums, self._counts[key]) for key, sums in self._sums.items()},
+            "load_over_mean_by_step": _rounded(self._rank / self._pairs[:, None]),
+            "max_over_mean_by_tokens": [
+                {"low": _edge(power), "high": _edge(power + 1), "steps": int(steps), "mean": total / pairs}
+                for power, (steps, total, pairs) in sorted(self._by_tokens.items())
+            ],
+        }
+        if len(self._layer):
+            found["load_over_mean_by_layer"] = _rounded((self._layer / self._layer_pairs[..., None]).transpose(0, 1))
+        if len(values):
+            found["max_over_mean_quantiles"] = np.round(np.quantile(values, QUANTILES), 5).tolist()
+        return found
+
+    def _places(self, num_steps: int, stretches: int) -> torch.Tensor:
+        return (self._seen + torch.arange(num_steps)) * stretches // max(self._num_steps, 1)
+
+    def _add_metrics(self, metrics: Mapping[str, Values], place: Any) -> None:
+        for key, value in metrics.items():
+            if isinstance(value, str) or key.startswith("routed_"):
+                continue
+            steps = value.numpy().reshape(len(place), -1)
+            there = ~np.isnan(steps)
+            for kept, part in ((self._sums, np.where(there, steps, 0.0)), (self._counts, there)):
+                kept.setdefault(key, np.zeros(len(self._rank)))
+                np.add.at(kept[key], place, part.sum(1))
+
+    def _add_tokens(self, max_over_mean: Values, tokens: torch.Tensor) -> None:
+        """tokens [S]: a rank's, mean over ranks."""
+        assert isinstance(max_over_mean, torch.Tensor)
+        there = ~max_over_mean.isnan()
+        power = torch.floor(torch.log2(tokens.clamp(min=0.5))).long()
+        for one in sorted(set(power[tokens > 0].tolist())):
+            of_power = (power == one) & (tokens > 0)
+            sums = [float(of_power.sum()), float(max_over_mean[of_power].nansum()), float(there[of_power].sum())]
+            if sums[2]:
+                self._by_tokens[one] = self._by_tokens.get(one, np.zeros(3)) + np.array(sums)
+
+
+def step_weights(counts: Floats, stretches: int) -> list[int]:
+    """counts [S] of each step -> [stretches], summed as `StackDetail` joins steps."""
+    sums = np.zeros(stretches)
+    np.add.at(sums, np.arange(len(counts)) * stretches // max(len(counts), 1), counts)
+    return [int(value) for value in sums]
+
+
+def _edge(power: int) -> float:
+    return 0.0 if power < 0 else float(2**power)
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def _means(sums: Floats, counts: Floats) -> list[float | None]:
+    return [float(f"{s / n:.7g}") if n else None for s, n in zip(sums.tolist(), counts.tolist(), strict=True)]
+
+
+def _rounded(values: torch.Tensor) -> Any:
+    """Nested lists; null where nothing has tokens."""
+    rounded = values.mul(1000).round().div(1000)
+    flat = [None if value != value else value for value in rounded.flatten().tolist()]
+    return np.array(flat, dtype=object).reshape(values.shape).tolist()
