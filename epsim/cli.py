@@ -21,6 +21,7 @@ import epsim
 from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, reproduce_app, timing_of
 from epsim.cli_model import app as model_app
 from epsim.cli_run import compare_command, run_command
+from epsim.cli_sweep import sweep_command
 from epsim.cli_traces import (
     BatchOption,
     ExpertsOption,
@@ -217,6 +218,7 @@ def plan_command(
 
 app.command("run")(run_command)
 app.command("compare")(compare_command)
+app.command("sweep")(sweep_command)
 
 
 def _selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:

@@ -16,18 +16,24 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def cores() -> int:
+    """That this process may use; EPSIM_THREADS says fewer, where processes share them."""
+    there = len(os.sched_getaffinity(0))
+    return min(there, int(os.environ.get("EPSIM_THREADS", there)))
+
+
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """The results of `work` on each item, in order, with at most one more item in flight than there are threads.
 
     Each thread runs PyTorch on one core: on small tensors two cores that wait for each other at the end of every
     operation are slower than one, and by far where another process holds the second.
     """
-    num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
+    most = min(cores(), MAX_THREADS)
     pending: deque[Future[Result]] = deque()
-    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(most, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for item in items:
             pending.append(pool.submit(work, item))
-            if len(pending) > num_threads:
+            if len(pending) > most:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()

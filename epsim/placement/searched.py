@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from epsim.parallel import cores
 from epsim.placement.annealing import Floats, Ints, Words, anneal
 from epsim.placement.balance import even_balance
 from epsim.placement.base import Cluster, Placement
@@ -102,7 +102,7 @@ class Searched:
         # Compiles on the first call after an installation, some seconds that are not the search's.
         anneal(rows[0], weight[0], span, slots[0].copy(), slots[0].copy(), 0.0, np.ones(1, np.uint64), 0, 1.0, 1.0)
         clock = _Clock(self.seconds)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(cores()) as pool:
             best = _anneal_layers(rows, weight, slots, span, self.seed, clock, pool)
             if span == start.num_ranks:
                 best = _improve_layers(rows, weight, best, clock, pool)

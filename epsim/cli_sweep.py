@@ -1,0 +1,97 @@
+"""`epsim sweep`: a grid of replays, on processes or on a Ray cluster."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from epsim.cli_traces import working
+
+if TYPE_CHECKING:
+    from epsim.sweep.pools import Pool
+
+
+def sweep_command(
+    grid: Annotated[Path, typer.Argument(metavar="GRID.toml", help="What to cross: see docs/sweep.md.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="Where cells and results go; finished cells there are kept.")
+    ],
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Cells at a time. Default: as many as there are cores.")
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option("--ray", metavar="ADDRESS", help="On a Ray cluster: its address, auto, or local for one here."),
+    ] = None,
+    retries: Annotated[
+        int, typer.Option("--retries", min=0, help="How often a cell whose worker died is tried again.")
+    ] = 2,
+) -> None:
+    """Replay every combination of a grid; resumable: run it again after a kill and finished cells are not repeated."""
+    from epsim.cli import named_stack
+    from epsim.parallel import cores
+    from epsim.sweep.cells import plan_cells
+    from epsim.sweep.collect import collect
+    from epsim.sweep.drive import check_folder, locked_folder, run_sweep
+    from epsim.sweep.grid import read_grid
+    from epsim.sweep.pools import Processes
+    from epsim.sweep.show import print_sweep
+
+    content = read_grid(grid, named_stack)
+    here = min(workers or cores(), cores()) if ray else workers or cores()
+
+    def processes() -> Pool:
+        return Processes(here, max(1, cores() // here))
+
+    def ray_workers() -> Pool:
+        from epsim.sweep.ray_pool import RayWorkers
+
+        assert ray is not None
+        return RayWorkers(ray, workers)
+
+    check_folder(out)
+    with locked_folder(out):
+        with working("reading"):
+            plan = plan_cells(content, out.absolute())
+        with _progress() as begin:
+            sweep = run_sweep(plan, out, processes, ray_workers if ray else processes, retries, _say, begin)
+        results = collect(sweep, shlex.join(["epsim", "sweep", grid.name, "--out", "DIR"]))
+    print_sweep(sweep, results)
+    if sweep.failed:
+        raise typer.Exit(1)
+
+
+def _say(line: str) -> None:
+    from epsim.traces.files import message_line
+
+    print(f"epsim: {message_line(line)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """A progress bar a phase on stderr, shown only where somebody looks."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+
+        def begin(words: str, total: int) -> Callable[[int], None]:
+            task = bar.add_task(words, total=total)
+            return lambda number: bar.advance(task, number)
+
+        yield begin

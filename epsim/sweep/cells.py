@@ -1,0 +1,306 @@
+"""From a grid to its cells: every combination that makes sense, with a key by content, and why others are left out."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import epsim
+from epsim.cost.layer_time import LayerTiming, load_timing
+from epsim.placement.base import Cluster
+from epsim.replay import ReplayOptions
+from epsim.sweep.grid import DEFAULTS, FILL, Grid, NamedStack, Values
+from epsim.sweep.sources import TRACES, Making, Opening, Source, content_key, find_source, imported
+from epsim.traces.options import DEFAULT_RANKS, ImportOptions
+from epsim.traces.synthesize import SynthesisOptions
+from epsim.traces.trace import TraceMeta
+
+FORMAT = 1
+READING = ("top_k", "experts", "model", "phase", "shared_cost", "batch", "step_tokens", "score_rule")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One replay. key: hash of all that decides its results. axes: its place in the grid, None where a key does not
+    apply."""
+
+    key: str
+    axes: Values
+    trace: Opening
+    history: Opening | None
+    options: ReplayOptions
+    trace_name: str
+    history_name: str
+
+
+@dataclass(slots=True)
+class Plan:
+    """cells: by key, in the grid's order. makings: traces that are to be made first, by their file. skipped: places
+    in the grid that are no cell, with the reason. excluded: how many [[except]] leaves out."""
+
+    cells: dict[str, Cell] = field(default_factory=dict)
+    makings: dict[Path, Making] = field(default_factory=dict)
+    skipped: list[tuple[Values, str]] = field(default_factory=list)
+    excluded: int = 0
+
+
+def plan_cells(grid: Grid, out: Path) -> Plan:
+    """out: the sweep's folder; foreign recordings are imported to a folder of it.
+
+    Raises FileNotFoundError or ValueError in one line for a file that cannot be read, a rule that matches nothing, or
+    a grid without a cell.
+    """
+    plan = Plan()
+    traces = _Traces(grid, out, plan.makings)
+    timing = _timings(grid)
+    used: set[str] = set()
+    for point in grid.points():
+        point["nodes"] = point.get("nodes") or -(-point["ranks"] // point["ranks_per_node"])
+        rules = [rule for rule in grid.rules if rule.matches(point)]
+        if "redundant" not in point or point["redundant"] == FILL:
+            resolved = _resolved(point, traces.meta(point).num_experts)
+            rules += [rule for rule in grid.rules if rule not in rules and rule.matches(resolved)]
+        else:
+            resolved = point
+        used.update(rule.where for rule in rules)
+        gone = {policy for rule in rules for policy in rule.policies}
+        policies = [(given, named) for given, named in grid.policies if not {given, named[0]} & gone]
+        if any(not rule.policies for rule in rules) or not policies:
+            plan.excluded += 1
+            continue
+        reason = _misfit(point, resolved, traces.meta(point).num_experts)
+        if not reason:
+            cell = _cell(grid, resolved, policies, traces, timing)
+            other = plan.cells.setdefault(cell.key, cell)
+            if other is cell:
+                continue
+            written = "redundant" if "redundant" in point else "slots_per_rank"
+            reason = f"the same cell as another: {written} comes to {resolved['redundant']}"
+        plan.skipped.append((resolved, reason))
+    idle = next((rule for rule in grid.rules if rule.where not in used), None)
+    if idle is not None:
+        raise ValueError(f"{idle.where}: matches no cell of the grid: mend it or take it out")
+    if not plan.cells:
+        why = f": {plan.skipped[0][1]}" if plan.skipped else ": [[except]] leaves none"
+        raise ValueError(f"{grid.path}: the grid has no cell that can be replayed{why}")
+    return plan
+
+
+def _resolved(point: Values, num_experts: int) -> Values:
+    """With the number of redundant experts."""
+    ranks = point["ranks"]
+    redundant = -num_experts % ranks
+    if "slots_per_rank" in point:
+        redundant = point["slots_per_rank"] * ranks - num_experts
+    return {**point, "redundant": redundant}
+
+
+def _misfit(point: Values, resolved: Values, num_experts: int) -> str:
+    """Why no cluster is like that, or nothing."""
+    ranks, per_node = point["ranks"], point.get("ranks_per_node")
+    if per_node is not None and ranks > per_node and ranks % per_node:
+        return f"{ranks} ranks do not fill nodes of {per_node}"
+    if resolved["redundant"] < 0:
+        slots = ranks * point["slots_per_rank"]
+        least = -(-num_experts // ranks)
+        return f"{slots} slots on {ranks} ranks for {num_experts} experts: give slots_per_rank {least} or more"
+    try:
+        _cluster(resolved).num_physical(num_experts)
+    except ValueError as error:
+        return str(error).replace("--", "")
+    return ""
+
+
+def _cluster(point: Values) -> Cluster:
+    return Cluster(point["ranks"], point["nodes"], point["redundant"], point["groups"])
+
+
+def _timings(grid: Grid) -> Callable[[Values, TraceMeta], LayerTiming | None]:
+    @cache
+    def load(hardware: str, model: str, nodes: int, phase: str, overlap: bool, table: str | None) -> LayerTiming:
+        def place(name: str) -> str:
+            return str(grid.file(name)) if name.endswith(".toml") or "/" in name else name
+
+        model = str(grid.file(model)) if model.endswith(".toml") else model
+        measured = None if table is None else grid.file(table)
+        return load_timing(place(hardware), model, nodes, phase, overlap, measured)
+
+    def timing(point: Values, meta: TraceMeta) -> LayerTiming | None:
+        if "hardware" not in point:
+            return None
+        model = point.get("model") or meta.model
+        if model == "unknown":
+            raise ValueError(
+                f"{grid.path}: [[trace]] {point['trace']}: hardware needs to know the model, which the trace does not "
+                "tell: give it a model"
+            )
+        phase = point.get("only") or meta.phase
+        return load(point["hardware"], model, point["nodes"], phase, point["overlap"], point.get("expert_table"))
+
+    return timing
+
+
+class _Traces:
+    """The grid's traces as they are opened; each file is read, and each recording imported, once."""
+
+    def __init__(self, grid: Grid, out: Path, makings: dict[Path, Making]) -> None:
+        self._grid, self._out, self._makings = grid, out, makings
+        self._sources: dict[str, Source] = {}
+        self._imported: dict[tuple[str, ImportOptions], Opening] = {}
+        self._metas: dict[Opening, TraceMeta] = {}
+
+    def source(self, name: str) -> Source:
+        if name not in self._sources:
+            self._sources[name] = find_source(name, self._grid.file(name))
+        return self._sources[name]
+
+    def sources(self, point: Values) -> list[Source]:
+        return [self.source(name) for name in point.get("draw") or [point["path"]]]
+
+    def meta(self, point: Values) -> TraceMeta:
+        """Of what the point's trace is read from, as far as its model and phase go."""
+        reading = _reading(point, drawing="draw" in point)
+        found = []
+        for source in self.sources(point):
+            opening = self._open(point, source, reading)
+            if opening not in self._metas:
+                with _naming(self._grid, point):
+                    self._metas[opening] = opening.open().meta
+            found.append(self._metas[opening])
+        same = all(meta.phase == found[0].phase for meta in found)
+        return found[0] if same else replace(found[0], phase="mixed")
+
+    def trace(self, point: Values) -> Opening:
+        if "draw" not in point:
+            return self._selected(point, self.source(point["path"]))
+        reading = _reading(point, drawing=True)
+        sources = tuple(self._open(point, source, reading) for source in self.sources(point))
+        drawing = drawing_of(point)
+        digests = [source.digest for source in self.sources(point)]
+        target = self._target({"digests": digests, "reading": asdict(reading), "drawing": asdict(drawing)})
+        self._makings.setdefault(target, Making(target, sources, drawing))
+        return Opening(target, _reading(point))
+
+    def history(self, point: Values) -> Opening | None:
+        return None if "history" not in point else self._selected(point, self.source(point["history"]))
+
+    def _selected(self, point: Values, source: Source) -> Opening:
+        reading = _reading(point)
+        opening = self._open(point, source, reading)
+        only, least = point.get("only"), point.get("min_tokens", 1)
+        if only is None and least == 1:
+            return opening
+        told = asdict(reading) | ({"ranks": None} if source.ours else {})
+        target = self._target({"digest": source.digest, "reading": told, "only": only, "least": least})
+        self._makings.setdefault(target, Making(target, (opening,), None, only, least))
+        return Opening(target)
+
+    def _open(self, point: Values, source: Source, reading: ImportOptions) -> Opening:
+        known = (source.name, reading)
+        if known not in self._imported:
+            with _naming(self._grid, point):
+                self._imported[known] = imported(source, reading, self._out)
+        return self._imported[known]
+
+    def _target(self, content: Values) -> Path:
+        return self._out / TRACES / f"{content_key({**content, 'version': epsim.__version__})}.parquet"
+
+
+class _naming:  # noqa: N801
+    """Errors of files name the trace of the grid that wants them."""
+
+    def __init__(self, grid: Grid, point: Values) -> None:
+        self._where = f"{grid.path}: [[trace]] {point['trace']}"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ValueError) and self._where not in str(error):
+            raise ValueError(f"{self._where}: {error}") from None
+
+
+def _reading(point: Values, drawing: bool = False) -> ImportOptions:
+    """What the options of `epsim replay`, or of `epsim traces synthesize`, say of a file."""
+    keys = [key for key in READING if key in point and not ("draw" in point and key == "step_tokens")]
+    if "draw" in point and not drawing:
+        keys = [key for key in keys if key != "batch"]
+    given = {("num_experts" if key == "experts" else key): point[key] for key in keys}
+    return ImportOptions(**given, ranks=DEFAULT_RANKS if drawing else point["ranks"])
+
+
+def drawing_of(point: Values) -> SynthesisOptions:
+    seed = int(point["draw_seed"] if "draw_seed" in point else point["seed"])
+    return SynthesisOptions(point["steps"], point["step_tokens"], DEFAULT_RANKS, point["drift"], seed=seed)
+
+
+def _cell(
+    grid: Grid,
+    point: Values,
+    policies: Sequence[tuple[str, NamedStack]],
+    traces: _Traces,
+    timings: Callable[[Values, TraceMeta], LayerTiming | None],
+) -> Cell:
+    trace, history = traces.trace(point), traces.history(point)
+    named = tuple(stack for _, stack in policies)
+    timing = timings(point, traces.meta(point))
+    trace_name = f"{point['trace']}.parquet" if "draw" in point else Path(point["path"]).name
+    history_name = "" if history is None else Path(point["history"]).name
+    content = {
+        "format": FORMAT,
+        "version": epsim.__version__,
+        "trace": trace_name,
+        "digests": [source.digest for source in traces.sources(point)],
+        "reading": asdict(_reading(point)),
+        "drawn": [asdict(drawing_of(point)), asdict(_reading(point, drawing=True))] if "draw" in point else None,
+        "selected": [point.get("only"), point.get("min_tokens", 1)],
+        "history": None if history is None else [history_name, traces.source(point["history"]).digest],
+        "cluster": asdict(_cluster(point)),
+        "policies": [[name, str(stack)] for name, stack in named],
+        "setting": [point["seed"], point["plan_share"]],
+        "timing": None if timing is None else asdict(timing),
+    }
+    options = ReplayOptions(
+        _cluster(point),
+        named,
+        point["seed"],
+        point.get("shared_cost"),
+        point["plan_share"],
+        command_of(point, [given for given, _ in policies], trace_name),
+        timing=timing,
+    )
+    axes = {key: value for key, value in point.items() if key != "draw"}
+    if "draw" in point:
+        axes["draw"] = list(point["draw"])
+    return Cell(content_key(content), axes, trace, history, options, trace_name, history_name)
+
+
+def command_of(point: Mapping[str, Any], policies: Sequence[str], trace_name: str) -> str:
+    """What gives this cell's results alone, in the grid's folder."""
+    words: list[str] = []
+
+    def say(*keys: str) -> None:
+        for key in keys:
+            if key in point and point[key] != DEFAULTS.get(key, (None,))[0]:
+                option = f"--{key.replace('_', '-')}"
+                words.extend([option] if point[key] is True else [option, str(point[key])])
+
+    about = ("top_k", "experts", "model", "phase", "shared_cost")
+    if "draw" in point:
+        words += ["epsim", "traces", "synthesize", *point["draw"], "-o", trace_name]
+        say("steps", "step_tokens", "drift", *about, "batch")
+        words += ["--seed", str(point.get("draw_seed", point["seed"]))]
+        words.append("&&")
+    words += ["epsim", "replay", trace_name if "draw" in point else point["path"]]
+    words += ["--ranks", str(point["ranks"]), "--nodes", str(point["nodes"]), "--redundant", str(point["redundant"])]
+    say("groups", "history", "plan_share", "only", "min_tokens", "seed", "hardware", "overlap", "expert_table", *about)
+    if "draw" not in point:
+        say("batch", "score_rule")
+        if "step_tokens" in point:
+            words += ["--step-tokens", str(point["step_tokens"])]
+    for policy in policies:
+        words += ["--policy", policy]
+    return shlex.join(words).replace(" '&&' ", " && ")

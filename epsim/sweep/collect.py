@@ -1,0 +1,184 @@
+"""What a sweep found, together: results.json in the project's schema, and a table of a row a cell, stack and metric."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from epsim.results import SCHEMA_VERSION, Results, write_results
+from epsim.sweep.drive import Sweep, cell_path
+from epsim.sweep.grid import Values
+from epsim.traces.files import CannotWriteError, whole_file
+from epsim.verdict import best_of, label
+
+RESULTS, TABLE = "results.json", "results.parquet"
+NUMBERS = ("ranks", "nodes", "redundant", "slots_per_rank", "ranks_per_node", "groups", "seed", "steps", "step_tokens")
+AXES: Mapping[str, Any] = {
+    "trace": pa.string(),
+    "path": pa.string(),
+    "draw": pa.string(),
+    **{key: pa.int64() for key in NUMBERS},
+    **{key: pa.int64() for key in ("draw_seed", "batch", "min_tokens")},
+    **{key: pa.float64() for key in ("drift", "plan_share", "shared_cost")},
+    **{key: pa.string() for key in ("only", "model", "phase", "history", "hardware", "expert_table", "score_rule")},
+    "overlap": pa.bool_(),
+    **{key: pa.int64() for key in ("top_k", "experts")},
+}
+FOUND: Mapping[str, Any] = {
+    **{key: pa.string() for key in ("origin", "level")},
+    "num_experts": pa.int64(),
+    "steps_scored": pa.int64(),
+    "tokens": pa.float64(),
+    "place": pa.int64(),
+    **{key: pa.string() for key in ("stack", "name", "metric", "unit")},
+    **{key: pa.float64() for key in ("mean", "p50", "p95", "p99", "max", "difference", "low", "high")},
+    "reason": pa.string(),
+}
+SCHEMA = pa.schema([("key", pa.string()), *AXES.items(), *FOUND.items()])
+STATISTICS = ("mean", "p50", "p95", "p99", "max")
+
+
+def collect(sweep: Sweep, command: str) -> Results | None:
+    """Writes results.json and results.parquet of the finished cells into the sweep's folder; None without any, and
+    then neither is there. Both depend on the cells alone, not on how and when they came to be.
+
+    Raises CannotWriteError.
+    """
+    if not any(key not in sweep.failed for key in sweep.plan.cells):
+        for name in (RESULTS, TABLE):
+            (sweep.out / name).unlink(missing_ok=True)
+        return None
+    try:
+        results = combined(sweep, command)
+        write_results(results, sweep.out / RESULTS)
+        with whole_file(sweep.out / TABLE) as temporary:
+            _write_table(sweep, temporary)
+    except CannotWriteError:
+        raise
+    except OSError as error:
+        raise CannotWriteError(sweep.out, error) from None
+    return results
+
+
+def finished(sweep: Sweep) -> Iterator[Results]:
+    """The finished cells' results, in the grid's order, each with its place in the grid as `cell`."""
+    for key in sweep.plan.cells:
+        if key not in sweep.failed:
+            yield json.loads(cell_path(sweep.out, key).read_bytes())
+
+
+def varying(sweep: Sweep) -> dict[str, list[Any]]:
+    """What the grid's cells differ in, with its values in the grid's order, where it applies."""
+    values: dict[str, list[Any]] = {}
+    for cell in sweep.plan.cells.values():
+        for key in ("draw", *AXES):
+            own = values.setdefault(key, [])
+            value = cell.axes.get(key)
+            if value is not None and value not in own:
+                own.append(value)
+    return {key: own for key, own in values.items() if len(own) > 1 and key not in ("path", "draw")}
+
+
+def tokens_of(results: Results) -> float | None:
+    """Mean tokens of a step: assignments of routed experts over top-k."""
+    metrics = results["stacks"][0]["metrics"]
+    mean = metrics.get("routed_mean_load", metrics["mean_load"])["mean"]
+    return None if mean is None else mean * results["setting"]["ranks"] / results["trace"]["top_k"]
+
+
+def combined(sweep: Sweep, command: str) -> Results:
+    axes = varying(sweep)
+    first: Results | None = None
+    cells, stacks = [], []
+    best: Counter[str] = Counter()
+    for results in finished(sweep):
+        first = first or results
+        where = results["cell"]
+        cells.append(
+            {
+                **where,
+                "origin": results["trace"]["origin"],
+                "level": results["trace"]["level"],
+                "steps_scored": results["trace"]["steps_scored"],
+                "tokens": tokens_of(results),
+                "verdict": results["verdict"],
+            }
+        )
+        entries = results["stacks"]
+        place = best_of(entries)
+        if place is not None:
+            best[label(entries[place])] += 1
+        for entry in entries:
+            shown = {"name": f"{label(entry)}{_suffix(where, axes)}", "of": label(entry), "cell": where["key"]}
+            kept = {key: entry[key] for key in ("stack", "metrics", "versus_first", "notes") if key in entry}
+            stacks.append({**kept, **shown})
+    assert first is not None
+    note = (
+        f"a sweep of {len(cells)} cells: what is said of trace and cluster here is the first cell's, sweep.cells has "
+        "each one's; versus_first is against the first stack of the same cell"
+    )
+    trace = {**first["trace"], "notes": [note, *first["trace"].get("notes", [])] if len(cells) > 1 else []}
+    unfinished = [(sweep.plan.cells[key], reason) for key, reason in sweep.failed.items()]
+    return {
+        "schema": SCHEMA_VERSION,
+        "trace": trace,
+        "setting": {**first["setting"], "command": command},
+        "stacks": stacks,
+        "verdict": verdict_of(best, len(cells), len(unfinished)),
+        "sweep": {
+            "axes": axes,
+            "cells": cells,
+            "failed": [{"key": cell.key, **cell.axes, "reason": reason} for cell, reason in unfinished],
+            "skipped": [{**place, "reason": reason} for place, reason in sweep.plan.skipped],
+            "excluded": sweep.plan.excluded,
+        },
+    }
+
+
+def verdict_of(best: Counter[str], num_cells: int, num_failed: int) -> str:
+    if not best:
+        return f"None of {num_cells} cells has a step with tokens."
+    won = [f"{name} in {number}" for name, number in best.most_common()]
+    failed = f"; {num_failed} cells failed" if num_failed else ""
+    return f"Of {num_cells} cells the slowest rank is least slow with {', with '.join(won)}{failed}."
+
+
+def _suffix(cell: Values, axes: Mapping[str, Any]) -> str:
+    told = [f"{key} {cell[key]}" for key in axes if cell.get(key) is not None]
+    return f" [{', '.join(told)}]" if told else ""
+
+
+def _write_table(sweep: Sweep, path: Path) -> None:
+    """A row group a cell, so that no more than one is held."""
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+        for results in finished(sweep):
+            writer.write_table(pa.Table.from_pylist(list(_rows(results)), SCHEMA))
+
+
+def _rows(results: Results) -> Iterator[Values]:
+    cell, trace = results["cell"], results["trace"]
+    draw = ", ".join(cell["draw"]) if "draw" in cell else None
+    common = {"key": cell["key"], **{key: cell.get(key) for key in AXES}, "draw": draw}
+    common |= {"origin": trace["origin"], "level": trace["level"], "num_experts": trace["num_experts"]}
+    common |= {"model": trace["model"], "phase": trace["phase"], "shared_cost": results["setting"]["shared_cost"]}
+    common |= {"steps_scored": trace["steps_scored"], "tokens": tokens_of(results)}
+    for place, entry in enumerate(results["stacks"]):
+        for key, value in entry["metrics"].items():
+            yield {
+                **common,
+                "place": place,
+                "stack": entry["stack"],
+                "name": label(entry),
+                "metric": key,
+                "unit": value["unit"],
+                **{statistic: value[statistic] for statistic in STATISTICS},
+                **dict.fromkeys(("difference", "low", "high")),
+                **entry["versus_first"].get(key, {}),
+                "reason": value.get("reason"),
+            }

@@ -1,0 +1,208 @@
+"""The sweep: cells that are not finished go to workers, and every result is kept as soon as it is there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from epsim.results import Results, check_results
+from epsim.sweep.cells import Cell, Plan
+from epsim.sweep.pools import Pool
+from epsim.sweep.sources import TRACES, Making
+from epsim.sweep.work import Died, Done, Failed, Job
+from epsim.traces.files import CannotWriteError, reason, whole_file
+
+CELLS, LOCK = "cells", ".lock"
+DEFAULT_RETRIES = 2
+
+Report: TypeAlias = Callable[[str], None]
+Advance: TypeAlias = Callable[[int], None]
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What came of a plan. kept: cells finished before; computed: now; failed: keys with reasons, in the plan's order;
+    retried: jobs given out again because their worker died; foreign: finished cells of the folder that are not of this
+    grid."""
+
+    out: Path
+    plan: Plan
+    kept: int = 0
+    computed: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    retried: int = 0
+    foreign: int = 0
+
+
+def run_sweep(
+    plan: Plan,
+    out: Path,
+    makers: Callable[[], Pool],
+    workers: Callable[[], Pool],
+    retries: int = DEFAULT_RETRIES,
+    report: Report = lambda line: None,
+    begin: Callable[[str, int], Advance] = lambda words, total: lambda number: None,
+) -> Sweep:
+    """Computes the plan's cells that `out` lacks. The folder must be locked (`locked_folder`).
+
+    makers, workers: start the pools that make traces and replay cells; called only where there is work. report: takes
+    lines about failures and retries as they come; begin: takes what is done and how much of it, gives progress.
+    Raises CannotWriteError where a result cannot be kept, ValueError where the folder's cells are all of another grid.
+    """
+    sweep = Sweep(out, plan)
+    finished = finished_cells(out)
+    missing = [cell for key, cell in plan.cells.items() if key not in finished]
+    sweep.kept = len(plan.cells) - len(missing)
+    sweep.foreign = len(finished) - sweep.kept
+    if finished and not sweep.kept:
+        raise ValueError(
+            f"--out {out}: holds {len(finished)} finished cells, none of them of this grid (or of this epsim and these "
+            "files): give another folder"
+        )
+    needed = [cell.trace.path for cell in missing] + [cell.history.path for cell in missing if cell.history]
+    makings = [plan.makings[path] for path in dict.fromkeys(needed) if path in plan.makings and not path.exists()]
+    unmade: dict[Path, str] = {}
+    if makings:
+        (out / TRACES).mkdir(exist_ok=True)
+        advance = begin("making traces", len(makings))
+        for job, line in _work(makings, makers, retries, sweep, report):
+            advance(1)
+            if isinstance(line, Failed):
+                assert isinstance(job, Making)
+                unmade[job.target] = line.line
+    ready = []
+    for cell in missing:
+        paths = [cell.trace.path, *([cell.history.path] if cell.history else [])]
+        why = next((unmade[path] for path in paths if path in unmade), None)
+        if why is None:
+            ready.append(cell)
+        else:
+            sweep.failed[cell.key] = why
+            report(f"{words_of(cell)}: {why}")
+    advance = begin("replaying", len(plan.cells))
+    advance(sweep.kept + len(missing) - len(ready))
+    for job, outcome in _work(ready, workers, retries, sweep, report):
+        assert isinstance(job, Cell)
+        advance(1)
+        if isinstance(outcome, Failed):
+            sweep.failed[job.key] = outcome.line
+            report(f"{words_of(job)}: {outcome.line}")
+        else:
+            assert outcome.results is not None
+            keep_cell(out, job, outcome.results)
+            sweep.computed += 1
+    sweep.failed = {key: sweep.failed[key] for key in plan.cells if key in sweep.failed}
+    return sweep
+
+
+def _work(
+    jobs: Sequence[Job], pool_of: Callable[[], Pool], retries: int, sweep: Sweep, report: Report
+) -> Iterator[tuple[Job, Done | Failed]]:
+    """Each job's outcome, as they come. A job whose worker dies goes to another at once, `retries` times at most."""
+    if not jobs:
+        return
+    pool = pool_of()
+    try:
+        waiting = deque(jobs)
+        idle = list(range(pool.num_workers))
+        at: dict[int, Job] = {}
+        deaths: Counter[int] = Counter()
+        while waiting or at:
+            while waiting and idle:
+                worker = idle.pop(0)
+                at[worker] = waiting.popleft()
+                pool.give(worker, at[worker])
+            for worker, outcome in pool.wait():
+                job = at.pop(worker)
+                idle.append(worker)
+                if not isinstance(outcome, Died):
+                    yield job, outcome
+                    continue
+                deaths[id(job)] += 1
+                if deaths[id(job)] > retries:
+                    yield job, Failed(f"{outcome.line} ({deaths[id(job)]} times)")
+                else:
+                    sweep.retried += 1
+                    report(f"{words_of(job)}: {outcome.line}; again ({deaths[id(job)]} of {retries})")
+                    waiting.appendleft(job)
+    finally:
+        pool.close()
+
+
+def words_of(job: Job) -> str:
+    if isinstance(job, Making):
+        return f"{TRACES}/{job.target.name}"
+    return f"cell {job.key} ({axes_words(job.axes)})"
+
+
+def axes_words(axes: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in axes.items() if key in ("trace", "ranks", "redundant", "seed"))
+
+
+def cell_path(out: Path, key: str) -> Path:
+    return out / CELLS / f"{key}.json"
+
+
+def keep_cell(out: Path, cell: Cell, results: Results) -> None:
+    """Writes one cell's results, whole or not at all. Raises CannotWriteError."""
+    check_results(results)
+    path = cell_path(out, cell.key)
+    text = json.dumps({**results, "cell": {"key": cell.key, **cell.axes}}, indent=1, allow_nan=False) + "\n"
+    try:
+        with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CannotWriteError(path, error) from None
+
+
+def finished_cells(out: Path) -> set[str]:
+    """Keys of the whole cells in the folder; what is left of others does not count."""
+    found = set()
+    for path in (out / CELLS).glob("*.json"):
+        try:
+            content = json.loads(path.read_bytes())
+            if content["cell"]["key"] == path.stem and content["stacks"]:
+                found.add(path.stem)
+        except (ValueError, TypeError, KeyError, OSError, RecursionError):
+            continue
+    return found
+
+
+def check_folder(out: Path) -> None:
+    """Before a sweep: raises ValueError in one line where the folder is no folder, cannot be written, or holds another
+    command's results."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out}: is a file; give a folder")
+    if out.is_dir() and not (out / CELLS).is_dir() and (out / "results.json").exists():
+        raise ValueError(f"--out {out}: holds the results of another command: give another folder")
+    if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out}: not writable; give another folder")
+
+
+@contextlib.contextmanager
+def locked_folder(out: Path) -> Iterator[None]:
+    """Makes the folder, and holds it until the block ends or the process dies. Raises ValueError in one line."""
+    try:
+        (out / CELLS).mkdir(parents=True, exist_ok=True)
+        lock = open(out / LOCK, "w")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"--out {out}: another sweep is at work there: wait for it, or give another folder"
+            ) from None
+        for stale in [*(out / CELLS).glob(".*.part"), *(out / TRACES).glob(".*.part"), *out.glob(".*.part")]:
+            stale.unlink(missing_ok=True)
+        yield

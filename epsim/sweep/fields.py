@@ -1,0 +1,94 @@
+"""What a grid file may hold: keys, the kinds of their values, and one clear line for what does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from epsim.traces.files import printable
+
+Values: TypeAlias = tuple[Any, ...]
+
+MAX_SEED = 2**63 - 1
+MOST_SLOTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """words: what a value must be; fits: whether it is that. crossed: whether a list of values is crossed with those of
+    other keys; else a list has a meaning of its own, or is refused."""
+
+    words: str
+    fits: Callable[[Any], bool]
+    crossed: bool = True
+
+
+def whole(low: int, high: int = MOST_SLOTS, *, crossed: bool = True, words: tuple[str, ...] = ()) -> Field:
+    """A whole number from low to high, or one of some words."""
+    said = f"a whole number from {low} to {high}" + "".join(f' or "{word}"' for word in words)
+    return Field(said, lambda value: (type(value) is int and low <= value <= high) or value in words, crossed)
+
+
+def number(low: float, high: float = math.inf, *, crossed: bool = True, open_ends: bool = False) -> Field:
+    said = f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else "")
+
+    def fits(value: Any) -> bool:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            return False
+        return bool(low < value < high if open_ends else low <= value <= high)
+
+    return Field(said + (", both excluded" if open_ends else ""), fits, crossed)
+
+
+def text(*, crossed: bool = True, known: tuple[str, ...] = ()) -> Field:
+    if known:
+        return Field(f"one of {', '.join(known)}", lambda value: value in known, crossed)
+    return Field("a text", lambda value: isinstance(value, str) and value.strip() != "" and "\0" not in value, crossed)
+
+
+FLAG = Field("true or false", lambda value: isinstance(value, bool))
+
+
+def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = tuple(known)
+    unknown = next((key for key in table if key not in known), None)
+    if unknown is not None:
+        raise ValueError(f"{where}: unknown key {unknown!r}: known are {', '.join(known)}")
+
+
+def values_of(
+    table: Mapping[str, Any], key: str, field: Field, where: str, default: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The value, or the list of values, of a key. Raises ValueError for a value that does not fit, an empty list, or a
+    value that stands twice."""
+    if key not in table:
+        return default
+    given = table[key]
+    if isinstance(given, list):
+        if not field.crossed:
+            raise ValueError(f"{where}: {key} takes one value, not a list: give {field.words}")
+        if not given:
+            raise ValueError(f"{where}: {key} is an empty list: give at least one value, or leave {key} out")
+    values = tuple(given) if isinstance(given, list) else (given,)
+    for place, value in enumerate(values):
+        if not field.fits(value):
+            raise ValueError(f"{where}: {key} {_shown(value)}: give {field.words}")
+        if any(value == other and type(value) is type(other) for other in values[:place]):
+            raise ValueError(f"{where}: {key} {_shown(value)} stands twice in its list: give it once")
+    return values
+
+
+def texts_of(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """A list of texts, or a single one, that is not crossed."""
+    given = table.get(key)
+    if given is None:
+        raise ValueError(f"{where}: key {key!r} is missing: give a list of texts")
+    field = text()
+    return tuple(str(value) for value in values_of({key: given}, key, field, where, ()))
+
+
+def _shown(value: Any) -> str:
+    shown = printable(repr(value))
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,115 @@
+"""Workers as Ray actors: on a cluster, or on a cluster of this machine alone that is made for the sweep."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from epsim.parallel import cores
+from epsim.sweep.cells import Cell
+from epsim.sweep.sources import Opening
+from epsim.sweep.work import Died, Done, Failed, Job, Outcome, perform
+from epsim.traces.files import message_line
+
+LOCAL = "local"
+PATIENCE = 120.0
+
+
+class SweepActor:
+    """One worker; a Ray actor by `ray.remote`."""
+
+    def __init__(self, threads: int) -> None:
+        import torch
+
+        os.environ["EPSIM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+        self._folder = Path(tempfile.mkdtemp(prefix="epsim-sweep-"))
+        self._here: dict[Path, Path] = {}
+
+    def perform(self, job: Cell, files: list[Any]) -> Done | Failed:
+        """files: (path, content, an object of Ray's) of each trace, for machines that do not see the sweep's files."""
+        import ray
+
+        for path, content in files:
+            if path not in self._here:
+                self._here[path] = path
+                if not path.exists():
+                    self._here[path] = self._folder / f"{len(self._here)}.parquet"
+                    self._here[path].write_bytes(ray.get(content))
+        trace = replace(job.trace, path=self._here[job.trace.path])
+        history = job.history and replace(job.history, path=self._here[job.history.path])
+        return perform(replace(job, trace=trace, history=history))
+
+
+class RayWorkers:
+    """Actors of one CPU each. num_workers: None for as many as the cluster has CPUs."""
+
+    def __init__(self, address: str, num_workers: int | None, threads: int = 1) -> None:
+        """Raises ValueError in one line where Ray or the cluster is not there, or the cluster is too small."""
+        try:
+            ray: Any = importlib.import_module("ray")
+        except ImportError:
+            raise ValueError("--ray needs Ray: pip install 'epsim[ray]'") from None
+        self._ray = ray
+        self._threads = threads
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        quiet = {"log_to_driver": False, "logging_level": "CRITICAL"}
+        if address == LOCAL:
+            there = num_workers or cores()
+            ray.init(num_cpus=there, include_dashboard=False, **quiet)
+        else:
+            try:
+                ray.init(address=address, **quiet)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                line = message_line(str(error).splitlines()[0])
+                raise ValueError(f"--ray {address}: {line}: give a cluster's address, auto or local") from None
+            there = int(ray.cluster_resources().get("CPU", 0))
+        self._num_workers = num_workers or there
+        if self._num_workers > there or there < 1:
+            ray.shutdown()
+            raise ValueError(f"--workers {self._num_workers}: the cluster has {there} CPUs: give fewer")
+        self._actors: dict[int, Any] = {}
+        self._busy: dict[Any, int] = {}
+        self._contents: dict[Path, Any] = {}
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    def give(self, worker: int, job: Job) -> None:
+        assert isinstance(job, Cell), "traces are made where the sweep is"
+        if worker not in self._actors:
+            made = self._ray.remote(SweepActor).options(num_cpus=1, max_restarts=0)
+            self._actors[worker] = made.remote(self._threads)
+        openings = [job.trace] if job.history is None else [job.trace, job.history]
+        files = [(opening.path, self._content(opening)) for opening in openings]
+        self._busy[self._actors[worker].perform.remote(job, files)] = worker
+
+    def wait(self) -> list[tuple[int, Outcome]]:
+        ready, _ = self._ray.wait(list(self._busy), num_returns=1)
+        found: list[tuple[int, Outcome]] = []
+        for reference in ready:
+            worker = self._busy.pop(reference)
+            try:
+                found.append((worker, self._ray.get(reference)))
+            except self._ray.exceptions.RayError as error:
+                actor = self._actors.pop(worker)
+                self._ray.kill(actor)
+                kind = type(error).__name__
+                found.append((worker, Died(f"its Ray worker is gone ({kind}), as where memory or a machine fails")))
+        return found
+
+    def close(self) -> None:
+        self._ray.shutdown()
+
+    def _content(self, opening: Opening) -> Any:
+        """Handed out once; on a machine of its own nothing is copied."""
+        if len(self._ray.nodes()) < 2:
+            return None
+        if opening.path not in self._contents:
+            self._contents[opening.path] = self._ray.put(opening.path.read_bytes())
+        return self._contents[opening.path]

@@ -1,0 +1,74 @@
+"""What a sweep says on a terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from epsim.report.table import PIPE_WIDTH
+from epsim.results import Results
+from epsim.sweep.drive import Sweep
+from epsim.sweep.grid import Values
+from epsim.traces.files import printable
+
+MOST_ROWS = 60
+
+
+def print_sweep(sweep: Sweep, results: Results | None) -> None:
+    """Prints a line a cell, and what was computed, kept, skipped and failed, to stdout."""
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    if results is not None:
+        console.print(_table(results))
+        left = len(results["sweep"]["cells"]) - MOST_ROWS
+        if left > 0:
+            console.print(Text(f"and {left} more cells, all in {sweep.out}/results.parquet"))
+    for line in summary(sweep):
+        console.print(Text(printable(line)))
+    if results is not None:
+        console.print(Text(printable(results["verdict"]), style="bold"))
+
+
+def summary(sweep: Sweep) -> Iterator[str]:
+    number = len(sweep.plan.cells)
+    parts = [f"{sweep.computed} computed", f"{sweep.kept} kept from before"]
+    parts += [f"{len(sweep.failed)} failed"] if sweep.failed else []
+    yield f"{number} cells: {', '.join(parts)}"
+    if sweep.retried:
+        yield f"{sweep.retried} given out again after a worker died"
+    if sweep.foreign:
+        yield f"{sweep.foreign} finished cells in {sweep.out} are not of this grid: kept, not shown"
+    if sweep.plan.excluded:
+        yield f"{sweep.plan.excluded} combinations left out by [[except]]"
+    for reason, times in Counter(reason for _, reason in sweep.plan.skipped).items():
+        yield f"{times} combination{'s' if times > 1 else ''} skipped: {reason}"
+    for reason, times in Counter(sweep.failed.values()).items():
+        yield f"{times} cell{'s' if times > 1 else ''} failed: {reason}"
+
+
+def _table(results: Results) -> Table:
+    """Peak over mean of every stack, and of the best its change from the first."""
+    axes = list(results["sweep"]["axes"]) or ["trace"]
+    entries: dict[str, list[Values]] = {}
+    for entry in results["stacks"]:
+        entries.setdefault(entry["cell"], []).append(entry)
+    names = list(dict.fromkeys(entry["of"] for entry in results["stacks"]))
+    table = Table()
+    for name in axes:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for name in names:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    table.add_column("best vs first")
+    for cell in results["sweep"]["cells"][:MOST_ROWS]:
+        own = {entry["of"]: entry["metrics"]["max_over_mean"]["mean"] for entry in entries[cell["key"]]}
+        told = ["-" if own.get(name) is None else f"{own[name]:.3f}" for name in names]
+        known = [value for value in own.values() if value is not None]
+        first = own[next(iter(own))]
+        gain = f"{min(known) / first - 1:+.1%}" if known and first else "-"
+        places = ["-" if cell.get(key) is None else str(cell[key]) for key in axes]
+        table.add_row(*(Text(printable(text)) for text in (*places, *told, gain)))
+    return table
