@@ -1,0 +1,134 @@
+"""What a channel reader makes of a layer's weights, once: a ternary sketch of gate and up rows, and a low-rank map."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from epsim.kernels.reader.codes import BLOCK, LARGEST, code_rows, codes_of_rows, in_blocks, row_bytes, ternary
+from epsim.kernels.reader.rotate import random_signs, rotated
+
+RANK = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSketch:
+    """Of E experts of I channels and H inputs; B = H / 128 blocks.
+
+    codes [E, H, row_bytes(I)] uint8: coordinate-major in the rotated basis, each row one coordinate's codes of all
+    channels (`code_rows`). scales [E, B, 2, I] float16: of gate (0) and up (1). errors [E, B, 2, I] float16: never
+    rounded down; a read does not need them. norms [E, I] bfloat16: lengths of the down columns. signs [H] int8: of the
+    rotation. basis [H, r] bfloat16: U, the first left singular vectors of all down columns of the layer. coefficients
+    [E, I, r] bfloat16: b = U^T d.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    errors: torch.Tensor
+    norms: torch.Tensor
+    signs: torch.Tensor
+    basis: torch.Tensor
+    coefficients: torch.Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def intermediate(self) -> int:
+        return self.norms.shape[1]
+
+    @property
+    def rank(self) -> int:
+        return self.basis.shape[1]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    def to(self, device: Any) -> LayerSketch:
+        return LayerSketch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    def decoded(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """[E, 2I, H]: scale times code of gate rows, then of up rows, in the rotated basis."""
+        pair = torch.stack(codes_of_rows(self.codes, self.intermediate), 1)  # [E, 2, H, I]
+        rows = in_blocks(pair.transpose(2, 3).to(dtype))  # [E, 2, I, B, 128]
+        blocks = rows * self.scales.permute(0, 2, 3, 1)[..., None].to(dtype)
+        return blocks.flatten(3).flatten(1, 2)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes kept in memory: `sketch` (codes, scales, errors, norms, signs) and `map` (basis, coefficients)."""
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in self.tensors().items()}
+        map_bytes = sizes["basis"] + sizes["coefficients"]
+        return {"sketch": sum(sizes.values()) - map_bytes, "map": map_bytes}
+
+
+def build_layer(gate_up: torch.Tensor, down: torch.Tensor, seed: int = 0, rank: int = RANK) -> LayerSketch:
+    """gate_up [E, 2I, H] (gate rows, then up rows), down [E, H, I] -> the layer's sketch, on their device.
+
+    From the weights alone; rotation, codes and map in float64. Raises ValueError for weights that are not finite or
+    that float16 cannot scale, and for shapes that do not fit.
+    """
+    num_experts, double, hidden = gate_up.shape
+    intermediate = double // 2
+    if hidden % BLOCK or double % 2 or tuple(down.shape) != (num_experts, hidden, intermediate):
+        raise ValueError(
+            f"experts of gate_up {list(gate_up.shape)} and down {list(down.shape)}: a sketch needs [E, 2I, H] and "
+            f"[E, H, I] with H a multiple of {BLOCK}"
+        )
+    if not 1 <= rank <= hidden:
+        raise ValueError(f"rank {rank} of the map: give 1 to {hidden}, the hidden size")
+    device = gate_up.device
+    signs = random_signs(hidden, seed).to(device)
+    sketch = LayerSketch(
+        codes=torch.empty(num_experts, hidden, row_bytes(intermediate), dtype=torch.uint8, device=device),
+        scales=torch.empty(num_experts, hidden // BLOCK, 2, intermediate, dtype=torch.float16, device=device),
+        errors=torch.empty(num_experts, hidden // BLOCK, 2, intermediate, dtype=torch.float16, device=device),
+        norms=torch.empty(num_experts, intermediate, dtype=torch.bfloat16, device=device),
+        signs=signs,
+        basis=main_directions(down, rank).to(torch.bfloat16),
+        coefficients=torch.empty(num_experts, intermediate, rank, dtype=torch.bfloat16, device=device),
+    )
+    for expert in range(num_experts):
+        blocks = rotated(gate_up[expert].double(), signs).view(2, intermediate, -1, BLOCK)
+        longest = float(blocks.norm(dim=-1).amax())
+        if not longest <= LARGEST:
+            _refuse(expert, longest)
+        coded = ternary(blocks)
+        gate, up = coded.codes.flatten(2).transpose(1, 2)
+        sketch.codes[expert] = code_rows(gate, up)
+        sketch.scales[expert] = coded.scale.permute(2, 0, 1)
+        sketch.errors[expert] = coded.error.permute(2, 0, 1)
+        columns = down[expert].double()
+        sketch.norms[expert] = columns.norm(dim=0).to(torch.bfloat16)
+        sketch.coefficients[expert] = (columns.T @ sketch.basis.double()).to(torch.bfloat16)
+    return sketch
+
+
+def main_directions(down: torch.Tensor, rank: int) -> torch.Tensor:
+    """down [E, H, I] -> [H, rank] float64: the first left singular vectors of the columns of all experts together,
+    each with its largest entry positive. Raises ValueError for weights that are not finite."""
+    square = down.new_zeros(down.shape[1], down.shape[1], dtype=torch.float64)
+    for expert, columns in enumerate(down):
+        if not bool(torch.isfinite(columns).all()):
+            _refuse(expert, float("nan"))
+        square += columns.double() @ columns.double().T
+    vectors = torch.linalg.eigh(square).eigenvectors[:, -rank:].flip(1)
+    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
+    oriented: torch.Tensor = vectors * largest.sign()
+    return oriented
+
+
+def _refuse(expert: int, longest: float) -> NoReturn:
+    if longest < float("inf"):
+        raise ValueError(
+            f"expert {expert} has a block of {BLOCK} weights of length {longest:.3g}, beyond {LARGEST:g}: its sketch's "
+            "16-bit scales cannot hold it"
+        )
+    raise ValueError(f"expert {expert} has weights that are not finite: nothing can be sketched from them")

@@ -1,0 +1,136 @@
+"""Bytes that a channel reader reads, in whole sectors of 32: of a budget, of a token, of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from epsim.kernels.reader.codes import BLOCK, SECTOR, row_bytes
+
+Source = Literal["sketch", "int4-gate", "cats"]
+"""What channel scores are made from: the ternary sketch, an int4 copy of the gate rows, the gate rows themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBytes:
+    """hidden and intermediate: of the experts. weight_bytes: of one weight. coordinates: of 128, read by the screen.
+    rank: of the restoring map, 0 for none. source: of the scores. sector: 1 counts bytes without rounding.
+
+    A token's read is: for each of its experts the screen (codes of the coordinates read, scales, norms; or what the
+    other sources read), for each kept channel its gate, up and down weights, for each skipped one its b, and once the
+    signs and U. Errors of the sketch are not read. Activations are not counted.
+    """
+
+    hidden: int
+    intermediate: int
+    weight_bytes: float = 2
+    coordinates: int = 80
+    rank: int = 32
+    source: Source = "sketch"
+    sector: int = SECTOR
+
+    def _whole(self, count: float) -> int:
+        return int(-(-count // self.sector) * self.sector)
+
+    @property
+    def weight_row(self) -> int:
+        """Of a channel's gate, up or down weights."""
+        return self._whole(self.hidden * self.weight_bytes)
+
+    @property
+    def expert(self) -> int:
+        """All weights of an expert."""
+        return 3 * self.intermediate * self.weight_row
+
+    @property
+    def code_row(self) -> int:
+        """Of one coordinate's codes of all channels of an expert."""
+        return row_bytes(self.intermediate, self.sector)
+
+    @property
+    def beside_codes(self) -> int:
+        """Of an expert's screen, whatever coordinates are read."""
+        norms = self._whole(2 * self.intermediate)
+        if self.source == "cats":
+            return norms + self.intermediate * self.weight_row
+        if self.source == "int4-gate":
+            return norms + self.intermediate * self._whole(self.hidden / 2 + 2 * self.hidden // BLOCK)
+        return norms + self._whole(self.hidden // BLOCK * 2 * self.intermediate * 2)
+
+    @property
+    def screen(self) -> int:
+        """Of an expert for one token."""
+        read = self.hidden * self.coordinates // BLOCK if self.source == "sketch" else 0
+        return self.beside_codes + read * self.code_row
+
+    @property
+    def kept_channel(self) -> int:
+        return (2 if self.source == "cats" else 3) * self.weight_row
+
+    @property
+    def skipped_channel(self) -> int:
+        return self._whole(2 * self.rank)
+
+    @property
+    def once(self) -> int:
+        """Of a layer: the rotation's signs and U."""
+        signs = self._whole(self.hidden) if self.source == "sketch" else 0
+        return signs + self.hidden * self._whole(2 * self.rank)
+
+    def token(self, num_experts: int, num_kept: int) -> int:
+        """Of a token with so many experts, on one rank, and channels kept; keeping all reads the weights alone."""
+        channels = num_experts * self.intermediate
+        if num_kept >= channels:
+            return num_experts * self.expert
+        read = num_experts * self.screen + num_kept * self.kept_channel
+        return read + (channels - num_kept) * self.skipped_channel + (self.once if num_experts else 0)
+
+    def kept(self, budget: float, num_experts: int) -> int:
+        """The most channels that a token of so many experts may keep for `token` to stay within the budget, a share of
+        its experts' bytes. Raises ValueError where the budget does not pay for the screen."""
+        channels = num_experts * self.intermediate
+        if budget >= 1 or not num_experts:
+            return channels
+        room = budget * num_experts * self.expert - self.token(num_experts, 0)
+        if room < 0:
+            least = self.token(num_experts, 0) / (num_experts * self.expert)
+            raise ValueError(
+                f"a budget of {budget:g} does not pay for choosing: of {num_experts} experts of {self.hidden} x "
+                f"{self.intermediate} {least:.4f} is read before any channel is; give more"
+            )
+        # One less than all, since a screen is read as well.
+        return min(int(room // (self.kept_channel - self.skipped_channel)), channels - 1)
+
+
+def token_bytes(sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """ids [T, k] (-1 for none), kept [T, k, I] bool -> [T] int64: what each token alone reads."""
+    experts = (ids >= 0).sum(1)
+    num_kept = kept.sum((1, 2))
+    channels = experts * sizes.intermediate
+    read = experts * sizes.screen + num_kept * sizes.kept_channel
+    read = read + (channels - num_kept) * sizes.skipped_channel + sizes.once * (experts > 0)
+    return torch.where(num_kept == channels, experts * sizes.expert, read)
+
+
+def union_bytes(
+    sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor, coordinates: torch.Tensor, num_experts: int
+) -> int:
+    """What a batch really reads: coordinates [T, H] bool, read by each token's screen. Of every active expert the union
+    of its tokens' coordinates, of kept channels, and of skipped ones."""
+    slots = torch.where(ids >= 0, ids, num_experts).flatten()
+
+    def union(marks: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros(num_experts + 1, marks.shape[-1], dtype=torch.int64, device=ids.device)
+        return found.index_add_(0, slots, marks.flatten(0, 1).long())[:num_experts] > 0
+
+    there = (ids >= 0)[..., None]
+    active = int((torch.bincount(slots, minlength=num_experts + 1)[:num_experts] > 0).sum())
+    if bool((kept | ~there).all()):
+        return active * sizes.expert
+    read = active * sizes.beside_codes + sizes.once * (active > 0)
+    if sizes.source == "sketch":
+        read += int(union(coordinates[:, None].expand(-1, ids.shape[1], -1)).sum()) * sizes.code_row
+    read += int(union(kept & there).sum()) * sizes.kept_channel
+    return read + int(union(~kept & there).sum()) * sizes.skipped_channel

@@ -1,0 +1,92 @@
+"""Ternary codes of blocks of 128 weights, and how they are packed: five codes a byte."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 128
+CODES_A_BYTE = 5
+SECTOR = 32
+"""Bytes that a GPU fetches at the least, and at whose multiples it does."""
+LARGEST = 65504.0
+"""Of float16: no block of weights may be longer."""
+
+
+def in_blocks(values: torch.Tensor) -> torch.Tensor:
+    """[..., H] -> [..., H / 128, 128]."""
+    return values.reshape(*values.shape[:-1], -1, BLOCK)
+
+
+class Ternary(NamedTuple):
+    """codes [..., 128] int8 in -1, 0, 1; scale [...] float16; error [...] float16: the length of w - scale * codes,
+    never rounded down, so that |w.x - scale codes.x| <= error |x|."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    error: torch.Tensor
+
+
+def ternary(blocks: torch.Tensor) -> Ternary:
+    """blocks [..., 128] float64, of float32 weights, each no longer than `LARGEST` -> codes of least squared error.
+
+    With m weights coded, the m largest in size, the best scale is their mean size and the error |w|^2 - S_m^2 / m, S_m
+    the sum of their sizes: so sort, and take the m that maximises S_m^2 / m.
+    """
+    sizes, order = blocks.abs().sort(dim=-1, descending=True, stable=True)
+    number = torch.arange(1, blocks.shape[-1] + 1, device=blocks.device, dtype=blocks.dtype)
+    sums = sizes.cumsum(-1)
+    # Normed, so that squares of tiny weights do not vanish.
+    gain = (sums / sums[..., -1:].clamp(min=torch.finfo(blocks.dtype).tiny)).square() / number
+    last = gain.argmax(-1, keepdim=True)
+    scale = (sums.gather(-1, last) / (last + 1)).to(torch.float16)
+    coded = torch.zeros_like(blocks, dtype=torch.bool).scatter_(-1, order, number - 1 <= last)
+    codes = torch.where(coded, blocks.sign(), 0.0)
+    error = (blocks - codes * scale.to(blocks.dtype)).norm(dim=-1)
+    return Ternary(codes.to(torch.int8), scale[..., 0], rounded_up(error))
+
+
+def rounded_up(values: torch.Tensor) -> torch.Tensor:
+    """values [...] float64 >= 0 -> the least float16 that is not below, with room for the sums they come from."""
+    wide = values * (1 + 2.0**-40)
+    near = wide.to(torch.float16)
+    next_one = (near.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(near.to(values.dtype) < wide, next_one, near)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """codes [..., n] in -1, 0, 1 -> [..., ceil(n / 5)] uint8: sum of (code + 1) 3^i over five, missing ones 0."""
+    short = -codes.shape[-1] % CODES_A_BYTE
+    digits = torch.nn.functional.pad(codes.to(torch.int16), (0, short)) + 1
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int16, device=codes.device)
+    fives = digits.reshape(*digits.shape[:-1], -1, CODES_A_BYTE)
+    return (fives * powers).sum(-1).to(torch.uint8)
+
+
+def unpacked(packed_codes: torch.Tensor, count: int) -> torch.Tensor:
+    """[..., m] uint8 -> [..., count] int8, the inverse of `packed`."""
+    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int16, device=packed_codes.device)
+    digits = packed_codes.to(torch.int16)[..., None] // powers % 3
+    return (digits.flatten(-2)[..., :count] - 1).to(torch.int8)
+
+
+def row_bytes(intermediate: int, sector: int = SECTOR) -> int:
+    """Bytes of one coordinate's codes of an expert's gate and up channels, in whole sectors."""
+    return -(-2 * -(-intermediate // CODES_A_BYTE) // sector) * sector
+
+
+def code_rows(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gate, up [..., I] codes of one coordinate -> [..., row_bytes(I)] uint8.
+
+    Bytes 2m and 2m + 1 hold channels 5m to 5m + 4 of gate and of up, so that one 16-bit word has both; zeros (codes,
+    bytes of 121) fill the last sector.
+    """
+    words = torch.stack([packed(gate), packed(up)], -1).flatten(-2)
+    short = row_bytes(gate.shape[-1]) - words.shape[-1]
+    return torch.nn.functional.pad(words, (0, short), value=121)
+
+
+def codes_of_rows(rows: torch.Tensor, intermediate: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., row_bytes(I)] uint8 -> gate and up [..., I] int8, the inverse of `code_rows`."""
+    return unpacked(rows[..., 0::2], intermediate), unpacked(rows[..., 1::2], intermediate)

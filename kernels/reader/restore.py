@@ -1,0 +1,18 @@
+"""What skipped channels would have added, by the low-rank map: U sum of w_j b_j p_j."""
+
+from __future__ import annotations
+
+import torch
+
+from epsim.kernels.reader.build import LayerSketch
+from epsim.kernels.reader.slots import slot_products
+
+
+def restored(amounts: torch.Tensor, ids: torch.Tensor, sketch: LayerSketch) -> torch.Tensor:
+    """amounts [T, k, I]: w_j p_j of skipped channels, 0 for kept ones; ids [T, k] -> [T, H], in the type of amounts.
+
+    Ranks of an expert-parallel group may each restore their own experts' part: it is a sum over experts.
+    """
+    coefficients = sketch.coefficients.to(amounts.dtype).transpose(1, 2)
+    summed = slot_products(amounts, ids, coefficients).sum(1)
+    return summed @ sketch.basis.to(amounts.dtype).T

@@ -1,0 +1,65 @@
+"""The screen: estimates of gate and up activations from the ternary sketch, and bounds of their errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from epsim.kernels.reader.build import LayerSketch
+from epsim.kernels.reader.codes import in_blocks
+from epsim.kernels.reader.rotate import rotated
+from epsim.kernels.reader.select import top_mask
+from epsim.kernels.reader.slots import slot_products
+
+COORDINATES = 80
+"""Of 128, those that a partial screen reads."""
+
+
+def coordinates(rotated_x: torch.Tensor, number: int) -> torch.Tensor:
+    """rotated_x [T, H] -> [T, H] bool: in each block the `number` coordinates of largest size, ties to the lower."""
+    return top_mask(in_blocks(rotated_x.abs()), number).flatten(-2)
+
+
+@dataclass(frozen=True, eq=False)
+class Screen:
+    """A sketch decoded once, to screen many tokens with. dtype: of the arithmetic."""
+
+    sketch: LayerSketch
+    dtype: torch.dtype = torch.float32
+
+    @cached_property
+    def decoded(self) -> torch.Tensor:
+        """[E, 2I, H]."""
+        return self.sketch.decoded(self.dtype)
+
+    def estimates(
+        self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [T, H], ids [T, k] -> gate and up estimates [T, k, I] of the token's experts, from the `number` largest
+        coordinates of each block of Rx; 128 is the full screen."""
+        rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
+        read = rotated_x * coordinates(rotated_x, number)
+        gate, up = slot_products(read, ids, self.decoded).chunk(2, -1)
+        return gate, up
+
+    def error_bounds(
+        self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most by which `estimates` can be off in exact arithmetic, gate and up [T, k, I].
+
+        Over blocks b: error_b |x_b|, and for coordinates that are not read scale_b times the sum of their sizes, as no
+        code is larger than 1.
+        """
+        rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
+        unread = rotated_x.abs() * ~coordinates(rotated_x, number)
+        lengths = in_blocks(rotated_x).norm(dim=-1)
+        sizes = in_blocks(unread).sum(-1)
+        bounds = []
+        for which in (0, 1):
+            errors, scales = (
+                table[:, :, which].transpose(1, 2).to(self.dtype) for table in (self.sketch.errors, self.sketch.scales)
+            )
+            bounds.append(slot_products(lengths, ids, errors) + slot_products(sizes, ids, scales))
+        return bounds[0], bounds[1]

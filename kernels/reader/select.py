@@ -1,0 +1,99 @@
+"""Which channels are kept: exactly the k of highest score, or all above a threshold; ties go to the lower index."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+
+def top_mask(values: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
+    """values [..., n], number an integer or [...] int64, 0 to n -> [..., n] bool: the `number` largest, ties by index.
+
+    Exact and the same on every device: it depends on comparisons alone.
+    """
+    size = values.shape[-1]
+    if isinstance(number, int):
+        number = min(max(number, 0), size)
+        if number in (0, size):
+            return torch.full_like(values, number > 0, dtype=torch.bool)
+        least = values.topk(number, -1).values.amin(-1, keepdim=True)
+        wanted: int | torch.Tensor = number
+    else:
+        wanted = number.clamp(0, size)[..., None]
+        ordered = values.sort(-1, descending=True).values
+        least = ordered.gather(-1, (wanted - 1).clamp(min=0))
+    above = values > least
+    tied = values == least
+    room = wanted - above.sum(-1, keepdim=True)
+    return (above | (tied & (tied.cumsum(-1) <= room))) & (torch.as_tensor(wanted, device=values.device) > 0)
+
+
+def output_scores(weights: torch.Tensor, norms: torch.Tensor, activations: torch.Tensor) -> torch.Tensor:
+    """weights [T, k], norms [T, k, I], activations [T, k, I] -> w_j |d_j| |p_j| float32: what a channel adds to the
+    layer's output at the most, comparable between experts. Multiplied in this order."""
+    return weights[..., None].float() * norms.float() * activations.float().abs()
+
+
+def keep_top(scores: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
+    """scores [T, k, I], number of channels of each token -> [T, k, I] bool: over all channels of all its experts. Ties
+    go to the earlier slot, then the lower channel."""
+    return top_mask(scores.flatten(1), number).view_as(scores)
+
+
+def keep_above(scores: torch.Tensor, threshold: float | torch.Tensor) -> torch.Tensor:
+    """A calibrated threshold's rule."""
+    return scores > threshold
+
+
+def keep_for_batch(scores: torch.Tensor, ids: torch.Tensor, num_experts: int, number: int) -> torch.Tensor:
+    """One set of `number` channels for the whole batch -> [T, k, I] bool: those of the greatest sum of scores over the
+    batch's tokens, each of them used by every token that has the expert. ids [T, k] int64, -1 for none."""
+    total = scores.new_zeros(num_experts + 1, scores.shape[-1])
+    total.index_add_(0, torch.where(ids >= 0, ids, num_experts).flatten(), scores.flatten(0, 1))
+    chosen = top_mask(total[:num_experts].flatten(), number).view(num_experts, -1)
+    return chosen[ids.clamp(min=0)] & (ids >= 0)[..., None] & (scores > 0)
+
+
+ShareBy = Literal["experts", "weights"]
+
+
+def rank_quotas(
+    number: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    rank_of_expert: torch.Tensor,
+    num_ranks: int,
+    by: ShareBy,
+) -> torch.Tensor:
+    """How many of a token's channels each rank may keep without asking the others: number [T] int64, ids and weights
+    [T, k], rank_of_expert [E] -> [T, R] int64 that sum to `number`.
+
+    In proportion to the token's experts on a rank, or to their weights; largest remainder, ties to the lower rank. All
+    that it looks at is known to every rank that serves the token, so all come to the same.
+    """
+    there = (ids >= 0) & (weights > 0)
+    amount = there.double() if by == "experts" else weights.double() * there
+    share = amount.new_zeros(len(ids), num_ranks)
+    share.scatter_add_(1, rank_of_expert[ids.clamp(min=0)], amount)
+    share = share / share.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    ideal = share * number[:, None]
+    whole = ideal.floor()
+    left = (number - whole.sum(1).long()).clamp(min=0)
+    # Only ranks that serve the token may take what is left over.
+    remainder = torch.where(share > 0, ideal - whole, -1.0)
+    return whole.long() + (top_mask(remainder, left) & (share > 0)).long()
+
+
+def keep_by_rank(
+    scores: torch.Tensor, ids: torch.Tensor, quotas: torch.Tensor, rank_of_expert: torch.Tensor
+) -> torch.Tensor:
+    """The top of each rank's own channels, quotas [T, R] -> [T, k, I] bool. What a rank's quota has beyond its channels
+    is not read by others."""
+    rank = torch.where(ids >= 0, rank_of_expert[ids.clamp(min=0)], -1)
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for number in range(quotas.shape[1]):
+        own = (rank == number)[..., None]
+        allowed = torch.minimum(quotas[:, number], own.sum((1, 2)) * scores.shape[-1])
+        kept |= keep_top(scores.masked_fill(~own, -1.0), allowed) & own
+    return kept

@@ -1,0 +1,47 @@
+"""Products of tokens with the weights of their experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+FEW = 256
+"""Up to so many (token, expert) pairs weights are gathered: no wait for the host, so that a step can be a graph."""
+
+
+def slot_products(values: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """values [T, n] or [T, k, n], ids [T, k] int64, weight [E, m, n] of one type -> [T, k, m]: weight[ids] @ value.
+
+    An id of -1 gives zeros.
+    """
+    num_tokens, slots = ids.shape
+    if values.dim() == 2:
+        values = values[:, None].expand(-1, slots, -1)
+    there = ids >= 0
+    if ids.numel() <= FEW:
+        product = (weight[ids.clamp(min=0)] @ values[..., None])[..., 0]
+        return product * there[..., None]
+    expert = torch.where(there, ids, len(weight)).flatten()
+    order = expert.argsort(stable=True)
+    ends = torch.bincount(expert, minlength=len(weight) + 1).cumsum(0)
+    rows = values.reshape(-1, values.shape[-1])[order]
+    out = values.new_zeros(ids.numel(), weight.shape[1])
+    out[order] = _grouped(rows, weight, ends[:-1])
+    return out.view(num_tokens, slots, -1) * there[..., None]
+
+
+def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows up to ends[e] are expert e's; those behind the last end get what is masked out later."""
+    grouped: Any = getattr(F, "grouped_mm", None)
+    if grouped is not None and rows.is_cuda and rows.dtype == torch.bfloat16:
+        out: torch.Tensor = grouped(rows, weight.transpose(1, 2), offs=ends.to(torch.int32))
+        return torch.where(torch.arange(len(rows), device=rows.device)[:, None] < ends[-1], out, 0.0)
+    out = rows.new_zeros(len(rows), weight.shape[1])
+    first = 0
+    for expert, last in enumerate(ends.tolist()):
+        if last > first:
+            torch.mm(rows[first:last], weight[expert].T, out=out[first:last])
+        first = last
+    return out

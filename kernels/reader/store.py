@@ -1,0 +1,148 @@
+"""Sketches in a file, tied to the checkpoint that they were made from, and the experts in a checkpoint's files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from epsim.kernels.reader.build import RANK, LayerSketch, build_layer
+
+FORMAT = "epsim channel sketch 1"
+FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)$")
+SINGLE = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Raises ValueError where the folder holds no safetensors."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder}: no *.safetensors there: give the folder of a checkpoint")
+    return files
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """SHA-256 over the SHA-256 of each file of weights, in the order of their names."""
+
+    def one(path: Path) -> bytes:
+        digest = hashlib.sha256()
+        with path.open("rb") as opened:
+            while part := opened.read(1 << 24):
+                digest.update(part)
+        return digest.digest()
+
+    with ThreadPoolExecutor() as pool:
+        return hashlib.sha256(b"".join(pool.map(one, checkpoint_files(folder)))).hexdigest()
+
+
+class Checkpoint:
+    """The routed experts of a checkpoint, read layer by layer: as transformers 5 holds them (`experts.gate_up_proj`),
+    or one tensor an expert and matrix (`experts.3.gate_proj.weight`)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = []
+        self._at: dict[tuple[int, str, int], tuple[Any, str]] = {}
+        for path in checkpoint_files(folder):
+            try:
+                opened = safe_open(path, "pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path}: no whole safetensors file ({error})") from None
+            self._files.append(opened)
+            for name in list(opened.keys()):  # type: ignore[no-untyped-call]
+                if found := FUSED.search(name):
+                    self._at[int(found[1]), found[2], -1] = (opened, name)
+                elif found := SINGLE.search(name):
+                    self._at[int(found[1]), found[3], int(found[2])] = (opened, name)
+        self.layers = sorted({layer for layer, _, _ in self._at})
+        if not self.layers:
+            raise ValueError(
+                f"{folder}: no routed experts: names such as model.layers.0.mlp.experts.gate_up_proj, or "
+                "model.layers.0.mlp.experts.0.gate_proj.weight, are looked for"
+            )
+
+    def experts(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """gate_up [E, 2I, H] and down [E, H, I]. Raises ValueError where a part is missing."""
+        if (layer, "gate_up_proj", -1) in self._at:
+            return self._tensor(layer, "gate_up_proj", -1).to(dtype), self._tensor(layer, "down_proj", -1).to(dtype)
+        experts = sorted({expert for number, _, expert in self._at if number == layer})
+        if experts != list(range(len(experts))):
+            raise ValueError(f"layer {layer} has experts {experts[:3]}... : not all of them are in these files")
+        stacks = [
+            torch.stack([self._tensor(layer, name, expert).to(dtype) for expert in experts])
+            for name in ("gate_proj", "up_proj", "down_proj")
+        ]
+        return torch.cat(stacks[:2], 1), stacks[2]
+
+    def _tensor(self, layer: int, name: str, expert: int) -> torch.Tensor:
+        if (layer, name, expert) not in self._at:
+            of = "" if expert < 0 else f" of expert {expert}"
+            raise ValueError(f"layer {layer} has no {name}{of}: not all of the checkpoint is in these files")
+        opened, key = self._at[layer, name, expert]
+        tensor: torch.Tensor = opened.get_tensor(key)
+        return tensor
+
+
+def build_checkpoint(
+    folder: Path, dtype: str = "bfloat16", seed: int = 0, rank: int = RANK, device: str = "cpu"
+) -> Iterator[tuple[int, LayerSketch]]:
+    """(layer number, sketch on the CPU) of every layer with experts, of weights in the type they are served in.
+
+    Each layer's rotation has a seed of its own. Raises ValueError in one line, which names the layer.
+    """
+    checkpoint = Checkpoint(folder)
+    for layer in checkpoint.layers:
+        gate_up, down = (part.to(device) for part in checkpoint.experts(layer, DTYPES[dtype]))
+        yield layer, build_named(layer, gate_up, down, seed, rank).to("cpu")
+
+
+def build_named(layer: int, gate_up: torch.Tensor, down: torch.Tensor, seed: int, rank: int) -> LayerSketch:
+    """`build_layer` of a layer of a model: the seed is the model's, errors name the layer."""
+    try:
+        return build_layer(gate_up, down, seed * 100_003 + layer, rank)
+    except ValueError as error:
+        raise ValueError(f"layer {layer}: {error}") from None
+
+
+def save_sketches(path: Path, sketches: dict[int, LayerSketch], folder: Path, dtype: str, seed: int) -> None:
+    """{layer number: sketch} -> one safetensors file with the hash of the checkpoint in `folder`."""
+    tensors = {
+        f"layers.{layer}.{name}": tensor.contiguous()
+        for layer, sketch in sketches.items()
+        for name, tensor in sketch.tensors().items()
+    }
+    described = {"checkpoint": checkpoint_hash(folder), "dtype": dtype, "seed": str(seed)}
+    save_file(tensors, path, {"format": FORMAT, **described})
+
+
+def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch]:
+    """The sketches of a file, by layer number. Raises ValueError where it is no such file, or was made from another
+    checkpoint than that in `folder`, or for weights of another type."""
+    again = f"build it again: epsim reader build {folder} --out {path}"
+    try:
+        with safe_open(path, "pt") as opened:
+            found = opened.metadata() or {}
+            if found.get("format") != FORMAT:
+                raise ValueError(f"{path}: not a channel sketch: {again}")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as a channel sketch ({error}): {again}") from None
+    if found.get("dtype") != dtype:
+        raise ValueError(
+            f"{path}: made for weights in {found.get('dtype')}, the model runs in {dtype}: {again} --dtype {dtype}"
+        )
+    if found.get("checkpoint") != checkpoint_hash(folder):
+        raise ValueError(f"{path}: made from another checkpoint than {folder} holds: {again}")
+    layers: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        _, layer, part = name.split(".")
+        layers.setdefault(int(layer), {})[part] = tensor
+    return {layer: LayerSketch(**parts) for layer, parts in sorted(layers.items())}
