@@ -132,7 +132,7 @@ def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch
             found = opened.metadata() or {}
             if found.get("format") != FORMAT:
                 raise ValueError(f"{path}: not a channel sketch: {again}")
-            tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}  # type: ignore[no-untyped-call]
+            tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a channel sketch ({error}): {again}") from None
     if found.get("dtype") != dtype:

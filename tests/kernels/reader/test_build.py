@@ -49,7 +49,7 @@ def test_norms_and_map() -> None:
 
 def test_resident_bytes() -> None:
     """Of Qwen3-30B-A3B's shape: the sketch is 8% of the experts, so about 7% of all that is resident."""
-    num_experts, hidden, intermediate = 1, 2048, 768
+    num_experts, hidden, intermediate = 1, 512, 768
     sketch = build_layer(torch.ones(num_experts, 2 * intermediate, hidden), torch.ones(num_experts, hidden, 768))
     held = sketch.resident_bytes()
     blocks = num_experts * 2 * intermediate * hidden // 128

@@ -22,8 +22,9 @@ from epsim.kernels.reader.codes import (
 )
 from epsim.kernels.reader.rotate import hadamard, random_signs, rotated
 
+TINY = 2.0**-23
 WEIGHTS = (
-    st.floats(-1e4, 1e4) | st.just(0.0) | st.floats(-1e-7, 1e-7, width=32) | st.sampled_from([6e4, 1.4e-45, -1e-40])
+    st.floats(-10000, 10000, width=32) | st.floats(-TINY, TINY, width=32) | st.sampled_from([0.0, 6e4, 1.4e-45, -1e-40])
 )
 
 
