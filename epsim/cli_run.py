@@ -50,6 +50,17 @@ DtypeOption = Annotated[str, typer.Option("--dtype", help="auto (bfloat16 on GPU
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="A rank longer in one phase is taken to hang.")
 ]
+HardwareOption = Annotated[
+    str | None,
+    typer.Option("--hardware", metavar="H", help="h100, h200, h800, b200 or a .toml file: predict layer times too."),
+]
+TextOption = Annotated[str | None, typer.Option("--text", metavar="FILE", help="Trained model: the text it reads.")]
+SequenceOption = Annotated[
+    int | None, typer.Option("--sequence", help="Trained model: most tokens of a sequence in a prefill step.")
+]
+ContextOption = Annotated[
+    int, typer.Option("--context", help="Trained model: tokens that a decode step's sequences have read before.")
+]
 GpusOption = Annotated[int | None, typer.Option("--gpus", help="ray: a rank on each of so many GPUs.")]
 CpusOption = Annotated[int | None, typer.Option("--cpus", help="ray: a rank on each of so many CPUs.")]
 RestartsOption = Annotated[int, typer.Option("--restarts", help="ray: how often a failed gang goes on.")]
@@ -75,6 +86,10 @@ def run_command(
     device: DeviceOption = "auto",
     dtype: DtypeOption = "auto",
     timeout: TimeoutOption = 20.0,
+    hardware: HardwareOption = None,
+    text: TextOption = None,
+    sequence: SequenceOption = None,
+    context_tokens: ContextOption = 64,
     gpus: GpusOption = None,
     cpus: CpusOption = None,
     restarts: RestartsOption = 2,
@@ -84,7 +99,7 @@ def run_command(
 
     options = RunOptions(
         trace, model, tuple(policy), out, steps, ranks, nodes, redundant, groups, layers, history, plan_share, seed,
-        exchange, device, dtype, timeout,
+        exchange, device, dtype, timeout, hardware, text, sequence, context_tokens,
     )  # fmt: skip
     if isinstance(context.obj, list):  # a worker, started already
         context.obj.append(options)

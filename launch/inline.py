@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
-from epsim.launch.worker import Member, run_rank
+from epsim.launch.worker import run_rank
 from epsim.results import Results
 
 

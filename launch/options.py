@@ -8,7 +8,9 @@ from pathlib import Path
 LAUNCHERS = ("inline", "torchrun", "ray")
 EXCHANGES = ("auto", "deep_ep", "torch")
 DEVICES = ("auto", "cpu", "cuda")
+CONTEXT = 64
 DTYPES = ("auto", "float32", "bfloat16")
+ONLY_BFLOAT16 = "on GPUs experts compute in bfloat16; leave --dtype out, or give --device cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +18,10 @@ class RunOptions:
     """policies: as given to --policy. steps: None for all that the trace has after those planned on.
 
     ranks: None for as many as the launcher makes. layers: the first so many of the trace's, None for all.
+    hardware: what times are predicted for, None for no prediction of them.
+    text, sequence, context: of a trained model: the file it reads (None: held-out text of the corpus), the most tokens
+    of a sequence in a step that is no decode step (None: as many as the model reads), and the tokens that a decode
+    step's sequences have read before.
     timeout: seconds that the rank furthest behind may stay in one phase before it is taken to hang.
     """
 
@@ -36,15 +42,21 @@ class RunOptions:
     device: str = "auto"
     dtype: str = "auto"
     timeout: float = 20.0
+    hardware: str | None = None
+    text: str | None = None
+    sequence: int | None = None
+    context: int = CONTEXT
 
     def __post_init__(self) -> None:
         for name, known in (("exchange", EXCHANGES), ("device", DEVICES), ("dtype", DTYPES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} {getattr(self, name)}: choose {', '.join(known)}")
-        for name in ("steps", "ranks", "layers"):
+        for name in ("steps", "ranks", "layers", "sequence", "context"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value}: give at least 1")
+        if (self.device, self.dtype) == ("cuda", "float32"):
+            raise ValueError(f"--dtype float32: {ONLY_BFLOAT16}")
         if not 1 <= self.timeout <= 3600:
             raise ValueError(f"--timeout {self.timeout:g}: give 1 to 3600 seconds")
         if not self.policies:

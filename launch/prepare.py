@@ -11,7 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from epsim.launch.options import RunOptions
+from epsim.cost.experts_time import ExpertsTime
+from epsim.cost.hardware import load_hardware
+from epsim.cost.layer_time import LayerTiming
+from epsim.cost.model import ModelSpec
+from epsim.launch.options import CONTEXT, RunOptions
 from epsim.placement.base import Cluster, Placement
 from epsim.planning import plan_placements
 from epsim.policies.stack import PolicyStack
@@ -24,12 +28,14 @@ from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TokenBlock, TraceMeta
 
 TINY = "tiny"
+WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """meta: of the trace with its tokens on the job's ranks and the layers that are run. first, last: places of the
-    steps that are run; those before are planned on where there is no history. notes: what a reader should know."""
+    steps that are run; those before are planned on where there is no history. notes: what a reader should know.
+    own_router: the model's own router chooses, the trace tells how many tokens there are. timing: of predictions."""
 
     options: RunOptions
     trace: StoredTrace
@@ -43,10 +49,13 @@ class Prepared:
     max_tokens: int
     fingerprint: str
     notes: tuple[str, ...]
+    own_router: bool
+    timing: LayerTiming | None
 
     def blocks(self, start: int = 0) -> Iterator[TokenBlock]:
         """The steps to run from place `start` of them on, as the ranks have them."""
-        yield from _blocks(self.trace, self.meta, self.first + start, self.last)
+        scored = not self.own_router and self.meta.num_scores > 0
+        yield from _blocks(self.trace, self.meta, self.first + start, self.last, scored)
 
     def plan(self) -> dict[str, Placement]:
         """The placement of each placement policy, for all layers."""
@@ -87,10 +96,17 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
             f"{options.trace}: a run needs tokens, the trace holds {trace.meta.level.replace('_', ' ')} only: "
             "draw tokens with the recorded marginals by `epsim traces synthesize`"
         )
-    acting = [stack.router.name for _, stack in policies if stack.router.acts]
-    if acting and is_folder(options.model):
-        raise ValueError(f"router {acting[0]} is run on recorded experts and scores: give a shape as --model")
-    meta = _first_layers(regrouped_meta(trace.meta, num_ranks), options.layers, scored=bool(acting))
+    acting = next((stack.router.name for _, stack in policies if stack.router.acts), None)
+    own_router = is_folder(options.model)
+    if acting is not None:
+        _check_routed_anew(acting, trace.meta, options, own_router)
+    if not own_router and (options.text, options.sequence, options.context) != (None, None, CONTEXT):
+        raise ValueError(
+            f"--text, --sequence and --context say what a trained model reads; {options.model} is no model's folder"
+        )
+    meta = _first_layers(regrouped_meta(trace.meta, num_ranks), options.layers)
+    num_scores = meta.num_experts if own_router else meta.num_scores
+    meta = dataclasses.replace(meta, num_scores=num_scores if acting is not None else 0)
     cluster.num_physical(meta.num_experts)
     shape, notes = fitting_shape(options.model, meta)
     planning = ReplayOptions(cluster, policies, options.seed, plan_share=options.plan_share)
@@ -102,29 +118,85 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
             raise ValueError(f"--steps {options.steps}: {options.trace} has {last - first} steps{before}; give fewer")
         last = first + options.steps
     max_tokens, fingerprint = _survey(trace, meta, first, last)
+    if not max_tokens:
+        raise ValueError(f"{options.trace}: no token in the {last - first} steps to run: there is nothing to measure")
     return Prepared(
-        options, trace, history, meta, cluster, shape, policies, first, last, max_tokens, fingerprint, notes
+        options=options,
+        trace=trace,
+        history=history,
+        meta=meta,
+        cluster=cluster,
+        shape=shape,
+        policies=policies,
+        first=first,
+        last=last,
+        max_tokens=max_tokens,
+        fingerprint=fingerprint,
+        notes=notes,
+        own_router=own_router,
+        timing=None if options.hardware is None else layer_timing(options.hardware, shape, meta, cluster),
     )
+
+
+def layer_timing(hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Cluster) -> LayerTiming:
+    """Of the layers that are run, and of nothing beside them: steps are measured without attention too."""
+    model = ModelSpec(
+        name=shape.name,
+        source="the layers that are run",
+        hidden=shape.hidden,
+        intermediate=shape.intermediate,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        moe_layers=meta.num_layers,
+        weight_bytes=2.0,
+        compute="bf16",
+        dispatch="bf16",
+        rest_parameters=0.0,
+        rest_us=0.0,
+        shared_intermediate=shape.shared_intermediate,
+        groups=shape.groups,
+        top_groups=shape.top_groups,
+    )
+    timing = LayerTiming(ExpertsTime(load_hardware(hardware), model), cluster.num_nodes)
+    timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
+    return timing
+
+
+def _check_routed_anew(router: str, meta: TraceMeta, options: RunOptions, own_router: bool) -> None:
+    """Whether a router policy finds what it acts on."""
+    if meta.phase in ("prefill", "training"):
+        raise ValueError(f"router {router} acts on decode steps, and {options.trace} is of phase {meta.phase}")
+    if not own_router and not meta.num_scores:
+        raise ValueError(
+            f"router {router} needs router scores, and {options.trace} holds none: record with num_scores='all', or "
+            "give a trained model's folder as --model, whose router makes them"
+        )
 
 
 def fitting_shape(model: str, meta: TraceMeta) -> tuple[LayerShape, tuple[str, ...]]:
     """The layer to run for a trace, and notes. `tiny` takes any trace's number of experts, top-k and shared expert."""
     if model == TINY:
         tiny = SHAPES[TINY]
-        shared = round((meta.shared_cost or 0.0) * tiny.intermediate)
+        cost = meta.shared_cost or 0.0
+        # Widths of whole sixteen bytes: what grouped products on GPUs take.
+        shared = max(round(cost * tiny.intermediate / WIDTH), 1) * WIDTH if cost else 0
         fitted = dataclasses.replace(
             tiny, num_experts=meta.num_experts, top_k=meta.top_k, shared_intermediate=shared, num_layers=meta.num_layers
         )
-        return fitted, ()
+        return fitted, _cost_notes(model, fitted, meta)
     shape = model_shape(Path(model)) if is_folder(model) else shape_of(model)
     if (shape.num_experts, shape.top_k) != (meta.num_experts, meta.top_k):
         raise ValueError(
             f"--model {model} has {shape.num_experts} experts, top-{shape.top_k}; the trace {meta.num_experts}, "
             f"top-{meta.top_k}: give a trace of that model, or --model {TINY}, which takes any"
         )
-    if meta.shared_cost not in (None, shape.shared_cost):
-        return shape, (f"shared cost {shape.shared_cost:g} of {model}, not the trace's {meta.shared_cost:g}",)
-    return shape, ()
+    return shape, _cost_notes(model, shape, meta)
+
+
+def _cost_notes(model: str, shape: LayerShape, meta: TraceMeta) -> tuple[str, ...]:
+    if meta.shared_cost in (None, shape.shared_cost):
+        return ()
+    return (f"shared cost {shape.shared_cost:g} of {model}, not the trace's {meta.shared_cost:g}",)
 
 
 def is_folder(model: str) -> bool:
@@ -140,21 +212,19 @@ def model_shape(folder: Path) -> LayerShape:
     return shape_of_config(config, str(folder))
 
 
-def _first_layers(meta: TraceMeta, layers: int | None, scored: bool) -> TraceMeta:
-    """scored: with router scores, which only router policies look at."""
+def _first_layers(meta: TraceMeta, layers: int | None) -> TraceMeta:
     layers = meta.num_layers if layers is None else layers
     if layers > meta.num_layers:
         raise ValueError(f"--layers {layers}: the trace has {meta.num_layers}")
-    num_scores = meta.num_scores if scored else 0
-    return dataclasses.replace(meta, num_layers=layers, layers=meta.layers[:layers], num_scores=num_scores)
+    return dataclasses.replace(meta, num_layers=layers, layers=meta.layers[:layers])
 
 
-def _blocks(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> Iterator[TokenBlock]:
+def _blocks(trace: StoredTrace, meta: TraceMeta, first: int, last: int, scored: bool) -> Iterator[TokenBlock]:
     for block in trace.blocks(first, last):
         moved = regroup(block, trace.meta, meta.num_source_ranks)
         assert isinstance(moved, TokenBlock)
         kept = [
-            None if values is None or not meta.num_scores else values[:, : meta.num_layers]
+            None if values is None or not scored else values[:, : meta.num_layers]
             for values in (moved.scores, moved.score_ids)
         ]
         ids = moved.expert_ids[:, : meta.num_layers]
@@ -165,7 +235,10 @@ def _survey(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> tuple
     """The most tokens of a rank in a step, and a hash of what is run, by which ranks tell that they run the same."""
     most = 0
     digest = hashlib.sha256(json.dumps([meta.num_layers, meta.num_experts, meta.top_k, first, last]).encode())
-    for block in _blocks(trace, meta, first, last):
+    for block in _blocks(trace, meta, first, last, scored=False):
+        ids = block.expert_ids
+        if ids.size and not -1 <= ids.min() <= ids.max() < meta.num_experts:
+            raise ValueError(f"a token names an expert outside 0..{meta.num_experts - 1} (or -1 for none)")
         key = block.token_step * meta.num_source_ranks + block.source_rank
         most = max(most, int(np.bincount(key, minlength=1).max()))
         digest.update(block.steps.tobytes() + key.tobytes() + np.ascontiguousarray(block.expert_ids).tobytes())

@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from epsim.launch.folder import PREDICTED, RESULTS, TELEMETRY, clear
+from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
-from epsim.launch.worker import PREDICTED, RESULTS, TELEMETRY, Member, run_rank
+from epsim.launch.worker import run_rank
 from epsim.results import Results, read_results
 from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, read_fault
 from epsim.runtime.telemetry import rank_file
@@ -58,7 +60,7 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
     if num_ranks is None:
         raise ValueError("--launcher ray: give --gpus N or --cpus N, the number of ranks")
     prepare(options, num_ranks)
-    (options.out / RESULTS).unlink(missing_ok=True)
+    clear(options.out)
     on_gpus = gpus is not None
     _join_cluster(ray, num_ranks)
     try:

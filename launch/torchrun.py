@@ -20,10 +20,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from epsim.launch.folder import LOGS, RESULTS, clear
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
-from epsim.launch.worker import RESULTS
 from epsim.results import Results, read_results
 from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, read_fault
 from epsim.traces.files import message_line
@@ -37,9 +37,9 @@ def run_torchrun(options: RunOptions) -> Results:
     """Raises ValueError or OSError before a process is started; SystemExit with a line on stderr for a fault after."""
     num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS
     prepare(options, num_ranks)
-    (options.out / RESULTS).unlink(missing_ok=True)
+    clear(options.out)
     store = serve("127.0.0.1")
-    logs = options.out / "logs"
+    logs = options.out / LOGS
     environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     # Workers end by themselves as soon as they know the fault; those that cannot are not waited for.
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))

@@ -10,8 +10,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,14 @@ import torch
 import torch.distributed as dist
 
 import epsim
+from epsim.launch.folder import PREDICTED, RESULTS, TELEMETRY, clear, phases_of_steps, write_routed
+from epsim.launch.member import Member, choose_device, choose_dtype
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import Prepared, is_folder, prepare
-from epsim.launch.store import connect, for_group, for_watch, serve
+from epsim.launch.store import for_group, for_watch
 from epsim.placement.base import Placement
 from epsim.policies.apply import bind
+from epsim.policies.registry import KINDS
 from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace, write_results
 from epsim.runtime.faults import BAD_INPUT, JobClock, Watch, place_file
 from epsim.runtime.job import Job, Model, Place, RandomLayers, run_job
@@ -33,63 +35,10 @@ from epsim.runtime.recording import RoutingRecorder
 from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.trial import Trial, TrialClock
 from epsim.traces.files import message_line
-from epsim.traces.store import TraceWriter, slice_steps
+from epsim.traces.store import slice_steps
+from epsim.traces.trace import TokenBlock
 
-RESULTS, PREDICTED, ROUTED, TELEMETRY = "results.json", "predicted.json", "routed.parquet", "telemetry"
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A process's place in the job.
-
-    local_rank, local_size: among the ranks of its machine. device_index: of its GPU; own_device: it sees no other's.
-    host, port: of the store that all reach. attempt: restarts before this one. signals: whether it takes SIGTERM.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    device_index: int = 0
-    own_device: bool = False
-    host: str = ""
-    port: int = 0
-    serves_store: bool = False
-    attempt: int = 0
-    signals: bool = True
-
-    @classmethod
-    def from_environment(cls) -> Member:
-        """As torchrun sets it. EPSIM_STORE=HOST:PORT: a store that the launcher holds."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in os.environ]
-        if missing:
-            raise ValueError(f"{missing[0]} is not set: start this by torchrun, or use `epsim run`")
-        rank = int(os.environ["RANK"])
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        given = os.environ.get("EPSIM_STORE")
-        if given:
-            host, _, port = given.rpartition(":")
-        held = given or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        local_rank = int(os.environ["LOCAL_RANK"])
-        return cls(
-            rank,
-            int(os.environ["WORLD_SIZE"]),
-            local_rank,
-            int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)),
-            device_index=local_rank,
-            host=host,
-            port=int(port),
-            serves_store=rank == 0 and not held,
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-        )
-
-    def store(self, serves: bool = False) -> Any:
-        """A connection of its own to the job's store; serves: this process holds it. None in a job of one process."""
-        if self.num_ranks == 1:
-            return None
-        return serve(self.host, self.port) if serves else connect(self.host, self.port)
 
 
 def run_rank(options: RunOptions, member: Member, progress: Progress = lambda steps: None) -> Results | None:
@@ -125,6 +74,8 @@ def _run(
     text = os.environ.get("EPSIM_TRIAL_FAULT")
     trial = Trial.from_text(text) if text and member.attempt == 0 else None
     prepared = prepare(options, member.num_ranks)
+    if member.local_rank == 0 and member.attempt == 0:
+        clear(options.out)  # before the others write: they are met below
     group = None
     if member.num_ranks > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -139,19 +90,18 @@ def _run(
         )
         group = dist.group.WORLD
         _check_alike(prepared, member)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(options.dtype)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = choose_dtype(options.dtype, device)
     place = Place(member.rank, member.num_ranks, group, device, dtype)
     job = prepared.job(_placements(prepared, member))
     _compile(prepared, job, member)
     _check_memory(job, place, member)
-    model, recorder = _model(options, job, place, clock)
+    model, recorders = _model(prepared, job, place, clock)
     exchange = model.layers[0][0].exchange
     described = description(prepared, job, place, exchange.name, exchange.why)
     folder = options.out / TELEMETRY
     described["input"] = model.text
     # What a router of its own chose before a restart is not kept: then all is run again.
-    first = _resume_at(prepared, member, folder) if recorder is None else 0
+    first = _resume_at(prepared, member, folder) if recorders is None else 0
     first_step = None if first == 0 else _step_at(prepared, first)
     telemetry = TelemetryWriter(folder, member.rank, member.num_ranks, described, first_step)
     clock.leave_place(folder)
@@ -162,23 +112,21 @@ def _run(
     clock.enter("results", clock.step, -1)
     telemetry.close()
     place_file(folder, member.rank).unlink()
-    results = _finish(prepared, job, place, member, described, recorder)
-    exchange.close()
-    if group is not None:
-        dist.barrier()
-        dist.destroy_process_group()
+    results = _finish(prepared, job, place, member, described, recorders)
+    _close(model, place)
     return results
 
 
-def choose_device(asked: str, member: Member) -> torch.device:
-    """auto: a GPU where there is one for every rank of this node."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = 1 if member.own_device else member.local_size
-    if asked == "cpu" or (asked == "auto" and count < wanted):
-        return torch.device("cpu")
-    if count < wanted:
-        raise ValueError(f"--device cuda: {wanted} ranks on this node, but {count} GPUs")
-    return torch.device("cuda", member.device_index)
+def _close(model: Model, place: Place) -> None:
+    """What holds peers' memory goes first, while all ranks are there, then their group. Collective."""
+    layer = model.layers[0][0]
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+    layer.exchange.close()
+    layer.balancer.collective.close()
+    if place.group is not None:
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: str) -> dict[str, Any]:
@@ -224,14 +172,17 @@ def _check_memory(job: Job, place: Place, member: Member) -> None:
         )
 
 
-def _model(options: RunOptions, job: Job, place: Place, clock: JobClock) -> tuple[Model, RoutingRecorder | None]:
-    """The recorder is for a router that chooses by itself; recorded experts are known beforehand."""
-    if not is_folder(options.model):
+def _model(prepared: Prepared, job: Job, place: Place, clock: JobClock) -> tuple[Model, list[RoutingRecorder] | None]:
+    """Recorders, one a stack, are for a router that chooses by itself; recorded experts are known beforehand."""
+    options = prepared.options
+    if not prepared.own_router:
         return RandomLayers(job, place, clock), None
-    from epsim.runtime.trained import TrainedModel  # imports transformers
+    from epsim.runtime.trained import Reading, TrainedModel  # imports transformers
 
-    model = TrainedModel(Path(options.model), job, place, clock)
-    return model, RoutingRecorder(model.layers[0])
+    reading = Reading(None if options.text is None else Path(options.text), options.sequence, options.context)
+    model = TrainedModel(Path(options.model), job, place, clock, reading)
+    stacks = zip(job.stacks, model.layers, strict=True)
+    return model, [RoutingRecorder(layers, of_job.stack.router.acts) for of_job, layers in stacks]
 
 
 def _check_alike(prepared: Prepared, member: Member) -> None:
@@ -265,7 +216,10 @@ def _compile(prepared: Prepared, job: Job, member: Member) -> None:
     block = next(iter(prepared.blocks()), None)
     if member.local_rank == 0 and block is not None:
         for of_job in job.stacks:
-            bind(of_job.stack, of_job.placement, job.setting).load(slice_steps(block, 0, 1))
+            stack = of_job.stack
+            if prepared.own_router:  # no scores are known beforehand
+                stack = dataclasses.replace(stack, router=next(iter(KINDS["router"].values())))
+            bind(stack, of_job.placement, job.setting).load(slice_steps(block, 0, 1))
     if member.num_ranks > 1:
         dist.barrier()
 
@@ -296,32 +250,30 @@ def _finish(
     place: Place,
     member: Member,
     described: dict[str, Any],
-    recorder: RoutingRecorder | None,
+    recorders: list[RoutingRecorder] | None,
 ) -> Results | None:
-    """Rank 0 gathers all ranks' telemetry, from wherever they run, and writes the results; where a router of its own
-    chose the experts, also what it chose, as a trace."""
+    """Rank 0 gathers all ranks' telemetry, from wherever they run, and writes the results, results.json last; where a
+    router of its own chose the experts, also what it chose, a trace for each stack."""
     folder = prepared.options.out / TELEMETRY
     own = read_rank(folder, member.rank)
     tables: list[Any] = [own]
     if member.num_ranks > 1:
         tables = [None] * member.num_ranks
         dist.gather_object(own, tables if member.rank == 0 else None, dst=0)
-    routed = None if recorder is None else recorder.block(place.group)
+    # The step that warmed a model up was recorded as the first step is, and is the same.
+    phase_of = phases_of_steps(prepared)
+    routed = [recorder.block(place.group, phase_of) for recorder in recorders or ()]
     if member.rank:
         return None
-    table = joined(tables)
-    blocks = prepared.blocks()
-    if routed is not None:
-        # The step that warmed the model up was recorded as the first step is, and is the same.
-        source = f"routed by {prepared.options.model}, fed with {described['input']}, in `epsim run`"
-        meta = dataclasses.replace(prepared.meta, phase="unknown", source=source, notes=())
-        with TraceWriter(prepared.options.out / ROUTED, meta) as writer:
-            writer.append(routed)
-        blocks = iter([routed])
-    measured = measure(table, job, blocks, place.dtype.itemsize, job.seed)
+    blocks: Iterator[list[TokenBlock]] = ([block] * len(job.stacks) for block in prepared.blocks())
+    if recorders is not None:
+        chosen = [block for block in routed if block is not None]
+        write_routed(prepared, chosen, described["input"])
+        blocks = iter([chosen])
+    measured = measure(joined(tables), job, blocks, place.dtype.itemsize, job.seed, prepared.timing)
     results = results_of(prepared, measured, described, predicted=False)
-    write_results(results, prepared.options.out / RESULTS)
     write_results(results_of(prepared, measured, described, predicted=True), prepared.options.out / PREDICTED)
+    write_results(results, prepared.options.out / RESULTS)
     return results
 
 
@@ -350,6 +302,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
             "seed": options.seed,
             "shared_cost": prepared.shape.shared_cost,
             "history": words,
+            **({} if prepared.timing is None else {"timing": prepared.timing.words()}),
             "version": epsim.__version__,
             "command": shlex.join(["epsim", "run", *options.arguments()]),
         },

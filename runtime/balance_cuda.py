@@ -62,6 +62,7 @@ class KernelBalancer(Balancer):
             return super().assign(ids, step)
         if not torch.cuda.is_current_stream_capturing():
             self.begin(step)
+        ids = ids.contiguous()  # a trace's are one layer's of all
         counts = dispatcher.count(ids)
         if dispatcher.rule.collective == "all_reduce":
             counts = collective.all_reduce(counts)

@@ -6,10 +6,13 @@ names the rank, phase, step and layer in one line, and every process ends at onc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import mmap
 import os
+import platform
 import signal
 import sys
 import threading
@@ -31,10 +34,14 @@ State: TypeAlias = Literal["running", "closing", "finished"]
 
 INTERVAL = 0.5
 SILENCE = 6.0
-"""Seconds without a beat after which a process is taken for dead or stopped."""
+"""Seconds without a beat after which a process is taken for dead or stopped, where it cannot be looked at."""
+VERDICT = SILENCE + 8 * INTERVAL
+"""Seconds that a rank whose collective failed, or that was told to stop, leaves the others to find out who is gone."""
+STARVED = 18.0
+"""The same for a process of this machine that is seen to run: a busy machine may keep it from beating for seconds."""
 START_PATIENCE = 300.0
 """Seconds that a rank may take to its first beat."""
-UNTIMED = ("setup", "results", "idle")
+UNTIMED = ("setup", "results")
 """Phases that may take as long as they like, as long as the process beats."""
 FAULT, BAD_INPUT = 1, 2
 KEY = "fault"
@@ -44,7 +51,7 @@ KEY = "fault"
 class Beat:
     """Where a rank is. order: (turn, place of the layer, place of the phase), which grows along the job; a turn is one
     step under one stack, numbered by those done before it. stopping: it was told to stop. waiting: inside a
-    collective. pid: of its process."""
+    collective. pid: of its process; machine: where that number means it (`this_machine`)."""
 
     count: int
     order: tuple[int, int, int]
@@ -55,6 +62,7 @@ class Beat:
     stopping: bool
     waiting: bool
     pid: int
+    machine: str
 
     @property
     def begun(self) -> int:
@@ -133,6 +141,9 @@ class Watch:
         self._known: dict[int, Beat] = {}
         self._heard: dict[int, float] = {}
         self._moved: dict[int, float] = {}
+        self._still: dict[int, int] = {}
+        self._gone: set[int] = set()
+        self._looked = time.monotonic()
         self._begun = time.monotonic()
         self._stopped_at: float | None = None
         self._signals: int | None = None
@@ -158,8 +169,12 @@ class Watch:
     def finish(self) -> None:
         """The job is over; faults of others no longer concern this rank."""
         self._over.set()
+        if self._store is None:
+            return
         if self._thread.is_alive():
             self._thread.join()
+        with contextlib.suppress(RuntimeError, OSError):  # whoever holds the store may have ended
+            self._beat()  # the last: this process ends by itself
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends every process because of an error on this rank, or because of the rank whose loss led to it."""
@@ -172,7 +187,7 @@ class Watch:
             code = BAD_INPUT if self.clock.phase == "setup" else FAULT
             self._end(self._publish(f"{where}: {message_line(str(error))}", code))
         # A collective fails on the ranks that still live: the watch finds out who does not.
-        deadline = time.monotonic() + SILENCE + 4 * INTERVAL
+        deadline = time.monotonic() + VERDICT
         while time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(INTERVAL)
         self._end(self._publish(f"{where}: {type(error).__name__}: {message_line(str(error))}", FAULT))
@@ -180,11 +195,20 @@ class Watch:
     def beat(self) -> Beat:
         clock, turn = self.clock, self.turn
         phase = clock.phase  # after the turn: together they are never ahead of the rank
-        place = PHASES.index(phase) + 1 if phase in PHASES else (0 if phase in ("setup", "idle") else len(PHASES) + 1)
+        # "idle" follows a layer's last phase: between layers, and where a rank waits for its GPU at a step's end.
+        place = PHASES.index(phase) + 1 if phase in PHASES else (0 if phase == "setup" else len(PHASES) + 1)
         order = (turn, self.layer_place.get(clock.layer, -1), place)
-        stopping = self._stopped_at is not None
         return Beat(
-            self._count, order, phase, clock.step, clock.layer, self.state, stopping, _in_collective(), os.getpid()
+            count=self._count,
+            order=order,
+            phase=phase,
+            step=clock.step,
+            layer=clock.layer,
+            state=self.state,
+            stopping=self._stopped_at is not None,
+            waiting=_in_collective(),
+            pid=os.getpid(),
+            machine=this_machine(),
         )
 
     def _beat(self) -> None:
@@ -195,6 +219,7 @@ class Watch:
     def _run(self) -> None:
         while not self._over.wait(INTERVAL):
             try:
+                self._forgive()
                 self._take_signals()
                 self._beat()
                 self._listen()
@@ -207,6 +232,14 @@ class Watch:
                 fault = Fault(gone, FAULT, self.rank)
             if fault is not None and not self._over.is_set():
                 self._end(fault)
+
+    def _forgive(self) -> None:
+        """What this rank did not look at, since it was kept from running itself, it holds against nobody."""
+        now = time.monotonic()
+        lost, self._looked = now - self._looked - INTERVAL, now
+        if lost > INTERVAL:
+            for since in (self._heard, self._moved):
+                since.update({rank: at + lost for rank, at in since.items()})
 
     def _take_signals(self) -> None:
         if self._signals is not None and self._stopped_at is None:
@@ -230,7 +263,7 @@ class Watch:
             if before is None or beat.count != before.count:
                 self._heard[rank] = now
             if before is None or (beat.order, beat.phase) != (before.order, before.phase):
-                self._moved[rank] = now
+                self._moved[rank], self._still[rank] = now, beat.count
             self._known[rank] = beat
 
     def _look(self) -> Fault | None:
@@ -241,7 +274,7 @@ class Watch:
         now = time.monotonic()
         known = self._known
         for rank, beat in known.items():
-            if beat.state != "finished" and now - self._heard[rank] > SILENCE:
+            if beat.state != "finished" and self._lost(rank, beat, now):
                 words = self._last_place(rank).words
                 return self._publish(f"rank {rank} stopped answering in {words} (rank {self.rank} reports)", FAULT)
         if self._stopped_at is not None:
@@ -268,11 +301,30 @@ class Watch:
         if behind and running[behind[0]].phase not in UNTIMED:
             beat = running[behind[0]]
             patience = self.patience * (6 if beat.order[0] < 0 else 1)
-            if all(now - self._moved[rank] > patience for rank in behind):
+            if all(now - self._moved[rank] > patience and self._beats_since(rank) >= patience for rank in behind):
                 who = f"rank {behind[0]} hangs" if len(behind) == 1 else f"ranks {', '.join(map(str, behind))} hang"
                 line = f"{who} in {beat.words} for {patience:g} s (rank {self.rank} reports); --timeout gives more"
                 return self._publish(line, FAULT)
         return None
+
+    def _lost(self, rank: int, beat: Beat, now: float) -> bool:
+        """Whether a rank is dead or stopped. On this machine the process itself tells: where it is gone at two looks
+        (between them its last beat can come), or where it does not run; else silence does."""
+        silent = now - self._heard[rank]
+        if not beat.machine or beat.machine != this_machine():
+            return silent > SILENCE
+        state = process_state(beat.pid)
+        if state:
+            self._gone.discard(rank)
+            return silent > (SILENCE if state in "Tt" else STARVED)
+        again = rank in self._gone
+        self._gone.add(rank)
+        return again
+
+    def _beats_since(self, rank: int) -> float:
+        """Seconds that a rank's beats since its last move stand for; on a busy machine they come late, and a rank that
+        is kept from running is not one that hangs."""
+        return 2 * INTERVAL * (self._known[rank].count - self._still[rank])
 
     def _last_place(self, rank: int) -> Beat:
         """The place that a silent rank left, if this machine has it and it is later than its last beat."""
@@ -291,7 +343,7 @@ class Watch:
         others = [beat for rank, beat in self._known.items() if rank != self.rank]
         if all(beat.stopping or beat.state == "finished" for beat in others):
             return self._publish(f"stopped by SIGTERM; rank {self.rank} was in {self.beat().words}", 128 + 15)
-        if now - self._stopped_at > SILENCE + 4 * INTERVAL:
+        if now - self._stopped_at > VERDICT:
             return self._publish(f"rank {self.rank} was stopped by SIGTERM in {self.beat().words}", 128 + 15)
         return None
 
@@ -320,6 +372,25 @@ def _in_collective() -> bool:
     """Whether the main thread is inside torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename
+
+
+@functools.cache
+def this_machine() -> str:
+    """Where process numbers mean the same processes: a host and its namespace of them."""
+    try:
+        space = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    return f"{platform.node()} {space}"
+
+
+def process_state(pid: int) -> str:
+    """Of a process of this machine: R, S, D, T (stopped) as in /proc/PID/stat, empty where it has ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if state in "ZX" else state
 
 
 def _same_node(rank: int, other: int) -> bool:

@@ -73,12 +73,13 @@ class Tokens:
     """This rank's tokens of one step, on its device.
 
     ids [T, L, k] int64: the recorded experts. scores [T, L, E] float32 or None: the recorded scores, where a router
-    policy of the job needs them. decode [T] bool: which tokens such a policy may route anew.
+    policy of the job needs them. decode [T] bool: which tokens such a policy may route anew. phase: of the step.
     """
 
     ids: torch.Tensor
     scores: torch.Tensor | None
     decode: torch.Tensor
+    phase: Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,10 @@ class Model(Protocol):
     """[stack][layer]."""
     text: str
 
+    def begin(self, step: int, tokens: Tokens) -> None:
+        """Before the step is run under the stacks: what is alike for all of them. Collective, not timed."""
+        ...
+
     def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
         """poison: hidden states become NaN (a trial)."""
         ...
@@ -117,6 +122,9 @@ class RandomLayers:
         generator = torch.Generator().manual_seed(job.seed * 65_537 + place.rank)
         hidden = torch.randn(max(job.max_tokens, 1), job.shape.hidden, generator=generator)
         self._hidden = hidden.to(place.device, place.dtype)
+
+    def begin(self, step: int, tokens: Tokens) -> None:
+        """Nothing."""
 
     def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
         hidden = self._hidden[: len(tokens.ids)]
@@ -196,6 +204,7 @@ def run_job(
             hit = trial is not None and (trial.rank, trial.step) == (place.rank, step)
             if hit and trial is not None and trial.kind == "short":
                 return
+            model.begin(step, tokens)
             if watch.turn < 0:
                 for stack in range(num_stacks):
                     model.run(stack, step, tokens, False)
@@ -223,11 +232,12 @@ def tokens_of(block: TokenBlock, number: int, job: Job, place: Place) -> Tokens:
     """This rank's tokens of the block's step at place `number`."""
     mine = np.flatnonzero((block.token_step == number) & (block.source_rank == place.rank))
     ids = torch.from_numpy(np.asarray(block.expert_ids[mine], dtype=np.int64)).to(place.device)
-    anew = block.phase is None or block.phase[number] in ROUTED_ANEW
+    phase = job.phase if block.phase is None else block.phase[number]
+    anew = block.phase is None or phase in ROUTED_ANEW
     scores = None
     if anew and block.scores is not None:
         scores = scores_by_expert(block, mine, job.shape.num_experts).to(place.device)
-    return Tokens(ids, scores, torch.full((len(mine),), anew, device=place.device))
+    return Tokens(ids, scores, torch.full((len(mine),), anew, device=place.device), phase)
 
 
 class _Rows:

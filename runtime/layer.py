@@ -37,6 +37,7 @@ class LayerRecord:
     layer: the model's number. placement_version: `Placement.version` of the one in force.
     chosen [T, k] int64: the model's or the trace's experts; ids [T, k] int64: those that the stack's router policy
     makes of them, the same where it changes nothing, -1 for none; weights [T, k], shared_weight [T] float32: theirs.
+    scores [T, E] float32: what they were chosen by.
     physical [T, k] int64: physical experts, numbered as the placement's.
     shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None without one.
     On a GPU physical and shared_rank last until the layer's next call: copy what is to be kept.
@@ -51,6 +52,7 @@ class LayerRecord:
     ids: torch.Tensor
     weights: torch.Tensor
     shared_weight: torch.Tensor
+    scores: torch.Tensor
     physical: torch.Tensor
     shared_rank: torch.Tensor | None
     received: torch.Tensor
@@ -197,6 +199,7 @@ class ExpertParallelMoE(torch.nn.Module):
             ids=routing.ids,
             weights=routing.weights,
             shared_weight=routing.shared_weight,
+            scores=routing.scores,
             physical=assignment.physical,
             shared_rank=assignment.shared_rank,
             received=counts[:num_slots],

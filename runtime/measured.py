@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from epsim.cost.layer_time import LayerTiming
 from epsim.cost.metrics import Values, layer_metrics
 from epsim.cost.scored import ScoredSteps, add_copies
 from epsim.cost.statistics import BlockBootstrap
 from epsim.cost.summary import StackSummary, tied_with_best
+from epsim.cost.time_metrics import busy_phases, timed_metrics
 from epsim.kernels.split import prepare, solve_peak
 from epsim.policies.apply import BoundStack, bind
 from epsim.policies.load import Load
@@ -51,25 +53,36 @@ class _Stack:
     times: list[np.ndarray[Any, Any]]
 
 
-def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_bytes: int, seed: int) -> Measured:
-    """table: telemetry of all ranks (`telemetry.joined`). blocks: the tokens of the same steps, as the ranks had them.
+def measure(
+    table: pa.Table,
+    job: Job,
+    blocks: Iterable[Sequence[TokenBlock]],
+    weight_bytes: int,
+    seed: int,
+    timing: LayerTiming | None = None,
+) -> Measured:
+    """table: telemetry of all ranks (`telemetry.joined`). blocks: the tokens of the same steps, as the ranks had them,
+    of each stack: all the same where a trace told the experts, each its own where a router chose them.
 
-    weight_bytes: of one element of an expert's weights. Raises ValueError where the telemetry lacks rows.
+    weight_bytes: of one element of an expert's weights. timing: by which times are predicted. Raises ValueError where
+    the telemetry lacks rows.
     """
     shape = job.shape
     stacks = []
+    setting = dataclasses.replace(job.setting, rows=timing is not None)
     for of_job in job.stacks:
-        bound = bind(of_job.stack, of_job.placement, job.setting)
+        bound = bind(of_job.stack, of_job.placement, setting)
         made = [StackSummary(of_job.name, of_job.stack, bound.notes, job.num_steps) for _ in range(2)]
         stacks.append(_Stack(bound, made[0], made[1], [], []))
     differing: list[tuple[str, int, int]] = []
     num_steps = 0
     steps = ScoredSteps()
     first_times: list[np.ndarray[Any, Any]] = []
-    for block, rows in _aligned(table, blocks):
-        num_steps += len(block.steps)
-        steps.add(block.to_counts(shape.num_experts).counts)
-        for number, (stack, of_job) in enumerate(zip(stacks, job.stacks, strict=True)):
+    first_us: torch.Tensor | None = None
+    for of_stacks, rows in _aligned(table, blocks):
+        num_steps += len(of_stacks[0].steps)
+        steps.add(of_stacks[0].to_counts(shape.num_experts).counts)
+        for number, (stack, of_job, block) in enumerate(zip(stacks, job.stacks, of_stacks, strict=True)):
             part = rows.filter(pc.equal(rows["stack"], number))
             columns = _Columns(part, len(block.steps), len(job.layers), of_job.placement.num_ranks)
             predicted = stack.bound.load(block)
@@ -81,8 +94,13 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
                 first_times.append(times)
             metrics = layer_metrics(load, optimum, shared) | _timed(columns, times, first_times[-1], job, weight_bytes)
             stack.measured.add(metrics, load.total.double(), load.tokens)
-            replayed = layer_metrics(predicted, optimum, shared)
-            stack.predicted.add(replayed, predicted.total.double(), predicted.tokens)
+            replayed, phases = layer_metrics(predicted, optimum, shared), None
+            if timing is not None:
+                timed = (timing, predicted, of_job.stack, stack.bound.copies.redundant)
+                values, step_us = timed_metrics(*timed, shared, None if number == 0 else first_us)
+                first_us = step_us if number == 0 else first_us
+                replayed, phases = replayed | values, busy_phases(*timed)
+            stack.predicted.add(replayed, predicted.total.double(), predicted.tokens, phases)
             stack.phases.append(columns.phases())
             same = (load.routed == predicted.routed) & (load.shared_tokens == predicted.shared_tokens)
             for step, layer in (~same.all(-1)).nonzero().tolist():
@@ -108,14 +126,17 @@ def measure(table: pa.Table, job: Job, blocks: Iterable[TokenBlock], weight_byte
     )
 
 
-def _aligned(table: pa.Table, blocks: Iterable[TokenBlock]) -> Iterator[tuple[TokenBlock, pa.Table]]:
-    """Each block with the rows of its steps."""
+def _aligned(
+    table: pa.Table, blocks: Iterable[Sequence[TokenBlock]]
+) -> Iterator[tuple[Sequence[TokenBlock], pa.Table]]:
+    """The stacks' blocks of some steps with the rows of these."""
     steps = table["step"].to_numpy()
-    for block in blocks:
+    for of_stacks in blocks:
+        block = of_stacks[0]
         low, high = (
             np.searchsorted(steps, [block.steps[0], block.steps[-1] + 1]).tolist() if len(block.steps) else (0, 0)
         )
-        yield block, table.slice(low, high - low)
+        yield of_stacks, table.slice(low, high - low)
 
 
 class _Columns:

@@ -95,6 +95,12 @@ class PeerCollective(Collective):
         self.calls["all_gather"] += 1
         return self._share(values, sums=False).view(self.size, *values.shape)
 
+    def close(self) -> None:
+        """No peer may still read this rank's memory when it goes, nor any graph that was captured be replayed."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+        del self._handle, self._buffer
+
     def _share(self, values: torch.Tensor, sums: bool) -> torch.Tensor:
         import cupy
 

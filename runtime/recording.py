@@ -2,65 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from epsim.runtime.layer import ExpertParallelMoE, LayerRecord
-from epsim.traces.trace import Ints, TokenBlock
+from epsim.traces.trace import Array, Phase, TokenBlock
+
+Seen: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+Own: TypeAlias = tuple[Array, Array | None]
 
 
 class RoutingRecorder:
-    """Keeps the routed ids of every call of `layers`, in their order, on this rank; on CPUs at `block`, not before."""
+    """Keeps the routed ids of every call of `layers`, in their order, on this rank; on CPUs at `block`, not before.
 
-    def __init__(self, layers: Sequence[ExpertParallelMoE]) -> None:
-        self.layers = [layer.layer for layer in layers]
-        self._seen: dict[tuple[int, int], torch.Tensor] = {}
+    scores: where the layers' stack has a router policy: what the model chose and by which scores, of which the policy
+    makes the same again in a replay.
+    """
+
+    def __init__(self, layers: Sequence[ExpertParallelMoE], scores: bool = False) -> None:
+        self.layers, self.scores = [layer.layer for layer in layers], scores
+        self._seen: dict[tuple[int, int], Seen] = {}
         for layer in layers:
             layer.observers.append(self._see)
 
     def _see(self, record: LayerRecord) -> None:
         # Copied: a captured graph writes the same tensor again in the next step.
-        self._seen[record.step, record.layer] = record.ids.to(torch.int16, copy=True)
+        ids = (record.chosen if self.scores else record.ids).to(torch.int16, copy=True)
+        self._seen[record.step, record.layer] = (ids, record.scores.clone() if self.scores else None)
 
     def steps(self) -> list[int]:
         """Whole steps seen so far, ascending."""
         numbers = sorted({step for step, _ in self._seen})
         return [step for step in numbers if all((step, layer) in self._seen for layer in self.layers)]
 
-    def own(self) -> dict[int, Ints]:
-        """Of this rank: step -> ids [T, L, k]."""
-        return {
-            step: torch.stack([self._seen[step, layer] for layer in self.layers], dim=1).cpu().numpy()
-            for step in self.steps()
-        }
+    def own(self) -> dict[int, Own]:
+        """Of this rank: step -> ids [T, L, k], scores [T, L, E] float32 or None."""
+        found: dict[int, Own] = {}
+        for step in self.steps():
+            ids, scores = zip(*(self._seen[step, layer] for layer in self.layers))
+            kept = torch.stack(scores, dim=1).cpu().numpy() if self.scores else None
+            found[step] = (torch.stack(ids, dim=1).cpu().numpy(), kept)
+        return found
 
-    def block(self, group: dist.ProcessGroup | None = None) -> TokenBlock | None:
-        """All ranks' tokens, on rank 0; None elsewhere. Collective. Raises ValueError where ranks saw other steps."""
+    def block(
+        self, group: dist.ProcessGroup | None = None, phase_of: Mapping[int, Phase] | None = None
+    ) -> TokenBlock | None:
+        """All ranks' tokens, on rank 0; None elsewhere. Collective. Raises ValueError where ranks saw other steps.
+
+        phase_of: of each step, where the block is to tell.
+        """
         own = self.own()
         if not dist.is_initialized():
-            return joined([own])
+            return joined([own], phase_of)
         gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
         dist.gather_object(own, gathered, group=group, group_dst=0)
-        return None if gathered is None else joined(gathered)
+        return None if gathered is None else joined(gathered, phase_of)
 
 
-def joined(by_rank: list[dict[int, Ints]]) -> TokenBlock:
-    """Each rank's step -> ids [T, L, k], ranks in order."""
+def joined(by_rank: list[dict[int, Own]], phase_of: Mapping[int, Phase] | None = None) -> TokenBlock:
+    """Each rank's `RoutingRecorder.own`, ranks in order."""
     steps = sorted(by_rank[0])
     for rank, seen in enumerate(by_rank):
         if sorted(seen) != steps:
             raise ValueError(f"rank {rank} recorded {len(seen)} steps, rank 0 {len(steps)}: ranks ran different steps")
     parts = [(place, rank, by_rank[rank][step]) for place, step in enumerate(steps) for rank in range(len(by_rank))]
-    sizes = [len(ids) for _, _, ids in parts]
+    sizes = [len(ids) for _, _, (ids, _) in parts]
     if not parts:
         raise ValueError("nothing recorded: no step was run")
     return TokenBlock(
         np.array(steps, dtype=np.int64),
         np.repeat(np.array([place for place, _, _ in parts], dtype=np.int64), sizes),
         np.repeat(np.array([rank for _, rank, _ in parts], dtype=np.int64), sizes),
-        np.concatenate([ids for _, _, ids in parts]),
+        np.concatenate([ids for _, _, (ids, _) in parts]),
+        None
+        if parts[0][2][1] is None
+        else np.concatenate([scores for _, _, (_, scores) in parts if scores is not None]),
+        phase=None if phase_of is None else np.array([phase_of[step] for step in steps], dtype=object),
     )

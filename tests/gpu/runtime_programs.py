@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack
 from epsim.runtime.exchange.choose import choose_exchange
+from epsim.runtime.exchange.collectives import TorchExchange
 from epsim.runtime.layer import ExpertParallelMoE, build_layer
 from epsim.runtime.peer import PeerCollective
 from epsim.runtime.phases import PhaseError
@@ -32,6 +34,21 @@ STACKS = (
     "eplb+lplb(counts=gathered)+waterfill(candidates=all)",
     "eplb+even+waterfill(counts=local)",
     "eplb+lplb-sampled+waterfill",
+)
+SLOW_FORMS = (
+    "eplb+lplb(counts=gathered)+waterfill-joint",
+    "eplb+lplb(counts=gathered)+waterfill-joint(candidates=visited)",
+    "eplb+lplb(counts=gathered,objective=time,a=1,b=20)",
+    "eplb+one-copy",
+)
+"""Which no kernel covers: the policies' own form, on the GPU."""
+ROUTERS = (
+    "eplb+oea(k0=4)+lplb",
+    "eplb+oea(k0=3,union=rank,kmax=9)",
+    "eplb+oea-ep(k0=3)+one-copy",
+    "eplb+lynx(keep=20)+lplb+waterfill",
+    "eplb+mask-low-demand(least=3)+lplb(counts=gathered)",
+    "eplb+pruned(k0=3)+random",
 )
 STEPS = (5, 8, 9)
 
@@ -80,7 +97,15 @@ def error(layer: ExpertParallelMoE, hidden: torch.Tensor, output: torch.Tensor) 
     return float((output.double() - wanted).norm() / wanted.norm())
 
 
-def run_stacks(rank: int, size: int, exchange_name: str, fp8: bool, fixed: bool, collective: str) -> list[Any]:
+def run_stacks(
+    rank: int,
+    size: int,
+    exchange_name: str,
+    fp8: bool,
+    fixed: bool,
+    collective: str,
+    stacks: tuple[str, ...] = STACKS,
+) -> list[Any]:
     """Per stack and step: error, ids [T, k], received."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     exchange: Any = exchange_name
@@ -98,7 +123,7 @@ def run_stacks(rank: int, size: int, exchange_name: str, fp8: bool, fixed: bool,
             fixed_size=fixed,
         )
     found, shared = [], collective
-    for text in STACKS:
+    for text in stacks:
         layer = make(rank, size, text, exchange, shared)
         exchange, shared = layer.exchange, layer.balancer.collective  # type: ignore[assignment]
         assert layer.exchange.name == exchange_name
@@ -110,7 +135,45 @@ def run_stacks(rank: int, size: int, exchange_name: str, fp8: bool, fixed: bool,
             far = error(layer, hidden, output)
             found.append((far, record.ids.cpu().numpy(), int(record.received.sum()), int(record.received_shared)))
     layer.exchange.close()
+    layer.balancer.collective.close()
     return found
+
+
+def rerouted(rank: int, size: int) -> list[Any]:
+    """Router policies: per stack and step error, what the model chose and by which scores, received."""
+    found = []
+    for text in ROUTERS:
+        layer = make(rank, size, text, "torch", "torch")
+        for step in STEPS:
+            hidden = batch(step, rank, torch.device("cuda", rank))
+            output, record = layer(hidden, step=step), layer.record
+            assert record is not None
+            chosen, scores = record.chosen.cpu().numpy(), record.scores.cpu().numpy()
+            found.append((error(layer, hidden, output), chosen, scores, int(record.received.sum())))
+    return found
+
+
+def through_nccl(rank: int, size: int) -> bool:
+    """Every collective that a run makes, on a group of both backends, in a group of one too, where layers make none."""
+    device = torch.device("cuda", rank)
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    assert group is not None
+    values = torch.arange(257, device=device) + rank
+    wanted = torch.stack([torch.arange(257) + other for other in range(size)])
+    summed = values.clone()
+    dist.all_reduce(summed, group=group)
+    gathered = values.new_empty(size, 257)
+    dist.all_gather_into_tensor(gathered.view(-1), values, group=group)
+    right = torch.equal(summed.cpu(), wanted.sum(0)) and torch.equal(gathered.cpu(), wanted)
+    exchange = TorchExchange(group, 3)
+    rows = torch.full((2 * size, 64), float(rank), device=device, dtype=torch.bfloat16)
+    moved = exchange._moved(rows, [2] * size, [2] * size)
+    right &= moved[:, 0].tolist() == [float(other) for other in range(size) for _ in range(2)]
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, rank, group=group)
+    dist.barrier(group)
+    dist.destroy_process_group(group)
+    return right and objects == list(range(size))
 
 
 def expected(text: str, size: int, step: int, ids: list[Any]) -> tuple[list[int], list[int]]:
@@ -144,6 +207,8 @@ def share(rank: int, size: int) -> bool:
         static.fill_(call + rank)
         graph.replay()
         right &= kept.tolist() == [call * size + size * (size - 1) // 2] * 257
+    graph.reset()
+    peer.close()
     return right
 
 
@@ -188,7 +253,9 @@ def capture(rank: int, size: int, text: str) -> dict[str, Any]:
         errors.append(error(layer, hidden, output))
         ids = record.ids.cpu().numpy()
         loads.append((step, ids, int(record.received.sum()), int(record.received_shared)))
+    graph.reset()
     layer.exchange.close()
+    layer.balancer.collective.close()
     return {"errors": errors, "loads": loads}
 
 

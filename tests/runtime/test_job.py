@@ -34,6 +34,7 @@ def test_counts_of_a_row_by_hand() -> None:
         ids=torch.tensor([[4, 1], [3, -1], [0, 5]]),
         weights=torch.ones(3, 2),
         shared_weight=torch.ones(3),
+        scores=torch.ones(3, 8),
         physical=torch.tensor([[2, 3], [7, -1], [1, 0]]),
         shared_rank=torch.tensor([1, 0, -1]),
         received=torch.tensor([4, 0]),
@@ -87,7 +88,7 @@ def test_a_job_of_one_rank(make_trace: TraceMaker, tmp_path: Path) -> None:
     assert set(table["tokens"].to_pylist()) == {20}
     assert set(table["routed"].to_pylist()) == {40}
     assert all(min(table[f"{phase}_us"].to_pylist()) > 0 for phase in PHASES)
-    measured = measure(table, job, job.blocks(0), 4, seed=0)
+    measured = measure(table, job, ([block] * len(job.stacks) for block in job.blocks(0)), 4, seed=0)
     assert measured.differing == []
     entry = measured.entries[1]["metrics"]
     assert entry["peak"]["mean"] == 40 + 20 * 0.5
@@ -109,7 +110,9 @@ def test_a_differing_load_is_found(make_trace: TraceMaker, tmp_path: Path) -> No
     wrong = table["routed"].to_pylist()
     wrong[5] += 1  # step 2, layer 1
     table = table.set_column(table.schema.get_field_index("routed"), table.schema.field("routed"), pa.array(wrong))
-    assert measure(table, job, job.blocks(0), 4, seed=0).differing == [("contiguous", 2, 1)]
+    assert measure(table, job, ([block] * len(job.stacks) for block in job.blocks(0)), 4, seed=0).differing == [
+        ("contiguous", 2, 1)
+    ]
 
 
 def test_scores_that_are_no_numbers_stop_the_job(make_trace: TraceMaker, tmp_path: Path) -> None:

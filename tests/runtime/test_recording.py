@@ -11,7 +11,7 @@ import torch
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack
-from epsim.runtime.recording import joined
+from epsim.runtime.recording import Own, joined
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock, TraceMeta
 from tests.runtime import programs
@@ -39,16 +39,30 @@ def test_a_recorded_run_replays_to_its_load(text: str, tmp_path: Path) -> None:
     assert torch.equal(shared, served[..., 1].permute(1, 2, 0))
 
 
+def kept(ids: dict[int, np.ndarray]) -> dict[int, Own]:
+    return {step: (of_step, None) for step, of_step in ids.items()}
+
+
 def test_ranks_are_put_in_order() -> None:
     ids = {step: np.full((tokens, 2, 1), step) for step, tokens in ((4, 2), (9, 0))}
     other = {step: np.full((tokens, 2, 1), 10 + step) for step, tokens in ((4, 1), (9, 3))}
-    block = joined([ids, other])
+    block = joined([kept(ids), kept(other)])
     assert isinstance(block, TokenBlock)
     assert block.steps.tolist() == [4, 9]
     assert block.token_step.tolist() == [0, 0, 0, 1, 1, 1]
     assert block.source_rank.tolist() == [0, 0, 1, 1, 1, 1]
     assert block.expert_ids[:, 1, 0].tolist() == [4, 4, 14, 19, 19, 19]
     with pytest.raises(ValueError, match="rank 1 recorded 1 steps, rank 0 2"):
-        joined([ids, {4: ids[4]}])
+        joined([kept(ids), kept({4: ids[4]})])
     with pytest.raises(ValueError, match="nothing recorded"):
         joined([{}, {}])
+
+
+def test_scores_and_phases_go_along() -> None:
+    ids = np.zeros((2, 1, 1), dtype=np.int64)
+    scores = np.arange(8, dtype=np.float32).reshape(2, 1, 4)
+    block = joined([{4: (ids, scores)}, {4: (ids[:1], 10 + scores[:1])}], {4: "decode", 5: "prefill"})
+    assert block.scores is not None
+    assert block.scores[:, 0, 1].tolist() == [1, 5, 11]
+    assert block.phase is not None
+    assert block.phase.tolist() == ["decode"]

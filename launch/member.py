@@ -1,0 +1,94 @@
+"""A process's place in a job: which rank it is, where it meets the others, what it computes on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from epsim.launch.options import ONLY_BFLOAT16
+from epsim.launch.store import connect, serve
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A process's place in the job.
+
+    local_rank, local_size: among the ranks of its machine. device_index: of its GPU; own_device: it sees no other's.
+    host, port: of the store that all reach. attempt: restarts before this one. signals: whether it takes SIGTERM.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    device_index: int = 0
+    own_device: bool = False
+    host: str = ""
+    port: int = 0
+    serves_store: bool = False
+    attempt: int = 0
+    signals: bool = True
+
+    @classmethod
+    def from_environment(cls) -> Member:
+        """As torchrun sets it. EPSIM_STORE=HOST:PORT: a store that the launcher holds."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if name not in os.environ]
+        if missing:
+            raise ValueError(f"{missing[0]} is not set: start this by torchrun, or use `epsim run`")
+        rank, num_ranks, local_rank = (_whole(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        if rank >= num_ranks:
+            raise ValueError(f"RANK is {rank}, and WORLD_SIZE {num_ranks}: ranks are 0 to WORLD_SIZE - 1")
+        host, port = os.environ["MASTER_ADDR"], _whole("MASTER_PORT")
+        given = os.environ.get("EPSIM_STORE")
+        if given:
+            host, _, text = given.rpartition(":")
+            port = int(text)
+        held = given or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(
+            rank,
+            num_ranks,
+            local_rank,
+            _whole("LOCAL_WORLD_SIZE", local_rank + 1),
+            device_index=local_rank,
+            host=host,
+            port=port,
+            serves_store=rank == 0 and not held,
+            attempt=_whole("TORCHELASTIC_RESTART_COUNT", 0),
+        )
+
+    def store(self, serves: bool = False) -> Any:
+        """A connection of its own to the job's store; serves: this process holds it. None in a job of one process."""
+        if self.num_ranks == 1:
+            return None
+        return serve(self.host, self.port) if serves else connect(self.host, self.port)
+
+
+def _whole(name: str, default: int | None = None) -> int:
+    """A number of the environment."""
+    text = os.environ.get(name, str(default))
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{name} is {text!r}, not a whole number: start this by torchrun, or use `epsim run`")
+    return int(text)
+
+
+def choose_device(asked: str, member: Member) -> torch.device:
+    """auto: a GPU where there is one for every rank of this node."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = 1 if member.own_device else member.local_size
+    if asked == "cpu" or (asked == "auto" and count < wanted):
+        return torch.device("cpu")
+    if count < wanted:
+        raise ValueError(f"--device cuda: {wanted} ranks on this node, but {count} GPUs")
+    return torch.device("cuda", member.device_index)
+
+
+def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on GPUs, else float32."""
+    if device.type == "cuda" and asked == "float32":
+        raise ValueError(f"--dtype float32: {ONLY_BFLOAT16}")
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return known.get(asked) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
