@@ -291,7 +291,7 @@ def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundSta
     if setting.shared_cost == 0:
         notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
     copies = Copies(placement, setting.backend)
-    notes = (*_router_notes(stack, copies, setting), *notes)
+    notes = (*_router_notes(stack, copies, setting), *notes, *stack.reader.notes)
     return BoundStack(stack, copies, setting, (*(stack.split.notes if copies.redundant else ()), *notes))
 
 

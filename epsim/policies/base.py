@@ -108,10 +108,28 @@ class Router(Protocol):
 
 
 class Reader(Protocol):
-    """What of an expert's weights is read."""
+    """What of an expert's weights is read. acts: whether less than all of them. notes: what a reader of results under
+    it should know."""
 
     name: ClassVar[str]
     level: ClassVar[Level]
+    acts: ClassVar[bool]
+
+    @property
+    def notes(self) -> tuple[str, ...]: ...
+
+    def bytes_read(
+        self,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        hidden: int,
+        intermediate: int,
+        weight_bytes: float,
+        top_k: int,
+    ) -> torch.Tensor:
+        """tokens [...]: assignments of a rank, active [...]: its experts with any -> bytes [...] float64 of their
+        weights, or of what is read in their place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,3 +257,16 @@ class Dense:
 
     name: ClassVar[str] = "dense"
     level: ClassVar[Level] = "counts"
+    acts: ClassVar[bool] = False
+    notes: ClassVar[tuple[str, ...]] = ()
+
+    def bytes_read(
+        self,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        hidden: int,
+        intermediate: int,
+        weight_bytes: float,
+        top_k: int,
+    ) -> torch.Tensor:
+        return active.double() * (3 * hidden * intermediate * weight_bytes)

@@ -10,6 +10,7 @@ from epsim.policies.ipm import LplbIpm
 from epsim.policies.joint import WaterfillJoint
 from epsim.policies.nearest import Static
 from epsim.policies.one_copy import OneCopy
+from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.routing.oea import Oea, Pruned
 from epsim.policies.routing.ranks import OeaEp
 from epsim.policies.routing.rivals import Lynx, MaskLowDemand
@@ -24,5 +25,5 @@ KINDS: dict[str, dict[str, Any]] = {
         policy.name: policy for policy in (Even(), Random(), Static(), OneCopy(), Lplb(), LplbSampled(), LplbIpm())
     },
     "shared": {policy.name: policy for policy in (Local(), Waterfill(), WaterfillJoint())},
-    "reader": {policy.name: policy for policy in (Dense(),)},
+    "reader": {policy.name: policy for policy in (Dense(), TopkChannels(), ThresholdChannels())},
 }

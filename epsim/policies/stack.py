@@ -1,4 +1,5 @@
-"""A policy stack and its text form (docs/contract.md section 3): item+item+..., item = name or name(key=value,...)."""
+"""A policy stack and its text form (docs/contract.md section 3): item+item+..., item = name or name(key=value,...);
+a policy that has a `first` argument takes it without its key too."""
 
 from __future__ import annotations
 
@@ -109,9 +110,11 @@ def _name_and_arguments(item: str, text: str) -> tuple[str, dict[str, str]]:
         raise ValueError(f"{item!r} in {text!r} goes on after its parentheses: put + between items")
     arguments: dict[str, str] = {}
     inner = rest[:-1]
-    for part in inner.split(",") if inner.strip() else []:
+    for number, part in enumerate(inner.split(",") if inner.strip() else []):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not key or not value:
+        if number == 0 and key and not equals:  # a policy's first argument may go unnamed
+            key, equals, value = "", "=", key
+        elif not equals or not key or not value:
             raise ValueError(f"{part.strip()!r} in {item!r} is not key=value")
         if key in arguments:
             raise ValueError(f"argument {key!r} is given twice in {item!r}")
@@ -134,6 +137,10 @@ def _when_given(hint: Any) -> Any:
 
 def _with_arguments(kind: str, policy: Any, arguments: dict[str, str], item: str) -> Any:
     parameters = _parameters(kind, policy)
+    if "" in arguments:
+        if not hasattr(policy, "first") or policy.first in arguments:
+            raise ValueError(f"{arguments['']!r} in {item!r} is not key=value")
+        arguments = {policy.first: arguments[""], **{key: text for key, text in arguments.items() if key}}
     if missing := [key for key in getattr(policy, "needed", ()) if key not in arguments]:
         raise ValueError(f"{item!r} needs {missing[0]}=: write {policy.name}({missing[0]}=...)")
     values: dict[str, Any] = {}

@@ -1,0 +1,109 @@
+"""Readers: which channels of a token's experts are read (kernels/reader), and how many bytes that makes of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from epsim.kernels.reader.bytes import ReadBytes
+from epsim.kernels.reader.codes import BLOCK
+from epsim.kernels.reader.screen import COORDINATES
+from epsim.traces.trace import Level
+
+Score = Literal["sketch", "int4-gate", "cats"]
+INDEPENDENT = (
+    "bytes of a batch are expected ones: tokens of an expert choose channels and coordinates as if independently, "
+    "which is never less than where they choose alike"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TopkChannels:
+    """Of all channels of a token's experts exactly the best k are read, k from the bytes that the token may read.
+
+    budget: share of its experts' bytes, all that is read counted (`ReadBytes`); 1 reads all and screens nothing.
+    score: by what channels are chosen: estimates of the ternary `sketch`, an int4 copy of the gate rows, or the gate
+    rows themselves, after CATS. screen: `partial` reads 80 of 128 coordinates of the sketch, `full` all.
+    restore: whether skipped channels are restored by the low-rank map (of the sketch's estimates alone).
+    units: `output`, a channel's score is what it adds to the layer's output; `raw`, the size of the activation.
+    quota: `token`, the best k of all its experts, on whichever ranks; `experts` or `weights`, each rank its own best,
+    as many as its share of the token's experts or of their weights, for which ranks need not ask each other.
+    Raises ValueError where these do not go together.
+    """
+
+    budget: float = -1.0
+    score: Score = "sketch"
+    screen: Literal["partial", "full"] = "partial"
+    restore: Literal["on", "off"] = "on"
+    units: Literal["output", "raw"] = "output"
+    quota: Literal["token", "experts", "weights"] = "token"
+    name: ClassVar[str] = "topk-channels"
+    level: ClassVar[Level] = "counts"
+    acts: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = ("budget",)
+    first: ClassVar[str] = "budget"
+
+    def __post_init__(self) -> None:
+        if self.budget == -1.0:  # the registry's, which no text gives
+            return
+        if not 0 < self.budget <= 1:
+            raise ValueError(f"{self.name}: budget={self.budget:g}: give a share above 0 and up to 1")
+        if self.score != "sketch" and self.restore == "on":
+            object.__setattr__(self, "restore", "off")
+
+    @property
+    def coordinates(self) -> int:
+        return COORDINATES if self.screen == "partial" else BLOCK
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (f"{self.name} acts on every step, as if all were decode steps", INDEPENDENT)
+
+    def sizes(self, hidden: int, intermediate: int, weight_bytes: float = 2, rank: int = 32) -> ReadBytes:
+        """What its reads are made of. rank: of the map."""
+        rank = rank if self.restore == "on" else 0
+        return ReadBytes(hidden, intermediate, weight_bytes, self.coordinates, rank, self.score)
+
+    def bytes_read(
+        self,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        hidden: int,
+        intermediate: int,
+        weight_bytes: float,
+        top_k: int,
+    ) -> torch.Tensor:
+        """tokens [...]: assignments of a rank; active [...]: its experts with any -> bytes [...] float64.
+
+        Expected, for choices that are independent from token to token, of experts with tokens / active assignments
+        each; not more than reading them whole. Raises ValueError where the budget does not pay for the screen.
+        """
+        sizes = self.sizes(hidden, intermediate, weight_bytes)
+        kept = sizes.kept(self.budget, top_k) / (top_k * intermediate)
+        each = (tokens / active.clamp(min=1)).double()
+        all_kept = active * float(sizes.expert)
+        if self.budget >= 1:
+            return all_kept
+
+        def union(share: float) -> torch.Tensor:
+            return 1 - torch.pow(torch.full_like(each, 1 - share), each)
+
+        codes = hidden * sizes.code_row * union(sizes.coordinates / BLOCK) if self.score == "sketch" else 0.0
+        channels = union(kept) * sizes.kept_channel + union(1 - kept) * sizes.skipped_channel
+        read = active * (sizes.beside_codes + codes + intermediate * channels) + sizes.once * (active > 0)
+        return torch.minimum(read, all_kept)
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdChannels(TopkChannels):
+    """All channels above a threshold, fitted on calibration text so that on average the budget is read. What is read of
+    other text is another matter; the simulator counts the budget."""
+
+    name: ClassVar[str] = "threshold-channels"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        counted = f"{self.name}: its calibrated budget is counted, what it reads of other text differs"
+        return (*super(ThresholdChannels, self).notes, counted)

@@ -1,0 +1,97 @@
+"""Channel readers in stacks, and the bytes that they make of a rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from epsim.kernels.reader import ReadBytes
+from epsim.policies.base import Dense
+from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.policies.stack import parse_stack
+
+SHAPE = (2048, 768, 2, 8)
+
+
+def read(reader: TopkChannels | Dense, tokens: float, active: float) -> float:
+    """Bytes of a rank with so many assignments on so many experts."""
+    return float(reader.bytes_read(torch.tensor([tokens]), torch.tensor([active]), *SHAPE))
+
+
+def test_a_router_and_a_reader_in_one_stack() -> None:
+    stack = parse_stack("oea(k0=4)+topk-channels(0.178)")
+    assert stack.reader == TopkChannels(0.178)
+    assert str(stack) == "contiguous+oea(k0=4)+topk-channels(budget=0.178)"
+    assert parse_stack(str(stack)) == stack
+    assert parse_stack("dense").reader == Dense()
+    other = parse_stack("threshold-channels(0.2,screen=full,score=int4-gate,units=raw)")
+    assert other.reader == ThresholdChannels(0.2, "int4-gate", "full", "off", "raw")
+    assert parse_stack(str(other)) == other
+    assert parse_stack("topk-channels(budget=0.2)") != parse_stack("threshold-channels(budget=0.2)")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("topk-channels", "needs budget=: write topk-channels"),
+        ("topk-channels(0)", "budget=0: give a share above 0 and up to 1"),
+        ("topk-channels(1.5)", "budget=1.5: give a share"),
+        ("topk-channels(nan)", "budget=nan: give a share"),
+        ("topk-channels(much)", "budget=much in .* is not of type float"),
+        ("topk-channels(0.1,budget=0.2)", "'0.1' in .* is not key=value"),
+        ("topk-channels(budget=0.1,0.2)", "'0.2' in .* is not key=value"),
+        ("topk-channels(0.1,screen=half)", "choose partial or full"),
+        ("oea(4)", "'4' in .* is not key=value"),
+        ("dense+topk-channels(0.1)", "two policies for reader"),
+    ],
+)
+def test_mistakes(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        parse_stack(text)
+
+
+def test_one_token_reads_its_budget() -> None:
+    """A token with its 8 experts on one rank reads what `ReadBytes.token` says, which is within the budget."""
+    for reader, sizes in (
+        (TopkChannels(0.178), ReadBytes(2048, 768)),
+        (TopkChannels(0.28, screen="full", restore="off"), ReadBytes(2048, 768, coordinates=128, rank=0)),
+        (TopkChannels(0.2, "int4-gate"), ReadBytes(2048, 768, rank=0, source="int4-gate")),
+        (TopkChannels(0.5, "cats"), ReadBytes(2048, 768, rank=0, source="cats")),
+    ):
+        exact = sizes.token(8, sizes.kept(reader.budget, 8))
+        assert read(reader, 8, 8) == pytest.approx(exact, rel=1e-9)
+        assert exact <= reader.budget * 8 * sizes.expert < exact + sizes.kept_channel
+    assert read(Dense(), 8, 8) == read(TopkChannels(1.0), 8, 8) == 8 * 3 * 2048 * 768 * 2
+
+
+def test_a_batch_reads_the_union_of_independent_choices() -> None:
+    """Against drawn choices: three tokens on each of four experts."""
+    rng = np.random.default_rng(0)
+    reader, sizes = TopkChannels(0.28), ReadBytes(2048, 768)
+    share = sizes.kept(0.28, 8) / (8 * 768)
+    drawn = []
+    for _ in range(400):
+        kept = rng.random((3, 768)) < share
+        coordinates = rng.random((3, 2048)) < 80 / 128
+        drawn.append(
+            sizes.beside_codes
+            + coordinates.any(0).sum() * sizes.code_row
+            + kept.any(0).sum() * sizes.kept_channel
+            + (~kept).any(0).sum() * sizes.skipped_channel
+        )
+    assert read(reader, 12, 4) == pytest.approx(4 * np.mean(drawn) + sizes.once, rel=2e-3)
+    # One more token reads more, never twice as much, and never more than reading the experts whole.
+    found = [read(reader, 4 * tokens, 4) for tokens in range(1, 40)]
+    assert found == sorted(found)
+    assert found[1] < 2 * found[0]
+    assert found[-1] == read(Dense(), 160, 4)
+
+
+def test_nothing_is_read_where_nothing_is_served() -> None:
+    assert read(TopkChannels(0.178), 0, 0) == 0
+
+
+def test_a_budget_below_the_screen_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a budget of 0.05 does not pay for choosing: of 8 experts"):
+        read(TopkChannels(0.05), 8, 8)
