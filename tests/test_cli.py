@@ -61,7 +61,7 @@ def test_replay_prints_a_table_and_writes_the_report(epsim: Epsim, make_trace: T
     assert (code, err) == (0, "")
     results = json.loads((out / "results.json").read_text())
     check_results(results)
-    assert sorted(p.name for p in out.iterdir()) == ["report.html", "report.md", "results.json"]
+    assert sorted(p.name for p in out.iterdir()) == ["pictures", "report.html", "report.md", "results.json"]
     assert [entry.get("name") for entry in results["stacks"]] == [None, "best"]
     assert results["verdict"] in " ".join(printed.split())
     for entry in results["stacks"]:

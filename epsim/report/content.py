@@ -1,8 +1,8 @@
-"""The content that table, Markdown and page share: columns, rows, and the words around them."""
+"""The content that table, Markdown and page share: columns, cells, and the words around them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,22 @@ from epsim.verdict import label
 
 
 @dataclass(frozen=True, slots=True)
+class Cell:
+    """text: as it is shown; value: what it sorts by, None for none."""
+
+    text: str
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Column:
-    """key: metric; statistic: which of its summary; header and cell: how it is printed."""
+    """key: metric; statistic: which of its summary; header and cell: how it is printed; formula: said on the page."""
 
     key: str
     statistic: str
     header: str
     cell: Callable[[float], str]
+    formula: str = ""
 
 
 def _ratio(value: float) -> str:
@@ -36,16 +45,20 @@ def _number(value: float) -> str:
 
 COLUMNS = (
     Column("max_over_mean", "mean", "peak/mean", _ratio),
-    Column("max_over_mean", "p95", "p95", _ratio),
+    Column("max_over_mean", "p95", "p95", _ratio, "95th percentile of peak / mean"),
     Column("optimality_gap", "mean", "gap", _percent),
     Column("gap_placement", "mean", "placement", _percent),
     Column("gap_split", "mean", "split", _percent),
     Column("gap_rounding", "mean", "rounding", _percent),
     Column("gap_shared", "mean", "shared", _percent),
+    Column("layer_time_us", "mean", "layer us", _number),
     Column("active_experts", "mean", "active", _number),
+    Column("kept_mass", "mean", "kept", _ratio),
     Column("remote_rank_share", "mean", "off rank", _percent),
     Column("remote_node_share", "mean", "off node", _percent),
 )
+VERSUS = "vs first (95% interval)"
+GAIN = "gain (95% interval)"
 
 
 def shown_columns(results: Results) -> list[Column]:
@@ -53,37 +66,97 @@ def shown_columns(results: Results) -> list[Column]:
     return [c for c in COLUMNS if any(e["metrics"][c.key][c.statistic] is not None for e in results["stacks"])]
 
 
-def headers(results: Results) -> list[str]:
-    return ["stack", *(column.header for column in shown_columns(results)), "vs first (95% interval)"]
+def _gains(results: Results) -> bool:
+    return any(e["metrics"]["throughput_gain"]["mean"] is not None for e in results["stacks"])
 
 
-def rows(results: Results) -> list[list[str]]:
-    columns = shown_columns(results)
+def headers(results: Results, memory: bool = False) -> list[str]:
+    """memory: with what redundant experts take, as the page shows it."""
+    found = ["stack", *(c.header for c in shown_columns(results)), VERSUS, *([GAIN] if _gains(results) else [])]
+    return [*found, "memory a rank"] if memory else found
+
+
+def header_titles(results: Results) -> list[str]:
+    """What each header of the page stands for."""
+    titles = [column.formula or METRICS[column.key].formula for column in shown_columns(results)]
+    gains = [METRICS["throughput_gain"].formula] if _gains(results) else []
+    return [
+        "policy stack",
+        *titles,
+        "peak / mean less the first stack's, in percent of the latter",
+        *gains,
+        "of redundant experts",
+    ]
+
+
+def cells(results: Results, memory: bool = False) -> list[list[Cell]]:
+    columns, gains = shown_columns(results), _gains(results)
     base = results["stacks"][0]["metrics"]["max_over_mean"]["mean"]
     table = []
     for number, entry in enumerate(results["stacks"]):
-        cells = [label(entry)]
+        row = [Cell(label(entry))]
         for column in columns:
             value = entry["metrics"][column.key][column.statistic]
-            cells.append("-" if value is None else column.cell(value))
-        cells.append("-" if number == 0 else _versus(entry, base))
-        table.append(cells)
+            row.append(Cell("-" if value is None else column.cell(value), value))
+        row.append(Cell("-", 0.0) if number == 0 else _versus(entry, "max_over_mean", base))
+        if gains:
+            row.append(Cell("-", 0.0) if number == 0 else _versus(entry, "throughput_gain", 1.0))
+        if memory:
+            row.append(_extra(results))
+        table.append(row)
     return table
 
 
-def _versus(entry: dict[str, Any], base: float | None) -> str:
-    interval = entry["versus_first"].get("max_over_mean")
+def rows(results: Results) -> list[list[str]]:
+    return [[cell.text for cell in row] for row in cells(results)]
+
+
+def _versus(entry: dict[str, Any], key: str, base: float | None) -> Cell:
+    interval = entry["versus_first"].get(key)
     if interval is None or not base:
-        return "-"
-    words = f"{interval['difference'] / base:+.1%}"
+        return Cell("-")
+    value = interval["difference"] / base
+    words = f"{value:+.1%}"
     if interval["low"] is None:
-        return f"{words} (one step)"
-    return f"{words} ({interval['low'] / base:+.1%} to {interval['high'] / base:+.1%})"
+        return Cell(f"{words} (one step)", value)
+    return Cell(f"{words} ({interval['low'] / base:+.1%} to {interval['high'] / base:+.1%})", value)
+
+
+def _extra(results: Results) -> Cell:
+    """What the redundant experts take of a rank's memory."""
+    setting, layers = results["setting"], results["trace"]["num_layers"]
+    slots = setting["redundant"] / setting["ranks"] * layers
+    one = setting.get("expert_bytes") or results.get("run", {}).get("expert_bytes")
+    return Cell(_bytes(slots * one), slots * one) if one else Cell(f"{slots:g} experts", slots)
+
+
+def memory_words(results: Results) -> str:
+    """The same in words; "" without redundant experts."""
+    setting = results["setting"]
+    if not setting["redundant"]:
+        return ""
+    each = f"{setting['redundant'] / setting['ranks']:g} a rank and layer"
+    return f"redundant experts: {each}, {_extra(results).text} a rank over {results['trace']['num_layers']} layers"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f} bytes"
+
+
+def source(results: Results) -> str:
+    """Where figures are from, in one line: data, seed, version."""
+    trace, setting = results["trace"], results["setting"]
+    measured = "measured in a run of" if "run" in results else "replayed from"
+    words = f"{measured} {trace['name']} ({trace['origin']}, {trace['steps_scored']} steps)"
+    return printable(f"{words}, seed {setting['seed']}, epsim {setting['version']}")
 
 
 def facts(results: Results) -> list[tuple[str, str]]:
     """What the figures stand on."""
-    trace, setting = results["trace"], results["setting"]
+    trace, setting, run = results["trace"], results["setting"], results.get("run")
     shape = f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}"
     cluster = (
         f"{setting['ranks']} ranks on {setting['nodes']} node(s), {setting['redundant']} redundant experts a layer"
@@ -99,6 +172,9 @@ def facts(results: Results) -> list[tuple[str, str]]:
         ("placements", setting["history"]),
         ("cluster", cluster),
         ("shared expert", shared),
+        *([("memory", memory_words(results))] if memory_words(results) else []),
+        *([("times", setting["timing"])] if "timing" in setting else []),
+        *([("run", f"{run['device']}, {run['dtype']}, exchange {run['exchange']}; {run['note']}")] if run else []),
         *((f"stack {label(entry)}", entry["stack"]) for entry in results["stacks"] if entry.get("name")),
         ("seed, version", f"{setting['seed']}, epsim {setting['version']}"),
         ("command", setting["command"]),
@@ -131,7 +207,7 @@ def key_rows(results: Results) -> list[list[str]]:
             continue
         metric = METRICS[key.removeprefix("routed_")]
         formula = "as above, on routed load alone" if key.startswith("routed_") else metric.formula
-        table.append([key, formula, *("-" if value is None else _figure(value, metric.unit) for value in values)])
+        table.append([key, formula, *("-" if value is None else figure(value, metric.unit) for value in values)])
     return table
 
 
@@ -145,5 +221,32 @@ def reasons(results: Results) -> list[tuple[str, str]]:
     return [(", ".join(keys), reason) for reason, keys in missing.items()]
 
 
-def _figure(value: float, unit: str) -> str:
+def figure(value: float, unit: str) -> str:
     return f"{value:.4f}" if unit in ("ratio", "share") else f"{value:,.2f}"
+
+
+def predicted_headers(results: Results) -> list[str]:
+    return ["stack", "metric (mean)", "predicted", "measured", "measured / predicted - 1"]
+
+
+def predicted_rows(results: Results) -> list[list[str]]:
+    """Of a run: every metric with a predicted and a measured mean, metrics of routed load left out."""
+    table = []
+    for entry in results["stacks"]:
+        for key, value in entry.get("predicted", {}).items():
+            mean = entry["metrics"].get(key, {}).get("mean")
+            if key.startswith("routed_") or value is None or mean is None:
+                continue
+            unit = METRICS[key].unit
+            change = f"{mean / value - 1:+.2%}" if value else "-"
+            table.append([label(entry), key, figure(value, unit), figure(mean, unit), change])
+    return table
+
+
+def tables_of(results: Results) -> Sequence[tuple[str, list[str], list[list[str]]]]:
+    """(title, headers, rows) of the tables behind the first one."""
+    found = [("Every metric", key_headers(results), key_rows(results))]
+    predicted = predicted_rows(results)
+    if predicted:
+        found.insert(0, ("Predicted beside measured", predicted_headers(results), predicted))
+    return found

@@ -3,110 +3,96 @@
 from __future__ import annotations
 
 import base64
-import io
-import warnings
+import hashlib
+import json
 from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
-from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
-from epsim.results import Results
-from epsim.verdict import label
-
-CAUSES = (
-    ("gap_placement", "placement"),
-    ("gap_split", "split"),
-    ("gap_rounding", "rounding"),
-    ("gap_shared", "shared"),
+from epsim.report.charts import before_and_after
+from epsim.report.content import (
+    cells,
+    facts,
+    header_titles,
+    headers,
+    memory_words,
+    reasons,
+    source,
+    tables_of,
 )
+from epsim.report.draw import Drawn
+from epsim.report.flips import flips
+from epsim.results import Results
+from epsim.traces.files import printable
+from epsim.verdict import best_of, label
 
 
-def page(results: Results) -> str:
-    """The whole report as HTML; text from traces is escaped by the template."""
+def page(results: Results, pictures: Sequence[Drawn]) -> str:
+    """The whole report as HTML; text from traces is escaped by the template, and the page may fetch nothing."""
     import jinja2
+    from markupsafe import Markup
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(
-        resources.files("epsim.report").joinpath("page.html").read_text(encoding="utf-8")
-    )
-    return template.render(
+    script = _file("page.js")
+    sections = []
+    for picture in pictures:
+        figure = picture.figure
+        section = {"key": figure.key, "title": figure.title, "axes": figure.axes, "live": figure.live}
+        sections.append(section | {"wide": Markup(picture.wide), "narrow": Markup(picture.narrow)})
+    trace, setting = results["trace"], results["setting"]
+    return environment.from_string(_file("page.html")).render(
+        title=f"epsim: {printable(trace['name'])} on {setting['ranks']} ranks",
+        style=Markup(_file("page.css")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         verdict=results["verdict"],
-        headers=headers(results),
-        rows=rows(results),
-        key_headers=key_headers(results),
-        key_rows=key_rows(results),
+        flips=flips(results),
+        source=source(results),
+        memory=memory_words(results),
+        command=printable(setting["command"]),
+        headers=list(zip(headers(results, memory=True), header_titles(results), strict=True)),
+        rows=cells(results, memory=True),
+        best=best_of(results["stacks"]),
+        sections=sections,
+        tables=[{"title": title, "headers": head, "rows": body} for title, head, body in tables_of(results)],
         reasons=reasons(results),
         facts=facts(results),
-        pictures=[
-            ("Peak over mean, and what it is made of", _png(_causes, results)),
-            ("Layer by layer: peak over mean, mean over steps", _png(_layers, results)),
-            ("Rank by rank: load over the mean load, mean over steps and layers", _png(_ranks, results)),
-        ],
+        names=[label(entry) for entry in results["stacks"]],
+        heat_places=list(dict.fromkeys(before_and_after(results))),
+        layers=_heat_layers(results),
+        ranks=setting["ranks"],
+        num_steps=trace["steps_scored"],
+        heat=Markup(_heat(results)),
     )
 
 
-def _png(draw: object, results: Results) -> str:
+def _file(name: str) -> str:
+    return resources.files("epsim.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _heat_layers(results: Results) -> list[tuple[int, int]]:
+    """(place, number) of the layers that have a heat map of their own."""
+    trace = results["trace"]
+    if not all(entry.get("load_over_mean_by_layer") for entry in results["stacks"]):
+        return []
+    return list(enumerate(trace.get("layers") or range(trace["num_layers"])))
+
+
+def _heat(results: Results) -> str:
+    """The heat maps' values as JSON that may stand inside a script element; "" without any."""
+    stacks: list[dict[str, Any]] = [
+        {"steps": entry.get("load_over_mean_by_step"), "layers": entry.get("load_over_mean_by_layer")}
+        for entry in results["stacks"]
+    ]
+    if not any(stack["steps"] for stack in stacks):
+        return ""
     import matplotlib as mpl
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    # A font lacks some of the world's letters; the picture then shows boxes, and nobody is warned.
-    warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
-    figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
-    assert callable(draw)
-    draw(axes, results)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, metadata={"Software": None})
-    plt.close(figure)
-    return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _plain(text: str) -> str:
-    """matplotlib reads $...$ as mathematics."""
-    return text.replace("$", r"\$")
-
-
-def _causes(axes: object, results: Results) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    names = [_plain(label(entry)) for entry in results["stacks"]]
-    # Causes multiply, so their bars are stacked as successive factors: each is drawn from the product so far.
-    left = [1.0] * len(names)
-    for key, cause in CAUSES:
-        gaps = [entry["metrics"][key]["mean"] or 0.0 for entry in results["stacks"]]
-        widths = [product * gap for product, gap in zip(left, gaps, strict=True)]
-        axes.barh(names, widths, left=left, label=cause)
-        left = [product + width for product, width in zip(left, widths, strict=True)]
-    axes.set_xlim(left=1.0)
-    axes.invert_yaxis()
-    axes.set_xlabel("product of the mean gaps + 1 (1 = perfectly balanced)")
-    axes.legend(fontsize="small")
-
-
-def _layers(axes: object, results: Results) -> None:
-    layers = results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
-    _lines(axes, results, "max_over_mean_by_layer", layers, "layer", "peak / mean")
-
-
-def _ranks(axes: object, results: Results) -> None:
-    _lines(axes, results, "load_over_mean_by_rank", range(results["setting"]["ranks"]), "rank", "load / mean")
-
-
-def _lines(axes: object, results: Results, key: str, places: Sequence[int], across: str, up: str) -> None:
-    from matplotlib.axes import Axes
-    from matplotlib.ticker import MaxNLocator
-
-    assert isinstance(axes, Axes)
-    for number, entry in enumerate(results["stacks"]):
-        values = [float("nan") if value is None else value for value in entry.get(key, [])]
-        if not values:
-            continue
-        # Lines that coincide stay visible: each is thinner than the one below it.
-        width = 1 + 0.8 * (len(results["stacks"]) - 1 - number)
-        marker = "os^vDxP*"[number % 8]
-        axes.plot(places, values, marker=marker, markersize=width + 2, linewidth=width, label=_plain(label(entry)))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(across)
-    axes.set_ylabel(up)
-    axes.legend(fontsize="x-small")
+    colours = [round(255 * part) for number in range(256) for part in mpl.colormaps["cividis"](number)[:3]]
+    data = {
+        "ranks": results["setting"]["ranks"],
+        "num_steps": results["trace"]["steps_scored"],
+        "colours": colours,
+        "stacks": stacks,
+    }
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

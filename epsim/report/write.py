@@ -1,19 +1,37 @@
-"""Writes a report's three files, each whole or not at all."""
+"""Writes a report's files, each whole or not at all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from epsim.report.markdown import markdown
+from epsim.report.charts import figures
+from epsim.report.draw import drawn
+from epsim.report.markdown import markdown, pictures
 from epsim.report.page import page
 from epsim.results import Results, write_results
 from epsim.traces.files import whole_file
 
 
 def write_report(results: Results, out: Path) -> None:
-    """Writes results.json, report.md and report.html into the folder `out`."""
-    texts = {"report.md": markdown(results), "report.html": page(results)}
+    """Writes results.json and what `write_pages` does into the folder `out`."""
+    pages = _pages(results)
     write_results(results, out / "results.json")
-    for name, text in texts.items():
+    _write(pages, out)
+
+
+def write_pages(results: Results, out: Path) -> None:
+    """Writes report.html, report.md and the latter's pictures into the folder `out`."""
+    _write(_pages(results), out)
+
+
+def _pages(results: Results) -> dict[str, bytes]:
+    drawings = [drawn(figure) for figure in figures(results)]
+    texts = {"report.md": markdown(results, drawings), "report.html": page(results, drawings)}
+    return {name: text.encode() for name, text in texts.items()} | pictures(drawings)
+
+
+def _write(pages: dict[str, bytes], out: Path) -> None:
+    for name, content in pages.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
         with whole_file(out / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(content)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html.parser
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.report import write_report
-from epsim.report.content import headers, key_headers, key_rows, reasons, rows
+from epsim.report.content import cells, headers, key_headers, key_rows, reasons, rows
 from epsim.report.table import print_table
 from epsim.results import Results
 from epsim.traces.store import StoredTrace
@@ -61,10 +64,16 @@ def test_page_holds_the_table_and_needs_no_network(results: Results, tmp_path: P
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Cells()
     page.feed(text)
-    assert page.rows == [headers(results), *rows(results), key_headers(results), *key_rows(results)]
-    assert "script" not in page.tags
-    assert len(page.addresses) == 3
-    assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
+    shown = [[cell.text for cell in row] for row in cells(results, memory=True)]
+    assert page.rows == [headers(results, memory=True), *shown, key_headers(results), *key_rows(results)]
+    assert [row[:-1] for row in shown] == rows(results)
+    assert all(address.startswith(("data:", "#")) for address in page.addresses)
+    assert "alert(1)</script>" not in text
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
+    assert policy is not None
+    assert policy[1].startswith("default-src 'none'; ")
+    script = text[text.rindex("<script>") + 8 : text.rindex("</script>")]
+    assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy[1]
     assert json.loads((tmp_path / "results.json").read_text()) == results
 
 
@@ -72,6 +81,8 @@ def test_markdown_holds_the_table_escaped(results: Results, tmp_path: Path) -> N
     write_report(results, tmp_path)
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "<script>" not in text
+    for picture in re.findall(r"\]\((.*?)\)", text):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
     lines = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("| ")]
     stacks, metrics = lines[: 2 + len(results["stacks"])], lines[2 + len(results["stacks"]) :]
     assert {line.count("|") for line in stacks} == {len(headers(results)) + 1}

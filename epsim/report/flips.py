@@ -1,0 +1,114 @@
+"""Under which conditions the verdict flips: by another measure, in some layers, at some times, at some batch sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from epsim.results import Results
+from epsim.verdict import best_of, label
+
+MEASURES = (
+    ("max_over_mean", "p95", "95th percentile of peak over mean", False),
+    ("max_over_mean", "max", "largest peak over mean", False),
+    ("layer_time_us", "mean", "mean layer time", False),
+    ("throughput_gain", "mean", "throughput", True),
+    ("active_experts", "mean", "active experts of the busiest rank", False),
+    ("remote_node_share", "mean", "share leaving the node", False),
+)
+SAME = 1e-3
+"""A relative difference below this is none."""
+
+
+def flips(results: Results) -> list[str]:
+    """One sentence a condition; none where there is one stack, or nothing to compare."""
+    stacks = results["stacks"]
+    place = best_of(stacks)
+    if place is None or len(stacks) < 2:
+        return []
+    said = [*_measures(stacks, place), *_layers(results, place), *_steps(results, place), *_tokens(stacks, place)]
+    if not said:
+        said = ["Nothing in these results turns it around: no other measure, layer, stretch of steps or batch size."]
+    if results["trace"]["origin"] == "drawn":
+        said.append("Tokens were drawn from recorded counts: what depends on single tokens may differ on real ones.")
+    if "hindsight" in results["setting"]["history"]:
+        said.append("Placements were planned in hindsight: on steps not seen before they will do less well.")
+    return said
+
+
+def _measures(stacks: list[dict[str, Any]], place: int) -> list[str]:
+    said = []
+    for key, statistic, words, larger in MEASURES:
+        values = [entry["metrics"].get(key, {}).get(statistic) for entry in stacks]
+        known = [number for number, value in enumerate(values) if value is not None]
+        if place not in known or len(known) < 2:
+            continue
+        first = max(known, key=lambda n: values[n] if larger else -values[n])
+        if first != place and _differ(values[first], values[place]):
+            theirs, own = _short(values[first], key), _short(values[place], key)
+            said.append(f"By {words}, {label(stacks[first])} is ahead: {theirs} against {own}.")
+    return said
+
+
+def _layers(results: Results, place: int) -> list[str]:
+    stacks, layers = results["stacks"], results["trace"].get("layers")
+    by_layer = [entry.get("max_over_mean_by_layer") or [] for entry in stacks]
+    ahead: dict[int, list[int]] = {}
+    for layer in range(len(by_layer[place])):
+        winner = _winner([values[layer] for values in by_layer if len(values) > layer], place)
+        if winner is not None:
+            ahead.setdefault(winner, []).append(layers[layer] if layers else layer)
+    return [
+        f"In {len(found)} of {len(by_layer[place])} layers ({_list(found)}) {label(stacks[winner])} is ahead."
+        for winner, found in ahead.items()
+    ]
+
+
+def _steps(results: Results, place: int) -> list[str]:
+    stacks = results["stacks"]
+    series = [entry.get("by_step", {}).get("max_over_mean") or [] for entry in stacks]
+    ahead: dict[int, int] = {}
+    for step in range(len(series[place])):
+        winner = _winner([values[step] for values in series if len(values) > step], place)
+        if winner is not None:
+            ahead[winner] = ahead.get(winner, 0) + 1
+    if not ahead:
+        return []
+    joined = "steps" if len(series[place]) == results["trace"]["steps_scored"] else "stretches of steps"
+    who = ", ".join(f"{label(stacks[winner])} in {found}" for winner, found in ahead.items())
+    return [f"In {sum(ahead.values())} of {len(series[place])} {joined} another stack is ahead: {who}."]
+
+
+def _tokens(stacks: list[dict[str, Any]], place: int) -> list[str]:
+    said = []
+    sizes = [{size["low"]: size for size in entry.get("max_over_mean_by_tokens", [])} for entry in stacks]
+    for low, size in sizes[place].items():
+        winner = _winner([one[low]["mean"] if low in one else None for one in sizes], place)
+        if winner is not None:
+            theirs = sizes[winner][low]["mean"]
+            said.append(
+                f"At {low:g} to {size['high']:g} tokens a rank ({int(size['steps'])} steps) {label(stacks[winner])} is "
+                f"ahead: {theirs:.3f} against {size['mean']:.3f}."
+            )
+    return said
+
+
+def _winner(values: list[float | None], place: int) -> int | None:
+    """The stack of the least value, where it is not the one at `place`."""
+    own = values[place] if place < len(values) else None
+    if own is None:
+        return None
+    least, number = min((value, n) for n, value in enumerate(values) if value is not None)
+    return number if number != place and _differ(least, own) else None
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > SAME * max(abs(one), abs(other))
+
+
+def _short(value: float, key: str) -> str:
+    return f"{value:.1%}" if key in ("throughput_gain", "remote_node_share") else f"{value:,.4g}"
+
+
+def _list(numbers: list[int]) -> str:
+    words = ", ".join(str(number) for number in numbers[:8])
+    return words + (", ..." if len(numbers) > 8 else "")
