@@ -1,0 +1,266 @@
+"""Where a channel reader acts on a live model: in place of the routed experts' forward, after any router policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from epsim.kernels.reader import (
+    Experts,
+    LayerSketch,
+    ReadBytes,
+    Screen,
+    keep_above,
+    keep_by_rank,
+    keep_top,
+    output_scores,
+    rank_quotas,
+    read_output,
+)
+from epsim.kernels.reader.rivals import Inputs, int4_gate, sparse_inputs_output, sparse_inputs_share
+from epsim.kernels.reader.slots import slot_products
+from epsim.kernels.reader.store import build_named
+from epsim.policies.reader import ThresholdChannels, TopkChannels
+
+MOST = 32
+"""Experts of a token."""
+
+
+def expert_modules(model: Any) -> list[Any]:
+    """The modules of a model that hold a layer's routed experts, first layer first. Raises ValueError for none."""
+    wanted = ("gate_up_proj", "down_proj", "act_fn")
+    found = [module for module in model.modules() if all(hasattr(module, name) for name in wanted)]
+    found = [module for module in found if getattr(module.gate_up_proj, "ndim", 0) == 3]
+    if not found:
+        raise ValueError("a channel reader needs a model whose experts hold gate_up_proj [E, 2I, H] and down_proj")
+    return found
+
+
+def build_sketches(model: Any, seed: int = 0) -> dict[int, LayerSketch]:
+    """The sketches of a model in memory, by place among its layers with experts, on its device."""
+    modules = expert_modules(model)
+    return {i: build_named(i, m.gate_up_proj.data, m.down_proj.data, seed, 32) for i, m in enumerate(modules)}
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer's experts, its sketch decoded, and what scores need of both, all on the model's device."""
+
+    experts: Experts
+    screen: Screen
+    int4: torch.Tensor | None = None
+
+    @property
+    def norms(self) -> torch.Tensor:
+        return self.screen.sketch.norms
+
+    def estimates(self, reader: TopkChannels, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """[T, k, I] float32: what the reader takes the activations for, by which it chooses."""
+        if reader.score == "sketch":
+            gate, up = self.screen.estimates(x, ids, reader.coordinates)
+            return self.experts.activation(gate) * up
+        if reader.score == "int4-gate":
+            assert self.int4 is not None
+            return self.experts.activation(slot_products(x.float(), ids, self.int4))
+        gate = slot_products(x, ids, self.experts.gate_up[:, : self.norms.shape[1]])
+        return self.experts.activation(gate.float())
+
+    def scores(
+        self, reader: TopkChannels, ids: torch.Tensor, weights: torch.Tensor, estimates: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, k, I] float32, -1 for an empty slot."""
+        if reader.units == "output":
+            scores = output_scores(weights, self.norms[ids.clamp(min=0)], estimates)
+        else:
+            scores = estimates.abs()
+        return scores.masked_fill((ids < 0)[..., None], -1.0)
+
+
+def layers_of(model: Any, sketches: dict[int, LayerSketch], int4: bool = False) -> list[Layer]:
+    """What `Reading` needs of every layer with experts. int4: also the int4 copies of the gate rows."""
+    modules = expert_modules(model)
+    if len(modules) != len(sketches):
+        raise ValueError(f"sketches of {len(sketches)} layers do not fit a model of {len(modules)} layers with experts")
+    layers = []
+    for module, (_, sketch) in zip(modules, sorted(sketches.items()), strict=True):
+        gate_up, down = module.gate_up_proj.data, module.down_proj.data
+        copied = int4_gate(gate_up[:, : gate_up.shape[1] // 2]) if int4 else None
+        layers.append(Layer(Experts(gate_up, down, module.act_fn), Screen(sketch.to(gate_up.device)), copied))
+    return layers
+
+
+@dataclass(frozen=True, slots=True)
+class SparseInputs:
+    """Inputs of every matrix by size, after TEAL, or by size times column length, after WINA, within a budget."""
+
+    which: Inputs
+    budget: float
+
+
+@dataclass
+class Reading:
+    """What a reader does to the experts of a model while it is `on`, and what it has kept.
+
+    reader: with a threshold, `thresholds` of the layers (`calibrated`). num_kept: channels that a token keeps, in place
+    of those that the budget allows. num_ranks: of the experts, in contiguous shares, where each rank has its quota.
+    record: sees (layer, ids, kept) of every read.
+    """
+
+    layers: list[Layer]
+    reader: TopkChannels | SparseInputs
+    thresholds: Sequence[float] | None = None
+    num_kept: int | None = None
+    num_ranks: int = 1
+    record: Any = None
+    _kept: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sketch = self.layers[0].screen.sketch
+        hidden, intermediate, num_experts = sketch.hidden, sketch.intermediate, sketch.num_experts
+        if num_experts % self.num_ranks:
+            raise ValueError(f"--ranks {self.num_ranks} do not divide the model's {num_experts} experts")
+        reader, device = self.reader, sketch.signs.device
+        self.counts = torch.zeros(len(self.layers), 3, dtype=torch.float64, device=device)
+        """Of each layer: tokens read, channels kept, tokens whose experts are too few for the budget."""
+        self.rank_of_expert = torch.arange(num_experts, device=device) // (num_experts // self.num_ranks)
+        if isinstance(reader, SparseInputs):
+            self.share = sparse_inputs_share(reader.budget, hidden, intermediate, reader.which)
+            return
+        if isinstance(reader, ThresholdChannels) and self.thresholds is None:
+            raise ValueError(f"{reader.name} needs thresholds: fit them on text with `calibrated`")
+        sizes = reader.sizes(hidden, intermediate, rank=sketch.rank)
+        self._refusal = ""
+        # By the number of experts that a token takes; -1 where the budget does not pay for so few.
+        allowed = [self.num_kept if self.num_kept is not None else self._allowed(sizes, n) for n in range(MOST + 1)]
+        self.allowed = torch.tensor(allowed, device=device)
+
+    def _allowed(self, sizes: ReadBytes, num_experts: int) -> int:
+        assert not isinstance(self.reader, SparseInputs)
+        try:
+            return sizes.kept(self.reader.budget, num_experts)
+        except ValueError as error:
+            self._refusal = self._refusal or str(error)
+            return -1
+
+    def _output(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x [T, H], ids and weights [T, k] -> [T, H]."""
+        layer, reader = self.layers[number], self.reader
+        # A slot of no weight is no expert: fillers of router policies repeat one that is there.
+        ids = torch.where(weights > 0, ids, -1)
+        if isinstance(reader, SparseInputs):
+            return sparse_inputs_output(x, ids, weights, layer.experts, self.share, reader.which)
+        if reader.budget >= 1 and self.num_kept is None:
+            kept = (ids >= 0)[..., None].expand(-1, -1, layer.norms.shape[1])
+            self._count(number, ids, kept)
+            return read_output(x, ids, weights, layer.experts, kept)
+        estimates = layer.estimates(reader, x, ids)
+        kept = self.keep(number, ids, weights, layer.scores(reader, ids, weights, estimates))
+        self._count(number, ids, kept)
+        restored = reader.restore == "on"
+        sketch = layer.screen.sketch if restored else None
+        return read_output(x, ids, weights, layer.experts, kept, estimates if restored else None, sketch)
+
+    def keep(self, number: int, ids: torch.Tensor, weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """scores [T, k, I] of a layer -> [T, k, I] bool."""
+        assert not isinstance(self.reader, SparseInputs)
+        if isinstance(self.reader, ThresholdChannels):
+            assert self.thresholds is not None
+            return keep_above(scores, self.thresholds[number]) & (ids >= 0)[..., None]
+        allowed = self.allowed[(ids >= 0).sum(1)]
+        self.counts[number, 2] += (allowed < 0).sum()
+        allowed = allowed.clamp(min=0)
+        if self.reader.quota != "token" and self.num_ranks > 1:
+            by = self.reader.quota
+            quotas = rank_quotas(allowed, ids, weights, self.rank_of_expert, self.num_ranks, by)
+            return keep_by_rank(scores, ids, quotas, self.rank_of_expert)
+        return keep_top(scores, allowed)
+
+    def _count(self, number: int, ids: torch.Tensor, kept: torch.Tensor) -> None:
+        self.counts[number, 0] += (ids >= 0).any(1).sum()
+        self.counts[number, 1] += kept.sum()
+        if self.record is not None:
+            self.record(number, ids, kept)
+
+    def kept_channels(self) -> float:
+        """Channels kept of a token in a layer, mean over all read so far."""
+        return float(self.counts[:, 1].sum() / self.counts[:, 0].sum())
+
+    @contextmanager
+    def on(self, model: Any, whole_sequences: bool) -> Iterator[None]:
+        """Inside, the model's experts are read so. whole_sequences: every token of a pass is one of a decode step;
+        otherwise passes of several tokens a sequence (prefill) read all. Raises ValueError at the end where a token's
+        budget did not pay for its screen."""
+        with replaced(model, whole_sequences, self._output):
+            yield
+        if bool(self.counts[:, 2].any()):
+            raise ValueError(self._refusal)
+
+
+@contextmanager
+def replaced(model: Any, whole_sequences: bool, output: Any) -> Iterator[None]:
+    """Inside, output(layer, x [T, H], ids [T, k], weights [T, k]) -> [T, H] takes the place of the experts' forward."""
+    modules = expert_modules(model)
+    length = [1]
+
+    def note_length(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            raise ValueError("a reader needs a model that is called with input_ids")
+        length[0] = ids.shape[1]
+
+    handle = model.register_forward_pre_hook(note_length, with_kwargs=True)
+    for number, module in enumerate(modules):
+        plain = module.forward
+
+        def forward(
+            hidden_states: torch.Tensor,
+            top_k_index: torch.Tensor,
+            top_k_weights: torch.Tensor,
+            number: int = number,
+            plain: Any = plain,
+        ) -> torch.Tensor:
+            if length[0] > 1 and not whole_sequences:
+                every: torch.Tensor = plain(hidden_states, top_k_index, top_k_weights)
+                return every
+            x = hidden_states.reshape(-1, hidden_states.shape[-1])
+            own: torch.Tensor = output(number, x, top_k_index, top_k_weights)
+            return own.to(hidden_states.dtype).view_as(hidden_states)
+
+        module.forward = forward
+    try:
+        yield
+    finally:
+        handle.remove()
+        for module in modules:
+            del module.forward
+
+
+@torch.no_grad()
+def calibrated(
+    model: Any, layers: list[Layer], reader: ThresholdChannels, text: torch.Tensor, budgets: Sequence[float]
+) -> dict[float, list[float]]:
+    """{budget: thresholds of the layers} at which the plain model's tokens of text [sequences, length] keep on average
+    as many channels as `topk-channels` of that budget would."""
+    sketch = layers[0].screen.sketch
+    found: dict[float, list[float]] = {budget: [] for budget in budgets}
+
+    def watch(number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        layer = layers[number]
+        scores = layer.scores(reader, ids, weights, layer.estimates(reader, x, ids)).flatten()
+        numbers = []
+        for budget in budgets:
+            sizes = replace(reader, budget=budget).sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
+            numbers.append(len(x) * sizes.kept(budget, ids.shape[1]))
+        best = scores.topk(max(numbers) + 1).values
+        for budget, count in zip(budgets, numbers, strict=True):
+            found[budget].append(float(best[count]))
+        kept = torch.ones(*ids.shape, sketch.intermediate, dtype=torch.bool, device=ids.device)
+        return read_output(x, ids, weights, layer.experts, kept)
+
+    with replaced(model, True, watch):
+        model(input_ids=text.to(model.device), use_cache=False, logits_to_keep=1)
+    return found

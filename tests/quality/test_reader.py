@@ -1,0 +1,142 @@
+"""A channel reader on a live model with random weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.policies.stack import parse_stack
+from epsim.quality.hook import reroute_of, rerouted
+from epsim.quality.reader import Reading, SparseInputs, build_sketches, calibrated, layers_of
+from epsim.traces.model.config import ModelShape, build_model
+
+SHAPE = ModelShape(
+    vocabulary=64, num_layers=2, hidden=128, num_heads=2, num_experts=8, top_k=3, intermediate=40, max_positions=128
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    made = build_model(SHAPE).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    return made
+
+
+@pytest.fixture(scope="module")
+def layers(model: Any) -> Any:
+    return layers_of(model, build_sketches(model), int4=True)
+
+
+@pytest.fixture(scope="module")
+def text() -> torch.Tensor:
+    return torch.randint(1, 64, (6, 20), generator=torch.Generator().manual_seed(3))
+
+
+def logits(model: Any, text: torch.Tensor, reading: Reading | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        if reading is None:
+            found: torch.Tensor = model(input_ids=text).logits
+            return found
+        with reading.on(model, whole_sequences=True):
+            read: torch.Tensor = model(input_ids=text).logits
+            return read
+
+
+def kl(model: Any, text: torch.Tensor, reading: Reading) -> float:
+    p, q = (each.double().log_softmax(-1) for each in (logits(model, text), logits(model, text, reading)))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_full_budget_is_the_plain_model(model: Any, layers: Any, text: torch.Tensor) -> None:
+    plain = logits(model, text)
+    reading = Reading(layers, TopkChannels(1.0))
+    torch.testing.assert_close(logits(model, text, reading), plain, rtol=0, atol=2e-5)
+    assert reading.kept_channels() == 3 * 40
+    torch.testing.assert_close(
+        logits(model, text, Reading(layers, SparseInputs("teal", 1.0))), plain, rtol=0, atol=2e-5
+    )
+    assert torch.equal(logits(model, text), plain)  # nothing is left behind
+
+
+def test_more_is_closer(model: Any, layers: Any, text: torch.Tensor) -> None:
+    budgets = (0.4, 0.6, 0.9)
+    for change in ({}, {"restore": "off"}, {"screen": "full"}, {"score": "int4-gate"}):
+        found = [kl(model, text, Reading(layers, TopkChannels(b, **change))) for b in budgets]  # type: ignore[arg-type]
+        assert found[0] > found[1] > found[2] > 0, change
+
+
+def test_every_token_keeps_its_k(model: Any, layers: Any, text: torch.Tensor) -> None:
+    seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    reader = TopkChannels(0.5)
+    reading = Reading(layers, reader, record=lambda *what: seen.append(what))
+    logits(model, text, reading)
+    k = reader.sizes(128, 40).kept(0.5, 3)
+    assert [number for number, _, _ in seen] == [0, 1]
+    for _, ids, kept in seen:
+        assert ids.shape == (120, 3)
+        assert kept.sum((1, 2)).tolist() == [k] * 120
+        assert float(kept.sum(2).double().std()) > 0.5  # an expert may get many or few
+    assert reading.kept_channels() == k
+
+
+def test_a_reader_after_a_router(model: Any, layers: Any, text: torch.Tensor) -> None:
+    """Tokens of fewer experts keep fewer channels; fillers of no weight read nothing."""
+    seen: list[torch.Tensor] = []
+    reader = TopkChannels(0.5)
+    reading = Reading(layers, reader, record=lambda number, ids, kept: seen.append(kept))
+    with rerouted(model, reroute_of(parse_stack("pruned(k0=2)").router), whole_sequences=True):
+        logits(model, text, reading)
+    k = reader.sizes(128, 40).kept(0.5, 2)
+    assert {tuple(kept.sum((1, 2)).tolist()) for kept in seen} == {(k,) * 120}
+
+
+def test_a_budget_that_does_not_pay_is_refused(model: Any, layers: Any, text: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"a budget of 0.1 does not pay for choosing: of 1 experts of 128 x 40 0.4458"):
+        logits(model, text, Reading(layers, TopkChannels(0.1)))
+
+
+def test_prefill_reads_all(model: Any, layers: Any, text: torch.Tensor) -> None:
+    reading = Reading(layers, TopkChannels(0.4))
+    with torch.no_grad(), reading.on(model, whole_sequences=False):
+        assert torch.equal(model(input_ids=text).logits, logits(model, text))
+        assert float(reading.counts.sum()) == 0
+        model(input_ids=text[:, :1])
+    assert reading.counts[:, 0].tolist() == [6, 6]
+
+
+def test_calibration_meets_its_budget_on_its_own_text(model: Any, layers: Any, text: torch.Tensor) -> None:
+    reader = ThresholdChannels(0.5)
+    found = calibrated(model, layers, reader, text, (0.5, 0.7))
+    k = reader.sizes(128, 40).kept(0.5, 3)
+    # In the first layer tokens are the plain model's, so that the mean is met exactly.
+    reading = Reading(layers, reader, found[0.5])
+    logits(model, text, reading)
+    assert float(reading.counts[0, 1]) == 120 * k
+    assert found[0.7][0] < found[0.5][0]
+    with pytest.raises(ValueError, match="threshold-channels needs thresholds"):
+        Reading(layers, reader)
+
+
+def test_quotas_of_ranks(model: Any, layers: Any, text: torch.Tensor) -> None:
+    """One rank is the whole; more ranks keep as many channels, others of them."""
+    plain = logits(model, text, Reading(layers, TopkChannels(0.5)))
+    for by in ("experts", "weights"):
+        reader = TopkChannels(0.5, quota=by)
+        assert torch.equal(logits(model, text, Reading(layers, reader)), plain)
+        reading = Reading(layers, reader, num_ranks=4)
+        assert not torch.allclose(logits(model, text, reading), plain)
+        assert reading.kept_channels() <= reader.sizes(128, 40).kept(0.5, 3)
+    with pytest.raises(ValueError, match="--ranks 3 do not divide the model's 8 experts"):
+        Reading(layers, TopkChannels(0.5), num_ranks=3)
+
+
+def test_models_without_experts() -> None:
+    with pytest.raises(ValueError, match="needs a model whose experts hold gate_up_proj"):
+        build_sketches(torch.nn.Linear(2, 2))
