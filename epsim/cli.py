@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import epsim
+from epsim.cli_calibrate import calibrate_command
 from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, reproduce_app, timing_of
 from epsim.cli_model import app as model_app
 from epsim.cli_run import compare_command, run_command
@@ -217,6 +218,7 @@ def plan_command(
 
 
 app.command("run")(run_command)
+app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)
 app.command("sweep")(sweep_command)
 

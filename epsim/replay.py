@@ -157,6 +157,7 @@ def replay(
         phase=meta.phase,
         num_scores=meta.num_scores,
         rows=timing is not None,
+        tile=0 if timing is None else timing.experts.tile,
     )
     structures: dict[str, SplitStructure] = {}
     runs = []

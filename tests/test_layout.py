@@ -16,7 +16,17 @@ LINKED = ("traces", "kernels", "runtime", "launch")
 TIERS = (
     ("epsim.traces", "epsim.kernels"),
     ("epsim.policies", "epsim.placement", "epsim.cost", "epsim.results", "epsim.verdict", "epsim.parallel"),
-    ("epsim.runtime", "epsim.replay", "epsim.planning", "epsim.report", "epsim.quality", "epsim.reproduce", "epsim.sweep"),
+    (
+        "epsim.runtime",
+        "epsim.replay",
+        "epsim.planning",
+        "epsim.report",
+        "epsim.quality",
+        "epsim.reproduce",
+        "epsim.sweep",
+        "epsim.tune",
+        "epsim.calibrate",
+    ),
     ("epsim.cli", "epsim.launch"),
 )
 APART = (("epsim.runtime", ("epsim.replay", "epsim.planning")), ("epsim.replay", ("epsim.runtime",)))

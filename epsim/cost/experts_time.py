@@ -1,24 +1,26 @@
 """Time of the expert computation of a rank, from its assignments and its active experts.
 
 Roofline: reading weights and rows, `b * active + a * tokens`, or computing, whichever takes longer; grouped GEMMs pad
-every active expert's tokens to whole tiles (half a tile on average, never less than one). A measured table corrects it:
-measured / roofline, interpolated over the logarithms of (tokens per active expert, active experts), holds its nearest
-value outside the grid.
+every active expert's tokens to whole tiles (half a tile on average, never less than one). A measured table takes its
+place: by its tiles and waves where it has a fit (`epsim.cost.tiled`), else measured / roofline, interpolated over the
+logarithms of (tokens per active expert, active experts). Outside the grid a fit goes on in its terms, and the nearest
+ratio holds: times never fall with more tokens.
 """
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Literal
 
 import torch
 
+from epsim.cost.curve import check_axis, check_times
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
-from epsim.cost.spec_files import build
-from epsim.traces.files import check_source
+from epsim.cost.tiled import TiledFit
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,11 @@ class ExpertTable:
     """Measured times of one expert shape on one device.
 
     device, command, dtype: what measured it, how, and in which type. hidden, intermediate: of the experts.
-    tokens_per_expert [n], active [m]: ascending, above 0. us: n x m microseconds, row by row.
+    tokens_per_expert [n], active [m]: ascending, above 0. us: n x m microseconds, row by row; None (null) for a cell
+    not measured, which has the ratio of the nearest size of its column, and each column needs one.
+    implementation: whose experts; versions, date: of the measurement. spread: of the experts' tokens around their mean,
+    as the standard deviation of its logarithm; 0 where all had the same number.
+    fit: of the grid, by tiles; without it cells are interpolated.
     """
 
     device: str
@@ -36,31 +42,30 @@ class ExpertTable:
     intermediate: int
     tokens_per_expert: tuple[float, ...]
     active: tuple[float, ...]
-    us: tuple[tuple[float, ...], ...]
+    us: tuple[tuple[float | None, ...], ...]
+    kind: Literal["experts"] = "experts"
+    implementation: str = ""
+    versions: str = ""
+    date: str = ""
+    spread: float = 0.0
+    fit: TiledFit | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_expert", "active"):
-            axis = getattr(self, name)
-            if not axis or min(axis) <= 0 or list(axis) != sorted(set(axis)):
-                raise ValueError(f"{name} must be ascending and above 0")
+            check_axis(name, getattr(self, name))
         if len(self.us) != len(self.tokens_per_expert) or any(len(row) != len(self.active) for row in self.us):
             raise ValueError(f"us must be {len(self.tokens_per_expert)} x {len(self.active)} numbers")
-        if min(min(row) for row in self.us) <= 0:
-            raise ValueError("us must be above 0")
+        for experts, column in zip(self.active, zip(*self.us, strict=True), strict=True):
+            times = [time for time in column if time is not None]
+            check_times("us", times)
+            if not times:
+                raise ValueError(f"us has no time of {experts:g} active experts: leave them out of active")
 
-
-def read_expert_table(path: Path) -> ExpertTable:
-    """A table as JSON, an object of the fields of `ExpertTable`. Raises ValueError in one line."""
-    check_source(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: an object of {', '.join(ExpertTable.__dataclass_fields__)} is expected")
-    found = build(ExpertTable, content, str(path))
-    assert isinstance(found, ExpertTable)
-    return found
+    @property
+    def covers(self) -> str:
+        """The grid in words."""
+        tokens, active = self.tokens_per_expert, self.active
+        return f"{tokens[0]:g} to {tokens[-1]:g} tokens an expert, {active[0]:g} to {active[-1]:g} active experts"
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ class ExpertsTime:
             raise ValueError(
                 f"the expert table is of {table.hidden} x {table.intermediate}, {model.name} has experts of "
                 f"{model.hidden} x {model.intermediate}: give a table of its shape, or none"
+            )
+        if table is not None and table.dtype != model.compute:
+            raise ValueError(
+                f"the expert table is of {table.dtype}, {model.name} computes in {model.compute}: give a table of its "
+                "type, or a --model that computes in the table's"
             )
 
     @property
@@ -103,13 +113,22 @@ class ExpertsTime:
         time = torch.maximum(self.b * active + self.a * tokens, self.computing * padded)
         return (time + self.hardware.kernel_us) * (active > 0)
 
-    def us(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """tokens: assignments of a rank, active: its experts that have any; [...] float64 -> microseconds [...]."""
-        time = self.roofline(tokens, active)
+    @property
+    def tile(self) -> int:
+        """Rows of a tile, for loads to count tiles of (`Setting.tile`); 0 where they make no difference."""
+        return 0 if self.table is None or self.table.fit is None else self.table.fit.rows
+
+    def us(self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens: assignments of a rank, active: its experts that have any, tiles: whole tiles of `self.tile` rows that
+        they fill, None where not known; [...] float64 -> microseconds [...]."""
         if self.table is None:
-            return time
+            return self.roofline(tokens, active)
+        fit = self.table.fit
+        if fit is not None:
+            tiles = fit.expected_tiles(tokens, active) if tiles is None else tiles
+            return fit.us(tokens, active, tiles, self.model) * (active > 0)
         per_expert = (tokens / active.clamp(min=1)).clamp(min=1e-9)
-        return time * self._correction(per_expert.log(), active.clamp(min=1).log())
+        return self.roofline(tokens, active) * self._correction(per_expert.log(), active.clamp(min=1).log())
 
     def dense_us(self, tokens: torch.Tensor) -> torch.Tensor:
         """A shared expert computed by itself on tokens [...] -> microseconds [...]."""
@@ -122,9 +141,13 @@ class ExpertsTime:
         assert self.table is not None
         per_expert = torch.tensor(self.table.tokens_per_expert, dtype=torch.float64)
         active = torch.tensor(self.table.active, dtype=torch.float64)
-        measured = torch.tensor(self.table.us, dtype=torch.float64)
+        nothing = [[math.nan if time is None else time for time in row] for row in self.table.us]
+        measured = torch.tensor(nothing, dtype=torch.float64)
         wide = active.expand_as(measured)
-        return per_expert.log(), active.log(), measured / self.roofline(per_expert[:, None] * wide, wide)
+        ratio = measured / self.roofline(per_expert[:, None] * wide, wide)
+        for column in ratio.unbind(1):
+            column.copy_(_filled(per_expert.log().tolist(), column))
+        return per_expert.log(), active.log(), ratio
 
     def _correction(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x_axis, y_axis, ratio = self._grid
@@ -133,6 +156,13 @@ class ExpertsTime:
         after_i, after_j = (i + 1).clamp(max=len(x_axis) - 1), (j + 1).clamp(max=len(y_axis) - 1)
         low = torch.lerp(ratio[i, j], ratio[i, after_j], v)
         return torch.lerp(low, torch.lerp(ratio[after_i, j], ratio[after_i, after_j], v), u)
+
+
+def _filled(axis: Sequence[float], values: torch.Tensor) -> torch.Tensor:
+    """values [n], NaN where not known -> [n]: there that of the nearest known place."""
+    known = [place for place, value in enumerate(values.tolist()) if not math.isnan(value)]
+    near = [min(known, key=lambda other: abs(axis[other] - at)) for at in axis]
+    return values[near].clone()
 
 
 def _place(axis: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,7 +55,9 @@ class ExchangeRates:
 class PolicyCosts:
     """Microseconds a layer that policies add, as measured. all_reduce_us: one of a layer's counts, within a node and
     between nodes. solve_us: of a split by `epsim.kernels.split`; published_solve_us: of LPLB's interior point method.
-    assign_us: from fractions to physical experts; waterfill_us: the shared expert's placing."""
+    assign_us: from fractions to physical experts; waterfill_us: the shared expert's placing.
+    Left out: timed_us, of a split by time, costs what solve_us says, joint_us, of `waterfill-joint`, what waterfill_us
+    says, and router_us, of a router policy, what assign_us says."""
 
     all_reduce_us: float
     all_reduce_nodes_us: float
@@ -63,9 +65,24 @@ class PolicyCosts:
     published_solve_us: float
     assign_us: float
     waterfill_us: float
+    timed_us: float | None = None
+    joint_us: float | None = None
+    router_us: float | None = None
 
     def __post_init__(self) -> None:
-        _not_negative(self, self.__slots__)
+        _not_negative(self, tuple(name for name in self.__slots__ if getattr(self, name) is not None))
+
+    @property
+    def of_timed(self) -> float:
+        return self.solve_us if self.timed_us is None else self.timed_us
+
+    @property
+    def of_joint(self) -> float:
+        return self.waterfill_us if self.joint_us is None else self.joint_us
+
+    @property
+    def of_router(self) -> float:
+        return self.assign_us if self.router_us is None else self.router_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +92,9 @@ class Hardware:
     memory_gb: capacity. memory_gb_per_s, bf16_tflops, fp8_tflops: what kernels reach, not peaks. kernel_us: fixed cost
     of the expert computation's kernels. tile: rows to which grouped GEMMs pad each expert's tokens. exchange_sms of
     `sms` are taken by an exchange that runs beside computation. source: where the numbers come from.
+    tables: JSON files beside this one that `epsim calibrate` measured (`epsim.cost.calibrated`), used where they fit.
+    shared_grouped: whether a shared expert that stays on its token's rank is one more expert of the grouped computation
+    (as in this project's runtime), rather than computed by itself.
     """
 
     name: str
@@ -91,6 +111,8 @@ class Hardware:
     normal: ExchangeRates
     low_latency: ExchangeRates
     policy: PolicyCosts
+    tables: tuple[str, ...] = ()
+    shared_grouped: bool = False
 
     def __post_init__(self) -> None:
         for name in ("memory_gb", "memory_gb_per_s", "bf16_tflops", "fp8_tflops", "tile", "ranks_per_node", "sms"):

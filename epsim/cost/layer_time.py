@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from epsim.cost.exchange_time import Kernels, Rows, busiest_rows, exchange_us, expected_rows, low_latency_rows
-from epsim.cost.experts_time import ExpertsTime, read_expert_table
-from epsim.cost.hardware import Hardware, load_hardware
+from epsim.cost.calibrated import Calibration, load_calibration, read_table
+from epsim.cost.exchange_time import Kernels, Rows, busiest_rows, exchange_us, expected_rows, low_latency_rows, visits
+from epsim.cost.experts_time import ExpertsTime, ExpertTable
+from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec, load_model
-from epsim.policies.ipm import LplbIpm
+from epsim.cost.policy_time import assumed_us, policy_us
 from epsim.policies.load import Load
 from epsim.policies.shared import Local
 from epsim.policies.stack import PolicyStack
@@ -36,12 +37,14 @@ class Phases:
 @dataclass(frozen=True, slots=True)
 class LayerTiming:
     """experts: of one hardware and model. num_nodes: hosts of the expert-parallel group. kernels: of the exchange.
-    overlap: whether the two halves of a batch overlap, one's exchange beside the other's computation."""
+    overlap: whether the two halves of a batch overlap, one's exchange beside the other's computation. measured: what a
+    calibration of this hardware holds; its exchange and policies are used where they fit."""
 
     experts: ExpertsTime
     num_nodes: int = 1
     kernels: Kernels = "normal"
     overlap: bool = False
+    measured: Calibration | None = None
 
     @property
     def hardware(self) -> Hardware:
@@ -64,10 +67,19 @@ class LayerTiming:
 
     def words(self) -> str:
         """What times are of, for reports."""
-        table = "roofline" if self.experts.table is None else f"table measured on {self.experts.table.device}"
+        table, measured = self.experts.table, self.measured
+        experts = "roofline"
+        if table is not None:
+            beyond = "the roofline's shape" if table.fit is None else "its fit by tiles goes on"
+            experts = f"table measured on {table.device} ({table.covers}; beyond, {beyond})"
         halves = ", halves of a batch overlapping" if self.overlap else ""
+        policies = ", policies as measured" if measured is not None and measured.policies is not None else ""
+        exchange = f"{self.kernels} exchange"
+        if measured is not None and measured.exchange:
+            groups = sorted({f"{one.ranks} ranks on {one.nodes} nodes" for one in measured.exchange})
+            exchange += f" (as measured where {', '.join(groups)})"
         return (
-            f"{self.model.name} on {self.hardware.name}, {self.kernels} exchange, expert time by {table}{halves}; "
+            f"{self.model.name} on {self.hardware.name}, {exchange}, expert time by {experts}{policies}{halves}; "
             "predicted, not measured"
         )
 
@@ -79,20 +91,23 @@ class LayerTiming:
         """
         routed, active = load.routed.double(), load.active.double()
         busy = load.assignments > 0
-        if isinstance(stack.shared, Local):
+        local = isinstance(stack.shared, Local)
+        if local and not self.hardware.shared_grouped:
             served = routed
-            time = self.experts.us(routed, active).amax(-1)
+            time = self.experts.us(routed, active, load.tiles).amax(-1)
             if self.model.shared_intermediate:
                 time = time + self.experts.dense_us(load.shared_tokens.double()).amax(-1)
         else:
-            cost = self.model.shared_cost
-            served = routed + load.shared_tokens
-            time = self.experts.us(routed + cost * load.shared_tokens, active + cost * (load.shared_tokens > 0))
-            time = time.amax(-1)
-        dispatch, combine = exchange_us(
-            self._rows(load, served), self.hardware, self.model, self.num_nodes, self.kernels
-        ).unbind()
-        policy = torch.full_like(time, self.policy_us(stack, redundant))
+            cost, shared = self.model.shared_cost, load.shared_tokens.double()
+            served = routed if local else routed + shared
+            tiles, tile = load.tiles, self.experts.tile
+            if tiles is not None and tile:
+                tiles = tiles + (cost * (shared / tile).ceil() if cost else 0)
+            time = self.experts.us(routed + cost * shared, active + cost * (shared > 0), tiles).amax(-1)
+        dispatch, combine = self._exchange_us(self._rows(load, served, local), routed.shape[-1]).unbind()
+        costs, known = self.hardware.policy, None if self.measured is None else self.measured.policies
+        num_ranks = routed.shape[-1]
+        policy = policy_us(costs, known, stack, redundant, num_ranks, self.num_nodes, load.tokens / num_ranks)
         return Phases(*(torch.where(busy, part, 0.0) for part in (policy, dispatch, time, combine)))
 
     def layer_us(self, load: Load, stack: PolicyStack, redundant: bool) -> torch.Tensor:
@@ -122,24 +137,30 @@ class LayerTiming:
         return layers + self.model.dense_layers * (dense + self.model.rest_us)
 
     def policy_us(self, stack: PolicyStack, redundant: bool) -> float:
-        """What a stack's policies add to a layer. LPLB as published reduces and solves even without redundancy."""
-        costs = self.hardware.policy
-        solved = isinstance(stack.split, LplbIpm) or (redundant and stack.split.name.startswith("lplb"))
-        placed = not isinstance(stack.shared, Local)
-        time = 0.0
-        if solved or (placed and getattr(stack.shared, "counts", "global") == "global"):
-            time += costs.all_reduce_nodes_us if self.num_nodes > 1 else costs.all_reduce_us
-        if solved:
-            published = isinstance(stack.split, LplbIpm)
-            time += (costs.published_solve_us if published else costs.solve_us) + costs.assign_us
-        return time + placed * costs.waterfill_us
+        """What a stack's policies add to a layer by the specification, measured tables left aside."""
+        return assumed_us(self.hardware.policy, stack, redundant, self.num_nodes > 1)
 
-    def _rows(self, load: Load, served: torch.Tensor) -> Rows:
+    def _exchange_us(self, rows: Rows, num_ranks: int) -> torch.Tensor:
+        """[2, S, L]: by a measured table of normal kernels where there is one, else by rates."""
+        if self.measured is not None and self.kernels == "normal":
+            table = self.measured.exchange_for(self.model, num_ranks, self.num_nodes)
+            if table is not None:
+                return table.us(torch.maximum(rows.nvlink, rows.rdma), self.model)
+        return exchange_us(rows, self.hardware, self.model, self.num_nodes, self.kernels)
+
+    def _rows(self, load: Load, served: torch.Tensor, local: bool) -> Rows:
         if self.kernels == "low-latency":
             return low_latency_rows(served, load.tokens, self.model.top_k, self.num_nodes)
         if load.rank_rows is not None and load.node_rows is not None:
-            return busiest_rows(load.rank_rows, load.node_rows)
-        return expected_rows(served, load.tokens, self.model.top_k, self.num_nodes)
+            rows = busiest_rows(load.rank_rows, load.node_rows)
+        else:
+            rows = expected_rows(served, load.tokens, self.model.top_k, self.num_nodes)
+        if local and self.hardware.shared_grouped and self.model.shared_intermediate:
+            # A row stays for the shared expert where none of the token's experts is at home already.
+            num_ranks = load.routed.shape[-1]
+            own = load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
+            rows = Rows(rows.nvlink + own, rows.rdma)
+        return rows
 
     def _dense_us(self, tokens: torch.Tensor, parameters: float) -> torch.Tensor:
         rate = self.hardware.fp8_tflops if self.model.compute == "fp8" else self.hardware.bf16_tflops
@@ -156,15 +177,25 @@ def _half(load: Load) -> Load:
     for name in ("rank_rows", "node_rows"):
         rows = getattr(load, name)
         halves[name] = None if rows is None else rows / 2
-    return dataclasses.replace(load, active=torch.minimum(load.active.double(), halves["routed"].ceil()), **halves)
+    active = torch.minimum(load.active.double(), halves["routed"].ceil())
+    tiles = None if load.tiles is None else torch.maximum(active, (load.tiles / 2).ceil())
+    return dataclasses.replace(load, active=active, tiles=tiles, **halves)
 
 
 def load_timing(
     hardware: str, model: str, num_nodes: int, phase: str, overlap: bool = False, table: Path | None = None
 ) -> LayerTiming:
-    """hardware, model: names or files (`load_hardware`, `load_model`); table: of `read_expert_table`. Decode steps use
+    """hardware: a name, a file, or a folder of `epsim calibrate` (`load_calibration`); model: a name or file
+    (`load_model`); table: a JSON file of measured experts, before any of the calibration's. Decode steps use
     low-latency kernels, all others normal ones. Raises ValueError in one line."""
-    experts = ExpertsTime(
-        load_hardware(hardware), load_model(model), None if table is None else read_expert_table(table)
-    )
-    return LayerTiming(experts, num_nodes, "low-latency" if phase == "decode" else "normal", overlap)
+    measured, spec = load_calibration(hardware), load_model(model)
+    experts = measured.table_for(spec) if table is None else _expert_table(table)
+    kernels: Kernels = "low-latency" if phase == "decode" else "normal"
+    return LayerTiming(ExpertsTime(measured.hardware, spec, experts), num_nodes, kernels, overlap, measured)
+
+
+def _expert_table(path: Path) -> ExpertTable:
+    found = read_table(path)
+    if not isinstance(found, ExpertTable):
+        raise ValueError(f"{path}: a table of kind {found.kind}, not of experts")
+    return found

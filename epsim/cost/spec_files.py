@@ -75,7 +75,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: {value!r} is no list")
         return tuple(_value(options[0], part, where) for part in value)
     if type(None) in get_args(hint):
-        return _value(options[0], value, where)
+        return None if value is None else _value(options[0], value, where)
     if options and all(isinstance(part, str) for part in options):
         if value not in options:
             raise ValueError(f"{where}: {value!r} is none of {', '.join(options)}")
@@ -86,7 +86,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         assert isinstance(hint, type)
         return build(hint, value, where)
     kinds = (int, float) if hint is float else (hint,)
-    if not isinstance(value, kinds) or isinstance(value, bool):
+    if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where}: {value!r} is not of type {hint.__name__}")
     if hint is float and not math.isfinite(value):
         raise ValueError(f"{where}: {value!r} is not finite")

@@ -38,6 +38,7 @@ class Setting:
     backend: which form of `epsim.kernels.split` solves splits; all give the same bits.
     phase, num_scores: of the trace, for router policies.
     rows: whether loads tell the rows that are moved (Load.rank_rows), from the coarsest level that knows source ranks.
+    tile: rows of a grouped GEMM's tile, for loads to tell the tiles of each rank (Load.tiles); 0 where nobody asks.
     """
 
     seed: int
@@ -46,6 +47,7 @@ class Setting:
     layers: tuple[int, ...]
     backend: Backend = "auto"
     rows: bool = False
+    tile: int = 0
     phase: Phase = "unknown"
     num_scores: int = 0
 
@@ -147,6 +149,8 @@ class BoundStack:
         routed = copies.per_rank(per_slot)
         tokens = assignments.to(torch.float64) / self.setting.top_k
         shared_tokens = (tokens * (self.has_shared / num_ranks))[..., None].expand_as(routed)
+        # What the fixed-point fractions would round to nothing is a solver's dust, not load.
+        there = (per_slot > 0) & (fractions * ONE >= 0.5)
         return Load(
             routed=routed,
             routed_real=routed,
@@ -154,13 +158,13 @@ class BoundStack:
             shared_tokens=shared_tokens,
             tokens=tokens,
             assignments=assignments,
-            # What the fixed-point fractions would round to nothing is a solver's dust, not load.
-            active=copies.per_rank(((per_slot > 0) & (fractions * ONE >= 0.5)).to(torch.int64)),
+            active=copies.per_rank(there.to(torch.int64)),
             remote_rank=None,
             remote_node=None,
             shared_remote_rank=None,
             shared_remote_node=None,
             rounded=False,
+            tiles=self._tiles(per_slot * there),
         )
 
     def _from_ranks(self, steps: torch.Tensor, rank_counts: torch.Tensor, batch: Batch | None) -> Load:
@@ -190,6 +194,7 @@ class BoundStack:
         if work is not None:
             shared = self.stack.shared.served(work)
         rank_rows, node_rows = self._rows(by_source, tokens, shared, work, batch, ids)
+        per_slot = served.sum(2)
         return Load(
             routed=routed,
             routed_real=real,
@@ -197,7 +202,7 @@ class BoundStack:
             shared_tokens=shared.sum(2),
             tokens=tokens.sum(-1).to(torch.float64),
             assignments=assignments,
-            active=copies.per_rank((served.sum(2) > 0).to(torch.int64)),
+            active=copies.per_rank((per_slot > 0).to(torch.int64)),
             remote_rank=self._leaving(by_source, node=False),
             remote_node=self._leaving(by_source, node=True),
             shared_remote_rank=self._leaving(shared, node=False),
@@ -205,7 +210,14 @@ class BoundStack:
             rounded=True,
             rank_rows=rank_rows,
             node_rows=node_rows,
+            tiles=self._tiles(per_slot),
         )
+
+    def _tiles(self, per_slot: torch.Tensor) -> torch.Tensor | None:
+        """[S, L, P] assignments of each physical expert -> [S, L, R]: tiles that a rank's experts fill."""
+        if not self.setting.tile:
+            return None
+        return self.copies.per_rank((per_slot / self.setting.tile).ceil())
 
     def _rows(
         self,

@@ -25,6 +25,8 @@ class Load:
     rounded: whether loads are whole, as the runtime's, or expected values.
     rank_rows [S, L, R, R], node_rows [S, L, R, N] float64: tokens by source rank and the rank, or node, that they are
     sent to, each once (`epsim.policies.rows`); None where not asked for (Setting.rows) or at counts level.
+    tiles [S, L, R] float64: whole tiles that a rank's routed experts fill, each expert its own; None where not asked
+    for (Setting.tile).
     kept_mass [S, L] float64: scores of the experts that tokens take over those of the model's choice, and counts
     [S, L, E] int64: assignments as routed; None where no router policy has acted.
     """
@@ -45,6 +47,7 @@ class Load:
     node_rows: torch.Tensor | None = None
     kept_mass: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
 
     @property
     def total(self) -> torch.Tensor:

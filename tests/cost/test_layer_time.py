@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from epsim.cost.experts_time import ExpertsTime, ExpertTable, read_expert_table
+from epsim.cost.calibrated import read_table
+from epsim.cost.experts_time import ExpertsTime, ExpertTable
 from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.cost.model import load_model
@@ -88,13 +89,13 @@ def test_a_table_is_met_on_its_points_and_between() -> None:
 def test_tables_are_read_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "experts.json"
     path.write_text(json.dumps(dataclasses.asdict(table())))
-    assert read_expert_table(path) == table()
+    assert read_table(path) == table()
     path.write_text(json.dumps(dataclasses.asdict(table()) | {"active": [8, 2]}))
     with pytest.raises(ValueError, match=r"experts.json: active must be ascending"):
-        read_expert_table(path)
+        read_table(path)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="an object of device"):
-        read_expert_table(path)
+        read_table(path)
     with pytest.raises(ValueError, match="the expert table is of 7168 x 2048, Qwen3-30B-A3B has experts of 2048 x 768"):
         ExpertsTime(H200, load_model("qwen3-30b-a3b"), table())
 

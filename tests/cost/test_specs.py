@@ -18,7 +18,7 @@ HARDWARE = MODEL.parents[1] / "hardware/h200.toml"
 def test_all_that_ships_loads() -> None:
     assert known_specs("hardware") == ("b200", "h100", "h200", "h800")
     assert [load_hardware(name).name for name in known_specs("hardware")] == ["B200", "H100", "H200", "H800"]
-    assert len(known_specs("models")) == 7
+    assert len(known_specs("models")) == 8
     for name in known_specs("models"):
         model, known = load_model(name), find_model(name)
         if known is not None:

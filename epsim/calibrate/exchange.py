@@ -1,0 +1,127 @@
+"""Parts `exchange` and `all-reduce`: what moves between ranks, at every power of two of them that is there.
+
+Collective: every rank of the group calls both. Smaller groups are the first ranks of the first node, or whole nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from epsim.calibrate.machine import DTYPE, Machine
+from epsim.cost.calibrated import CollectiveCost, ExchangeTable
+from epsim.cost.model import ModelSpec
+from epsim.runtime.collective import Collective
+from epsim.runtime.exchange.base import Exchange
+from epsim.runtime.exchange.collectives import TorchExchange
+from epsim.runtime.exchange.deep_ep import DeepEPExchange, obstacle
+from epsim.runtime.seeds import generator
+
+TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+CPU_TOKENS = (4, 16, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The first `size` ranks, on `nodes` nodes, `own` among them or not."""
+
+    size: int
+    nodes: int
+    group: dist.ProcessGroup | None
+    own: bool
+
+
+def groups(machine: Machine) -> Iterator[Group]:
+    """Powers of two from 2 on, inside a node or of whole nodes, and all ranks. Collective over all ranks."""
+    local = machine.size // machine.nodes
+    wanted = {machine.size} if machine.size > 1 else set()
+    size = 2
+    while size < machine.size:
+        if size <= local or size % local == 0:
+            wanted.add(size)
+        size *= 2
+    for number in sorted(wanted):
+        ranks = list(range(number))
+        group = None if number == machine.size else dist.new_group(ranks)
+        yield Group(number, max(number // local, 1), group, machine.rank < number)
+
+
+def exchange_tables(machine: Machine, model: ModelSpec, progress: Callable[[str], None]) -> list[ExchangeTable]:
+    """Every exchange that serves, on every group; empty where there is one rank. Experts are drawn evenly."""
+    found = []
+    for group in groups(machine):
+        if group.own:
+            for name in ("torch", "deep_ep"):
+                table = _table(machine, model, group, name)
+                progress(f"{name}, {group.size} ranks: " + ("measured" if table else "does not serve here"))
+                found += [] if table is None else [table]
+        dist.barrier()
+    return found
+
+
+def collective_costs(machine: Machine) -> list[CollectiveCost]:
+    """An all-reduce and an all-gather of a layer's counts (257 numbers), torch's, called eagerly."""
+    found = []
+    for group in groups(machine):
+        if group.own:
+            collective = Collective(group.group)
+            counts = torch.ones(257, dtype=torch.int64, device=machine.device)
+            for name, call in (("all_reduce", collective.all_reduce), ("all_gather", collective.all_gather)):
+                time = machine.together_us(lambda call=call, counts=counts: call(counts), group.group)  # type: ignore[misc]
+                found.append(CollectiveCost(name, group.size, group.nodes, time))  # type: ignore[arg-type]
+        dist.barrier()
+    return found
+
+
+def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> ExchangeTable | None:
+    per_rank = -(-model.num_experts // group.size)
+    tokens = TOKENS if machine.on_gpu else CPU_TOKENS
+    fp8 = name == "deep_ep" and model.dispatch == "fp8"
+    exchange: Exchange
+    if name == "torch":
+        exchange = TorchExchange(group.group, per_rank)
+    else:
+        why = obstacle(machine.device, DTYPE, group.size, model.hidden, per_rank, model.top_k)
+        if why is not None:
+            return None
+        exchange = DeepEPExchange(group.group, per_rank, model.hidden, max(tokens), fp8)
+    rows, times = [], []
+    for number in tokens:
+        hidden, slots, weights = _tokens(machine, model, number)
+        received = exchange.dispatch(hidden, slots, weights)
+        back = torch.zeros_like(received.hidden, dtype=DTYPE)
+        sent = sum(int((slots // per_rank == rank).any(1).sum()) for rank in range(group.size))
+        busiest = torch.tensor([max(len(received.hidden), sent)], device=machine.device)
+        dist.all_reduce(busiest, dist.ReduceOp.MAX, group=group.group)
+        rows.append(float(busiest))
+        out = partial(exchange.dispatch, hidden, slots, weights)
+        there = machine.together_us(out, group.group)
+        both = machine.together_us(lambda back=back, out=out: exchange.combine(back, out()), group.group)  # type: ignore[misc]
+        times.append((there, max(both - there, 0.01 * both)))
+    exchange.close()
+    width = model.hidden * DTYPE.itemsize
+    dispatched = model.dispatch_row_bytes if fp8 else width
+    kept = [place for place, row in enumerate(rows) if place == 0 or row > rows[place - 1]]
+    return ExchangeTable(
+        **machine.described(),
+        implementation=name,
+        dtype="fp8" if fp8 else "bf16",
+        ranks=group.size,
+        nodes=group.nodes,
+        dispatch_bytes=tuple(rows[place] * dispatched for place in kept),
+        dispatch_us=tuple(times[place][0] for place in kept),
+        combine_bytes=tuple(rows[place] * width for place in kept),
+        combine_us=tuple(times[place][1] for place in kept),
+    )
+
+
+def _tokens(machine: Machine, model: ModelSpec, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    source = generator(machine.device, "exchange", machine.rank, number)
+    hidden = torch.randn(number, model.hidden, generator=source, device=machine.device).to(DTYPE)
+    keys = torch.rand(number, model.num_experts, generator=source, device=machine.device)
+    slots = keys.topk(model.top_k, dim=1).indices
+    return hidden, slots, torch.rand(tuple(slots.shape), generator=source, device=machine.device)

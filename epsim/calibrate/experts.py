@@ -1,0 +1,161 @@
+"""Part `experts`: a rank's grouped expert computation over (tokens per expert, active experts), by the runtime's own
+experts.
+
+Tokens of a rank's experts are never equal: each cell is the mean of draws whose tokens per expert are lognormal around
+the cell's mean, as those of a planned placement are (`SPREAD`). A row holds ROW slots on average, as where 16 ranks
+share top-8.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+
+from epsim.calibrate.fit import fit_tiles
+from epsim.calibrate.machine import DTYPE, Machine
+from epsim.cost.experts_time import ExpertTable
+from epsim.cost.model import ModelSpec
+from epsim.runtime.exchange.base import Received
+from epsim.runtime.experts import Experts
+from epsim.runtime.seeds import generator
+from epsim.runtime.shapes import LayerShape
+from epsim.runtime.weights import RandomWeights
+
+Compute: TypeAlias = Callable[[Experts, Received], object]
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+ACTIVE = (1, 2, 4, 8, 12, 16, 20, 24, 32, 64, 128)
+MOST_ASSIGNMENTS = 131_072
+"""Of a cell: a larger one is left to the shape of the roofline."""
+CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS = (1, 4, 16, 64), (1, 2, 8, 32), 256
+"""The same where there is no GPU: enough to see that all works."""
+SPREAD = 0.5
+ROW = 1.25
+DRAWS = 3
+CACHE = 200e6
+"""Bytes of weights that calls must go through before any comes again, so that none is still in the cache."""
+
+
+def implementations() -> dict[str, Compute]:
+    """Ways to compute a rank's experts, by the name that tables give them; the runtime's own first."""
+    return {"runtime": lambda experts, received: experts(received)}
+
+
+def expert_table(
+    machine: Machine, model: ModelSpec, implementation: str, progress: Callable[[str], None]
+) -> ExpertTable:
+    """Measured on this device alone. Raises ValueError where not even one expert of the model fits the memory."""
+    compute, shape = implementations()[implementation], shape_for(model)
+    expert_bytes = shape.expert_bytes
+    room = 0.4 * machine.free_bytes
+    sizes, grid, most = (
+        (SIZES, ACTIVE, MOST_ASSIGNMENTS) if machine.on_gpu else (CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS)
+    )
+    active = [number for number in grid if number <= model.num_experts and number * expert_bytes <= room]
+    if not active:
+        raise ValueError(f"{model.name}: one expert of {expert_bytes:,} bytes does not fit this device: leave it out")
+    columns = []
+    for number in active:
+        copies = math.ceil(CACHE / (number * expert_bytes)) if machine.on_gpu else 1
+        held = [rank_experts(machine, shape, number, copy) for copy in range(copies)]
+        column = []
+        for size in sizes:
+            fits = size * number <= most and _working_bytes(model, size * number) <= room / 2
+            column.append(_cell(machine, compute, held, size) if fits else None)
+        progress(f"{model.name}, {implementation}: {number} active experts")
+        columns.append(column)
+        del held
+        if machine.on_gpu:
+            torch.cuda.empty_cache()
+    rows = list(zip(*columns, strict=True))
+    measured = [place for place, row in enumerate(rows) if any(time is not None for time in row)]
+    table = ExpertTable(
+        **machine.described(),
+        dtype="bf16",
+        hidden=model.hidden,
+        intermediate=model.intermediate,
+        tokens_per_expert=tuple(float(sizes[place]) for place in measured),
+        active=tuple(map(float, active)),
+        us=tuple(rows[place] for place in measured),
+        implementation=implementation,
+        spread=SPREAD,
+    )
+    return with_fit(table, model, machine.multiprocessors)
+
+
+def with_fit(table: ExpertTable, model: ModelSpec, multiprocessors: int) -> ExpertTable:
+    """The table with a fit by tiles, from the loads that its cells were drawn with; without one for a CPU."""
+    if not multiprocessors:
+        return table
+
+    def draws(active: int, size: float) -> list[torch.Tensor]:
+        return [drawn_counts(active, size, table.spread, draw) for draw in range(DRAWS)]
+
+    return dataclasses.replace(table, fit=fit_tiles(table, model, draws, multiprocessors))
+
+
+def shape_for(model: ModelSpec) -> LayerShape:
+    return LayerShape(
+        model.name, model.hidden, model.intermediate, model.num_experts, model.top_k, num_layers=model.moe_layers
+    )
+
+
+def rank_experts(machine: Machine, shape: LayerShape, slots: int, copy: int = 0) -> Experts:
+    """A rank of so many slots, all of other experts."""
+    weights = RandomWeights(shape, copy, machine.device, DTYPE)
+    return Experts(shape, 0, list(range(slots)), weights, machine.device, DTYPE)
+
+
+def received_of(machine: Machine, counts: torch.Tensor, columns: int, hidden: int, seed: int) -> Received:
+    """Rows of a rank whose slot s has counts[s] assignments; a row holds ROW slots on average, no slot twice."""
+    total, most = int(counts.sum()), int(counts.max())
+    num_rows = max(math.ceil(total / ROW), most, math.ceil(total / columns))
+    by_slot = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    slots = torch.full((columns * num_rows,), -1, dtype=torch.int64)
+    slots[:total] = by_slot  # a slot's assignments follow one another, fewer than there are rows: each in another row
+    order = torch.randperm(num_rows, generator=generator(torch.device("cpu"), "rows", seed))
+    return received_rows(machine, slots.view(columns, num_rows).T[order], hidden, seed)
+
+
+def received_rows(machine: Machine, slots: torch.Tensor, hidden: int, seed: int) -> Received:
+    """slots [N, K] int64, -1 for none -> rows of random values and weights."""
+    source = generator(machine.device, "hidden", seed)
+    values = torch.randn(len(slots), hidden, generator=source, device=machine.device, dtype=torch.float32)
+    weights = torch.rand(tuple(slots.shape), generator=source, device=machine.device)
+    return Received(values.to(DTYPE), None, slots.contiguous().to(machine.device), weights, None)
+
+
+def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Tensor:
+    """[slots] int64, at least 1 each, summing to slots * mean: lognormal of that spread around their mean."""
+    total = max(round(slots * mean), slots)
+    noise = torch.randn(slots, generator=generator(torch.device("cpu"), "counts", slots, seed), dtype=torch.float64)
+    parts = (spread * noise).exp()
+    exact = 1 + (total - slots) * parts / parts.sum()
+    counts = exact.floor().to(torch.int64)
+    missing = total - int(counts.sum())
+    counts[(exact - counts).argsort(descending=True)[:missing]] += 1
+    return counts
+
+
+def _working_bytes(model: ModelSpec, assignments: float) -> float:
+    """Of one computation: buffers are as large as if every slot of every row were taken."""
+    return assignments / ROW * model.top_k * (2 * model.hidden + 3 * model.intermediate) * DTYPE.itemsize
+
+
+def _cell(machine: Machine, compute: Compute, held: list[Experts], size: float) -> float:
+    slots, shape = held[0].num_slots, held[0].shape
+
+    def calls() -> Iterator[Callable[[], object]]:
+        batches = []
+        for draw in range(DRAWS if machine.on_gpu else 1):
+            counts = drawn_counts(slots, size, SPREAD, draw)
+            batches.append(received_of(machine, counts, shape.top_k, shape.hidden, draw))
+        for call in range(max(len(batches), len(held))):
+            received, experts = batches[call % len(batches)], held[call % len(held)]
+            yield lambda experts=experts, received=received: compute(experts, received)  # type: ignore[misc]
+
+    return machine.alone_us(list(calls()))

@@ -1,0 +1,113 @@
+"""The folder that a calibration writes: a table a part, each whole or not there, and `hardware.toml` that names them.
+
+A measurement that is stopped keeps its finished parts; the next one into the same folder, with the same parts asked
+for, measures those that are missing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from epsim.cost.calibrated import HARDWARE, ExchangeTable, PolicyTable, read_table
+from epsim.cost.experts_time import ExpertTable
+from epsim.cost.hardware import ExchangeRates, Hardware, Link, PolicyCosts
+from epsim.traces.files import reason, whole_file
+
+Table: TypeAlias = "ExpertTable | ExchangeTable | PolicyTable"
+
+
+def check_folder(out: Path) -> None:
+    """Makes it. Raises ValueError where it cannot be a folder to write in."""
+    try:
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out}: is a file; give a folder")
+        out.mkdir(parents=True, exist_ok=True)
+        with whole_file(out / HARDWARE) as temporary:
+            temporary.write_text("")
+            raise _TriedError
+    except _TriedError:
+        return
+    except OSError as error:
+        raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
+
+
+class _TriedError(Exception):
+    """Ends a trial of writing, which leaves nothing."""
+
+
+def known(out: Path, name: str, device: str) -> Table | None:
+    """A table that is there. Raises ValueError where it is broken, or was measured on another device."""
+    path = out / name
+    if not path.exists():
+        return None
+    found = read_table(path)
+    if found.device != device:
+        raise ValueError(f"{path} was measured on {found.device}, this is {device}: give another --out")
+    return found
+
+
+def write_table(table: Table, path: Path) -> None:
+    content = dataclasses.asdict(table)
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(_rounded(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def write_hardware(out: Path, base: Hardware, name: str, words: str) -> None:
+    """`hardware.toml`: the base's figures, the tables beside it, and what of it was measured here.
+
+    Names every table that is in the folder. An all-reduce measured between as many nodes takes the base's place.
+    """
+    tables = sorted(path.name for path in out.glob("*.json"))
+    policy = base.policy
+    for table in (read_table(out / name) for name in tables):
+        for one in table.collectives if isinstance(table, PolicyTable) else ():
+            if one.name == "all_reduce":
+                key = "all_reduce_nodes_us" if one.nodes > 1 else "all_reduce_us"
+                policy = dataclasses.replace(policy, **{key: one.us})
+    source = f"{words} What no table here covers is as in {base.name}'s shipped file: {base.source.strip()}"
+    made = dataclasses.replace(base, name=name, source=source, policy=policy, tables=tuple(tables), shared_grouped=True)
+    with whole_file(out / HARDWARE) as temporary:
+        temporary.write_text(_toml(made), encoding="utf-8")
+
+
+def _toml(hardware: Hardware) -> str:
+    lines, sections = [], []
+    for field in dataclasses.fields(hardware):
+        value = getattr(hardware, field.name)
+        if isinstance(value, (ExchangeRates, PolicyCosts)):
+            sections += ["", f"[{field.name}]", *_entries(value)]
+        else:
+            lines.append(f"{field.name} = {_value(value)}")
+    return "\n".join([*lines, *sections]) + "\n"
+
+
+def _entries(spec: ExchangeRates | PolicyCosts) -> list[str]:
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    return [f"{name} = {_value(value)}" for name, value in values.items() if value is not None]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Link):
+        sizes = f", at_bytes = {_value(value.at_bytes)}" if value.at_bytes else ""
+        return f"{{ gb_per_s = {_value(value.gb_per_s)}{sizes} }}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    # A JSON string is a TOML one, but for the control character that JSON leaves as it is.
+    return json.dumps(value).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
+
+
+def _rounded(value: Any) -> Any:
+    """Measured numbers to five digits: more would be noise."""
+    if isinstance(value, dict):
+        return {key: _rounded(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(part) for part in value]
+    if isinstance(value, float) and value and math.isfinite(value):
+        return float(f"{value:.5g}")
+    return value

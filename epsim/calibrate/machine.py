@@ -1,0 +1,204 @@
+"""The machine that is measured: its device, its ranks, and how a call is timed on it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+Call: TypeAlias = Callable[[], object]
+
+CELL_US = 40_000.0
+"""Time spent on one measurement, about."""
+LONG_US = 2_000.0
+"""A call that takes longer hides the host's part, and is not captured: the memory of a graph is never another's."""
+ROW_OF_CALLS = 6
+LEAST, MOST = 5, 40
+"""Repeats of one."""
+DTYPE = torch.bfloat16
+"""What the runtime computes and dispatches in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One process of the measurement: a rank of `size`, on `nodes` nodes of as many each, one a GPU where there are
+    GPUs."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    nodes: int = 1
+
+    @classmethod
+    def here(cls, device: str) -> Machine:
+        """device: `auto`, `cuda` or `cpu`. Under torchrun joins the group that its environment tells of. Raises
+        ValueError where there is no such device."""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        local, locals_ = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"--device {device}: choose auto, cpu or cuda")
+        if device == "cuda" and count < locals_:
+            raise ValueError(f"--device cuda: {locals_} ranks on this node, but {count} GPUs that PyTorch sees")
+        on_gpu = device == "cuda" or (device == "auto" and count >= locals_)
+        there = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+        if on_gpu:
+            torch.cuda.set_device(there)
+        size = int(os.environ.get("WORLD_SIZE", 1))
+        if size > 1 and not dist.is_initialized():
+            # Beside NCCL gloo, for what the hosts tell one another.
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=there if on_gpu else None)
+        return cls.in_group(there, max(size // locals_, 1))
+
+    @classmethod
+    def in_group(cls, device: torch.device, nodes: int = 1) -> Machine:
+        """Of the default process group, where there is one."""
+        if not dist.is_initialized():
+            return cls(device)
+        return cls(device, dist.get_rank(), dist.get_world_size(), nodes)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else platform.processor() or platform.machine()
+
+    @property
+    def multiprocessors(self) -> int:
+        """0 for a CPU."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count if self.on_gpu else 0
+
+    @property
+    def free_bytes(self) -> int:
+        if self.on_gpu:
+            return torch.cuda.mem_get_info(self.device)[0]
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def described(self) -> dict[str, Any]:
+        """What every table says of its measurement: device, command, versions, date."""
+        return {
+            "device": self.name,
+            "command": command(self.size),
+            "versions": versions(self.on_gpu),
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        }
+
+    def alone_us(self, calls: Sequence[Call], cell_us: float = CELL_US) -> float:
+        """Microseconds a call on this device alone, the mean over `calls`, which differ in their inputs alone: the
+        median of repeats, about cell_us of them, of a CUDA graph of all calls where there is a GPU. They must not wait
+        for the device."""
+        for call in calls:
+            call()
+        if not self.on_gpu:
+            return _repeated(lambda: _host_us(calls)) / len(calls)
+        if _event_us(calls) > LONG_US * len(calls):
+            # The device waits for the first launches of a row: a long row.
+            many = list(calls) * -(-ROW_OF_CALLS // len(calls))
+            return _repeated(lambda: _event_us(many), cell_us) / len(many)
+        # Not `torch.cuda.graph`, which collects garbage and empties the cache at each entry.
+        captured = torch.cuda.CUDAGraph()
+        stream: Any = torch.cuda.Stream
+        with torch.cuda.stream(stream(self.device)):
+            captured.capture_begin(pool=_pool(self.device), capture_error_mode="thread_local")
+            try:
+                for call in calls:
+                    call()
+            finally:
+                captured.capture_end()
+        found = _repeated(lambda: _event_us([captured.replay]), cell_us) / len(calls)
+        captured.reset()
+        return found
+
+    def eager_us(self, calls: Sequence[Call]) -> float:
+        """The same, called one after the other: what waits for the device, or for the host, cannot be captured."""
+        for call in calls:
+            call()
+        return _repeated(lambda: _event_us(calls) if self.on_gpu else _host_us(calls)) / len(calls)
+
+    def together_us(self, call: Call, group: dist.ProcessGroup | None, repeats: int = 15, inner: int = 5) -> float:
+        """Microseconds a call of a collective, the slowest rank's median. Collective over `group`, whose members
+        alone call."""
+        for _ in range(3):
+            call()
+        found = []
+        for _ in range(repeats):
+            dist.barrier(group=group)
+            calls = [call] * inner
+            found.append((_event_us(calls) if self.on_gpu else _host_us(calls)) / inner)
+        slowest = torch.tensor([statistics.median(found)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        return float(slowest)
+
+
+@functools.cache
+def _anchor(device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph that lives on, so that the memory of one capture serves the next."""
+    value, captured = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
+    stream: Any = torch.cuda.Stream
+    with torch.cuda.stream(stream(device)):
+        captured.capture_begin(capture_error_mode="thread_local")
+        value += 1
+        captured.capture_end()
+    return captured, value
+
+
+def _pool(device: torch.device) -> Any:
+    return _anchor(device)[0].pool()
+
+
+def command(size: int) -> str:
+    words = shlex.join(["epsim", *sys.argv[1:]])
+    return words if size == 1 else f"torchrun with {size} processes: {words}"
+
+
+def versions(on_gpu: bool) -> str:
+    found = [f"torch {torch.__version__}"]
+    if on_gpu and dist.is_nccl_available():
+        nccl: Any = torch.cuda.nccl
+        found.append("nccl " + ".".join(map(str, nccl.version())))
+    for name in ("triton", "tokenspeed-deepep", "deep_ep"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _repeated(once: Callable[[], float], cell_us: float = CELL_US) -> float:
+    """The median: as many repeats as cell_us holds, between LEAST and MOST."""
+    first = once()
+    repeats = min(max(round(cell_us / max(first, 1.0)), LEAST), MOST)
+    return statistics.median(once() for _ in range(repeats))
+
+
+def _event_us(calls: Sequence[Call]) -> float:
+    event: Any = torch.cuda.Event
+    begin, end = (event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for call in calls:
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def _host_us(calls: Sequence[Call]) -> float:
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begin) * 1e6

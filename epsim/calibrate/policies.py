@@ -1,0 +1,136 @@
+"""Part `policies`: what count, solve and assignment cost a rank, by the runtime's own balancers, one device playing one
+rank of a group.
+
+Collectives are played, not made: every other rank is taken to have this rank's counts. Splits and shared dispatch with
+kernels are timed in a CUDA graph, all others as they are called (they wait for the device).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from epsim.calibrate.machine import Call, Machine
+from epsim.cost.calibrated import PolicyCost
+from epsim.cost.model import ModelSpec
+from epsim.cost.policy_time import split_key
+from epsim.placement.base import Cluster, Placement
+from epsim.policies.apply import Setting
+from epsim.policies.base import RouterWork
+from epsim.policies.one_copy import held_by_rank
+from epsim.policies.shared import Local
+from epsim.policies.stack import PolicyStack, parse_stack
+from epsim.runtime.balance import Balancer
+from epsim.runtime.balance_cuda import KernelBalancer, make_balancer
+from epsim.runtime.collective import Collective
+from epsim.runtime.seeds import generator
+
+STACKS = (
+    "eplb", "eplb+static", "eplb+random", "eplb+lplb", "eplb+lplb(counts=gathered)", "eplb+lplb-sampled",
+    "eplb+lplb-ipm", "eplb+waterfill", "eplb+lplb+waterfill", "eplb+lplb(counts=gathered)+waterfill",
+    "eplb+lplb-ipm+waterfill", "eplb+lplb+waterfill-joint", "eplb+lplb(counts=gathered)+waterfill-joint",
+    "eplb+lplb(objective=time,a=1,b=100)",
+)  # fmt: skip
+ROUTERS = ("pruned(k0=2)", "oea(k0=2)", "oea-ep(k0=2)", "lynx(keep=32)", "mask-low-demand(least=2)")
+RANKS = (16, 8, 32)
+TOKENS = (16, 128, 1024, 4096)
+CPU_RANKS, CPU_TOKENS = (4,), (8, 64)
+DRAWS = 4
+MOST_ROUTED = 256
+"""Routers act on decode steps, which are small."""
+
+
+class Played(Collective):
+    """One rank of `size`; all others have what it has."""
+
+    name = "played"
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
+        return values.mul_(self.size)
+
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        return values.expand(self.size, *values.shape).contiguous()
+
+
+def group_sizes(machine: Machine, model: ModelSpec) -> Iterator[tuple[int, int]]:
+    """(ranks, redundant) to play: an eighth of the experts more as copies, rounded up to whole slots a rank."""
+    for ranks in RANKS if machine.on_gpu else CPU_RANKS:
+        redundant = -(-model.num_experts // 8 // ranks) * ranks
+        if ranks <= model.num_experts and (model.num_experts + redundant) % ranks == 0:
+            yield ranks, redundant
+
+
+def policy_costs(
+    machine: Machine, model: ModelSpec, ranks: int, redundant: int, progress: Callable[[str], None]
+) -> Iterator[PolicyCost]:
+    """Of every stack and router that fits the model."""
+    tokens = TOKENS if machine.on_gpu else CPU_TOKENS
+    for text in STACKS:
+        stack = parse_stack(text)
+        if not isinstance(stack.shared, Local) and not model.shared_intermediate:
+            continue
+        key = split_key(stack, redundant=True)
+        key = key if isinstance(stack.shared, Local) else f"{key}+{stack.shared.name}"
+        times = tuple(_balance_us(machine, model, stack, ranks, redundant, number) for number in tokens)
+        progress(f"{key}, {ranks} ranks")
+        yield PolicyCost(key, ranks, redundant, tuple(map(float, tokens)), times)
+    for text in ROUTERS:
+        stack = parse_stack(f"eplb+{text}")
+        sizes = [number for number in tokens if number <= MOST_ROUTED]
+        times = tuple(_route_us(machine, model, stack, ranks, redundant, number) for number in sizes)
+        progress(f"{stack.router.name}, {ranks} ranks")
+        yield PolicyCost(stack.router.name, ranks, redundant, tuple(map(float, sizes)), times)
+
+
+def _balance_us(
+    machine: Machine, model: ModelSpec, stack: PolicyStack, ranks: int, redundant: int, tokens: int
+) -> float:
+    balancer = _balancer(machine, model, stack, ranks, redundant, tokens)
+    batches = [_chosen(machine, model, tokens, draw)[1] for draw in range(DRAWS)]
+    calls: list[Call] = [lambda ids=ids: balancer.assign(ids, 0) for ids in batches]  # type: ignore[misc]
+    captured = isinstance(balancer, KernelBalancer)
+    return machine.alone_us(calls) if captured else machine.eager_us(calls)
+
+
+def _route_us(machine: Machine, model: ModelSpec, stack: PolicyStack, ranks: int, redundant: int, tokens: int) -> float:
+    balancer = _balancer(machine, model, stack, ranks, redundant, tokens)
+    holds = balancer.bound.copies.once(held_by_rank)[0]
+
+    def calls() -> Iterator[Call]:
+        for draw in range(DRAWS):
+            scores, ids = _chosen(machine, model, tokens, draw)
+            total = balancer.collective.all_reduce
+            decode = torch.ones(tokens, dtype=torch.bool, device=machine.device)
+            work = RouterWork(scores, scores, ids, scores.gather(1, ids), decode, holds, total)
+            yield lambda work=work: stack.router.route(work)  # type: ignore[misc]
+
+    return machine.eager_us(list(calls()))
+
+
+def _balancer(
+    machine: Machine, model: ModelSpec, stack: PolicyStack, ranks: int, redundant: int, tokens: int
+) -> Balancer:
+    history = (_popularity(model) * 1e4).to(torch.int64)[None, None]
+    planned = stack.placement.plan(history, Cluster(ranks, 1, redundant, 1))
+    there = Placement(planned.physical_to_logical.to(machine.device), model.num_experts, ranks)
+    setting = Setting(seed=0, shared_cost=model.shared_cost, top_k=model.top_k, layers=(0,))
+    return make_balancer(stack, there, setting, Played(ranks // 2, ranks), tokens)
+
+
+def _popularity(model: ModelSpec) -> torch.Tensor:
+    source = generator(torch.device("cpu"), "popularity", model.num_experts)
+    return torch.randn(model.num_experts, generator=source, dtype=torch.float64).mul(0.9).exp()
+
+
+def _chosen(machine: Machine, model: ModelSpec, tokens: int, draw: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """scores [T, E] and the experts [T, k] they choose, by popularity drifted by a fifth from what was planned on."""
+    source = generator(torch.device("cpu"), "tokens", tokens, draw)
+    liked = _popularity(model).log() + 0.2 * torch.randn(model.num_experts, generator=source, dtype=torch.float64)
+    noise = torch.rand(tokens, model.num_experts, generator=source).clamp_(1e-9, 1 - 1e-7)
+    scores = (liked.float() - torch.log(-torch.log(noise))).softmax(1).to(machine.device)
+    return scores, scores.topk(model.top_k, dim=1).indices

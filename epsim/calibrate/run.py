@@ -1,0 +1,155 @@
+"""`epsim calibrate`: the parts one after the other, each written as soon as it is whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from epsim.calibrate.exchange import collective_costs, exchange_tables
+from epsim.calibrate.experts import expert_table, implementations
+from epsim.calibrate.folder import (
+    check_folder,
+    known,
+    write_hardware,
+    write_table,
+)
+from epsim.calibrate.machine import Machine
+from epsim.cost.calibrated import PolicyTable, load_calibration
+from epsim.cost.hardware import Hardware, load_hardware
+from epsim.cost.model import ModelSpec, load_model
+from epsim.cost.spec_files import known_specs
+
+PARTS = ("experts", "exchange", "all-reduce", "policies")
+MODELS = {"cuda": ("deepseek-v3-bf16", "qwen3-30b-a3b"), "cpu": ("epsim-small",)}
+COLLECTIVES = "collectives.json"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """models: names or files of `load_model`, none for a choice by device. parts: none for all. base: the shipped
+    hardware whose figures stand where nothing is measured, "" for the one that the device's name tells."""
+
+    out: Path
+    device: str = "auto"
+    models: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    base: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = next((part for part in self.parts if part not in PARTS), None)
+        if wrong is not None:
+            raise ValueError(f"--part {wrong}: choose {', '.join(PARTS)}")
+
+
+def calibrate(request: Request, say: Say, machine: Machine | None = None) -> list[str]:
+    """Measures what is not yet there and writes it; returns what was found, in lines for people, on rank 0.
+
+    Collective under torchrun. Raises ValueError in one line for what the user can mend.
+    """
+    machine = Machine.here(request.device) if machine is None else machine
+    base = load_hardware(request.base) if request.base else _base(machine)
+    models = [load_model(name) for name in request.models or MODELS[machine.device.type]]
+    other = next((model for model in models if model.compute != "bf16"), None)
+    if other is not None:
+        raise ValueError(
+            f"--model {other.name} computes in {other.compute}, the runtime's experts in bf16: give a model that does "
+            "(deepseek-v3-bf16), or a .toml file with compute and dispatch = 'bf16'"
+        )
+    parts = request.parts or PARTS
+    if machine.rank == 0:
+        check_folder(request.out)
+    _wait(machine)
+    lines: list[str] = []
+    if "experts" in parts:
+        for model in models:
+            lines += _experts(machine, request.out, model, say)
+            _finish(machine, request.out, base)
+    if "exchange" in parts:
+        lines += _exchange(machine, request.out, models, say)
+    if "all-reduce" in parts:
+        lines += _all_reduce(machine, request.out, say)
+        _finish(machine, request.out, base)
+    if "policies" in parts:
+        lines += _policies(machine, request.out, models[0], say)
+    _finish(machine, request.out, base)
+    return lines
+
+
+def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
+    """Of one device: rank 0's."""
+    lines = []
+    for name in implementations() if machine.rank == 0 else ():
+        file = f"experts-{_plain(model.name)}{'' if name == 'runtime' else '-' + _plain(name)}.json"
+        if known(out, file, machine.name) is None:
+            write_table(expert_table(machine, model, name, say), out / file)
+        lines.append(f"{out / file}: expert computation of {model.name} by {name}")
+    _wait(machine)
+    return lines
+
+
+def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say) -> list[str]:
+    if machine.size == 1:
+        return ["exchange: not measured, there is one rank (start it by torchrun with one process a GPU)"]
+    lines = []
+    for model in models:
+        for table in exchange_tables(machine, model, say):
+            file = out / f"exchange-{_plain(model.name)}-{table.implementation}-{table.ranks}.json"
+            if machine.rank == 0:
+                write_table(table, file)
+            lines.append(f"{file}: dispatch and combine of {model.name} by {table.implementation}, {table.ranks} ranks")
+    return lines
+
+
+def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
+    if machine.size == 1:
+        return ["all-reduce: not measured, there is one rank"]
+    costs = collective_costs(machine)
+    for one in costs:
+        say(f"{one.name}, {one.ranks} ranks: {one.us:.1f} us")
+    if machine.rank == 0:
+        write_table(PolicyTable(**machine.described(), collectives=tuple(costs)), out / COLLECTIVES)
+    return [f"{out / COLLECTIVES}: all-reduce and all-gather of counts"]
+
+
+def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
+    """One device plays one rank of each number of ranks; a file each, so that what is finished stays."""
+    from epsim.calibrate.policies import group_sizes, policy_costs  # compiles what the other parts do without
+
+    lines = []
+    for ranks, redundant in group_sizes(machine, model):
+        file = f"policies-{ranks}.json"
+        if machine.rank == 0 and known(out, file, machine.name) is None:
+            costs = tuple(policy_costs(machine, model, ranks, redundant, say))
+            write_table(PolicyTable(**machine.described(), costs=costs), out / file)
+        lines.append(f"{out / file}: policies of {model.num_experts} experts, top-{model.top_k}, on {ranks} ranks")
+    _wait(machine)
+    return lines
+
+
+def _finish(machine: Machine, out: Path, base: Hardware) -> None:
+    """A folder that replay accepts, after every part."""
+    if machine.rank == 0:
+        words = f"Measured by epsim calibrate on {machine.name}: the tables beside this file."
+        write_hardware(out, base, f"{machine.name} (calibrated)", words)
+        load_calibration(str(out))
+    _wait(machine)
+
+
+def _wait(machine: Machine) -> None:
+    if machine.size > 1:
+        dist.barrier()
+
+
+def _base(machine: Machine) -> Hardware:
+    """The shipped hardware that the device's name tells; H200 for others."""
+    name = machine.name.lower()
+    return load_hardware(next((one for one in known_specs("hardware") if one in name), "h200"))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")

@@ -1,0 +1,211 @@
+"""What `epsim calibrate` measured on a machine: tables beside a hardware file, and where replay finds them.
+
+A folder holds `hardware.toml`, whose `tables` names JSON files beside it, each an object with its `kind`: `experts`
+(`ExpertTable`), `exchange` (`ExchangeTable`) or `policies` (`PolicyTable`); docs/time.md tells their fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from epsim.cost.curve import check_axis, check_times, curve
+from epsim.cost.experts_time import ExpertTable
+from epsim.cost.hardware import Hardware, load_hardware
+from epsim.cost.model import ModelSpec
+from epsim.cost.spec_files import build
+from epsim.traces.files import check_source
+
+HARDWARE = "hardware.toml"
+
+
+@dataclass(frozen=True)
+class ExchangeTable:
+    """Measured dispatch and combine on `ranks` ranks of `nodes` nodes.
+
+    device, command: what measured it, and how. implementation: `deep_ep` or `torch`; dtype: of dispatched rows.
+    dispatch_bytes, combine_bytes [n], ascending: of the rank that sends or receives most, rows that stay included.
+    dispatch_us, combine_us [n]: of the slowest rank.
+    """
+
+    device: str
+    command: str
+    implementation: str
+    dtype: str
+    ranks: int
+    nodes: int
+    dispatch_bytes: tuple[float, ...]
+    dispatch_us: tuple[float, ...]
+    combine_bytes: tuple[float, ...]
+    combine_us: tuple[float, ...]
+    kind: Literal["exchange"] = "exchange"
+    versions: str = ""
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2 or self.nodes < 1 or self.ranks % self.nodes:
+            raise ValueError(f"{self.ranks} ranks on {self.nodes} nodes: an exchange needs nodes of equally many ranks")
+        for way in ("dispatch", "combine"):
+            sizes, times = getattr(self, f"{way}_bytes"), getattr(self, f"{way}_us")
+            check_axis(f"{way}_bytes", sizes)
+            check_times(f"{way}_us", times)
+            if len(sizes) != len(times):
+                raise ValueError(f"{way}_us must be {len(sizes)} numbers, one for each of {way}_bytes")
+
+    def us(self, rows: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+        """rows [...] of the busiest rank -> [2, ...] microseconds of dispatch and combine (`curve`)."""
+        sizes = rows * model.dispatch_row_bytes, rows * model.combine_row_bytes
+        return torch.stack(
+            (
+                curve(self.dispatch_bytes, self.dispatch_us, sizes[0]),
+                curve(self.combine_bytes, self.combine_us, sizes[1]),
+            )
+        )
+
+
+@dataclass(frozen=True)
+class PolicyCost:
+    """What a stack's `policy` adds to a layer, on a group of `ranks` with `redundant` experts: us [n] at `tokens` [n]
+    a rank, collectives left out. policy: a router, or a split and a shared policy, as the stack grammar writes them."""
+
+    policy: str
+    ranks: int
+    redundant: int
+    tokens: tuple[float, ...]
+    us: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_axis(f"{self.policy}: tokens", self.tokens)
+        check_times(f"{self.policy}: us", self.us)
+        if len(self.tokens) != len(self.us) or self.ranks < 1:
+            raise ValueError(f"{self.policy}: us must be {len(self.tokens)} numbers, one for each of tokens")
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """Microseconds of one collective of a layer's counts, on `ranks` ranks of `nodes` nodes."""
+
+    name: Literal["all_reduce", "all_gather"]
+    ranks: int
+    nodes: int
+    us: float
+
+    def __post_init__(self) -> None:
+        check_times(self.name, (self.us,))
+
+
+@dataclass(frozen=True)
+class PolicyTable:
+    """Measured costs of policies and of their collectives."""
+
+    device: str
+    command: str
+    costs: tuple[PolicyCost, ...] = ()
+    collectives: tuple[CollectiveCost, ...] = ()
+    kind: Literal["policies"] = "policies"
+    versions: str = ""
+    date: str = ""
+
+    def us(self, policy: str, ranks: int, tokens: torch.Tensor) -> torch.Tensor | None:
+        """tokens [...] of a rank -> microseconds [...], of the nearest number of ranks; None for one not measured."""
+        known = [cost for cost in self.costs if cost.policy == policy]
+        if not known:
+            return None
+        near = min(known, key=lambda cost: abs(math.log(cost.ranks / ranks)))
+        return _between(near, tokens)
+
+    def collective_us(self, name: str, ranks: int, nodes: int) -> float | None:
+        """Of the nearest number of ranks on as many nodes; None where none was measured there."""
+        known = [one for one in self.collectives if one.name == name and one.nodes == nodes]
+        near = min(known, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
+        return None if near is None else near.us
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A hardware and what was measured on it; a shipped hardware has no tables."""
+
+    hardware: Hardware
+    experts: tuple[ExpertTable, ...] = ()
+    exchange: tuple[ExchangeTable, ...] = ()
+    policies: PolicyTable | None = None
+
+    def table_for(self, model: ModelSpec) -> ExpertTable | None:
+        """The table of the model's experts; None where there is no table of their shape. Raises ValueError where all of
+        that shape are of another type than the model computes in."""
+        fits = [t for t in self.experts if (t.hidden, t.intermediate) == (model.hidden, model.intermediate)]
+        if not fits:
+            return None
+        same = [table for table in fits if table.dtype == model.compute]
+        if not same:
+            raise ValueError(
+                f"the expert tables of {self.hardware.name} for {model.hidden} x {model.intermediate} are of "
+                f"{fits[0].dtype}, {model.name} computes in {model.compute}: give --model a .toml file with compute = "
+                f"{fits[0].dtype!r}, or, where one is shipped, its name (deepseek-v3-bf16)"
+            )
+        return same[0]
+
+    def exchange_for(self, model: ModelSpec, ranks: int, nodes: int) -> ExchangeTable | None:
+        """The table of as many ranks and nodes and of the model's dispatched rows, deep_ep's rather than torch's."""
+        fits = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
+        return min(fits, key=lambda table: table.implementation != "deep_ep", default=None)
+
+
+def load_calibration(name: str) -> Calibration:
+    """A shipped hardware by name, a TOML file, or a folder that `epsim calibrate` wrote. Raises ValueError or
+    FileNotFoundError in one line."""
+    path = Path(name)
+    if path.is_dir():
+        path = path / HARDWARE
+        if not path.is_file():
+            raise ValueError(f"--hardware {name}: a folder without {HARDWARE}: give one that `epsim calibrate` wrote")
+        name = str(path)
+    hardware = load_hardware(name)
+    experts: list[ExpertTable] = []
+    exchange: list[ExchangeTable] = []
+    policies: PolicyTable | None = None
+    for file in hardware.tables:
+        table = read_table(path.parent / file)
+        if isinstance(table, ExpertTable):
+            experts.append(table)
+        elif isinstance(table, ExchangeTable):
+            exchange.append(table)
+        elif policies is None:
+            policies = table
+        else:
+            costs, collectives = policies.costs + table.costs, policies.collectives + table.collectives
+            policies = dataclasses.replace(policies, costs=costs, collectives=collectives)
+    return Calibration(hardware, tuple(experts), tuple(exchange), policies)
+
+
+def read_table(path: Path) -> ExpertTable | ExchangeTable | PolicyTable:
+    """A JSON file of any kind; without `kind` it is of experts. Raises ValueError or FileNotFoundError in one line."""
+    check_source(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: an object of {', '.join(ExpertTable.__dataclass_fields__)} is expected")
+    return _built(content, path)
+
+
+def _built(content: Mapping[str, Any], path: Path) -> ExpertTable | ExchangeTable | PolicyTable:
+    kinds = {"experts": ExpertTable, "exchange": ExchangeTable, "policies": PolicyTable}
+    kind = content.get("kind", "experts")
+    if kind not in kinds:
+        raise ValueError(f"{path}: kind {kind!r} is none of {', '.join(kinds)}")
+    found = build(kinds[kind], content, str(path))
+    assert isinstance(found, (ExpertTable, ExchangeTable, PolicyTable))
+    return found
+
+
+def _between(cost: PolicyCost, tokens: torch.Tensor) -> torch.Tensor:
+    return curve(cost.tokens, cost.us, tokens)

@@ -1,0 +1,60 @@
+"""Time of a grouped GEMM by what it does: whole tiles of each expert's rows, so many at once, in waves.
+
+The two products of a layer's experts (gate and up together, down) are cut into tiles of `rows` x `columns`; the device
+works on `at_once` of them, and the last wave takes as long as a full one. Found on an H200 with PyTorch's grouped
+product: 256 x 256, 66 at once (pairs of its 132 multiprocessors); a sixth active expert of gpt-oss-20b costs 40% more
+there, since its 72 tiles of the second product no longer fit one wave.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from epsim.cost.model import ModelSpec
+
+TERMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TiledFit:
+    """coefficients: microseconds of [a call, an assignment, an active expert, a tile of rows, a wave of the first
+    product, of the second, the whole of the first product's first wave, of the second's]: a wave that is not full takes
+    less, as its tiles share the memory's rate. Fitted by `epsim calibrate` on the cells of its grid alone."""
+
+    rows: int
+    columns: int
+    at_once: int
+    coefficients: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.columns, self.at_once) < 1:
+            raise ValueError("rows, columns and at_once must be at least 1")
+        good = len(self.coefficients) == TERMS and all(math.isfinite(c) and c >= 0 for c in self.coefficients)
+        if not good or not any(self.coefficients):
+            raise ValueError(f"coefficients must be {TERMS} numbers of 0 or more, not all 0")
+
+    def us(self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+        """tokens: assignments, active: experts that have any, tiles: of rows; [...] float64 -> microseconds [...]; more
+        of any never takes less."""
+        time = torch.zeros_like(tokens)
+        for part, cost in zip(self.terms(tokens, active, tiles, model), self.coefficients, strict=True):
+            if cost:
+                time = time + cost * part
+        return time
+
+    def terms(
+        self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, model: ModelSpec
+    ) -> tuple[torch.Tensor, ...]:
+        """What the coefficients weigh."""
+        found = [torch.ones_like(tokens), tokens, active, tiles]
+        products = [
+            tiles * -(-width // self.columns) / self.at_once for width in (2 * model.intermediate, model.hidden)
+        ]
+        return (*found, *(waves.ceil() for waves in products), *(waves.clamp(max=1.0) for waves in products))
+
+    def expected_tiles(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        """Where the experts' own tokens are not known: half a tile more than the mean fills, at least one each."""
+        return torch.maximum(active, tokens / self.rows + 0.5 * active)
