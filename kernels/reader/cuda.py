@@ -1,0 +1,181 @@
+"""reader.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.kernels.reader.build import LayerSketch
+from epsim.kernels.reader.codes import BLOCK
+from epsim.kernels.split.launch import launch
+
+POINTERS = (
+    "x",
+    "ids",
+    "weights",
+    "codes",
+    "scales",
+    "norms",
+    "signs",
+    "basis",
+    "coefficients",
+    "gate_up",
+    "down",
+    "kept_of",
+    "estimates",
+    "scores",
+    "parts",
+    "mapped",
+    "kept",
+    "output",
+    "arrived",
+)
+ARGUMENTS = np.dtype(
+    [(name, np.uint64) for name in POINTERS] + [("stride", np.int64), ("tokens", np.int32)], align=True
+)
+"""reader.cu's Arguments."""
+WARPS = 8
+THREADS = 32 * WARPS
+LONGEST, MOST_CHANNELS, MAP = 3072, 16384, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What reader.cu is compiled for. columns: experts of a token. coordinates: of 128. gelu: SiLU where not."""
+
+    hidden: int
+    inter: int
+    columns: int
+    coordinates: int
+    rank: int
+    gelu: bool
+
+    @property
+    def definitions(self) -> dict[str, int]:
+        return {
+            "HIDDEN": self.hidden,
+            "INTER": self.inter,
+            "COLUMNS": self.columns,
+            "COORDINATES": self.coordinates,
+            "RANK": self.rank,
+            "GELU": int(self.gelu),
+        }
+
+    @property
+    def words(self) -> int:
+        """Of 32 channels, a token's."""
+        return -(-self.columns * self.inter // 32)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a block, as reader.cu's Shared."""
+        channels, blocks = self.columns * self.inter, self.hidden // BLOCK
+        own = -(-channels // THREADS) * WARPS
+        screened = blocks * (7 * self.coordinates + 8)
+        products = (blocks + 1) * 160 * 4
+        chosen = 2 * own * 4 + 2 * channels + 2048 * 4 + WARPS * 4 + 3 * 4
+        sums = WARPS * (32 + self.hidden) * 4
+        return screened + products + 2 * self.hidden + chosen + sums + 256
+
+
+def uncovered(sizes: Sizes) -> str | None:
+    """Why reader.cu cannot, or None."""
+    if sizes.hidden % BLOCK or sizes.hidden > LONGEST:
+        return f"hidden {sizes.hidden} is no multiple of {BLOCK} up to {LONGEST}"
+    if sizes.columns * sizes.inter > MOST_CHANNELS:
+        return f"{sizes.columns} experts of {sizes.inter} channels are more than {MOST_CHANNELS} channels of a token"
+    if sizes.coordinates % 16 or not 0 < sizes.coordinates <= BLOCK:
+        return f"{sizes.coordinates} coordinates of {BLOCK} are no multiple of 16"
+    if sizes.rank not in (0, MAP):
+        return f"a map of rank {sizes.rank}, not {MAP}"
+    return None
+
+
+def source() -> str:
+    """reader.cu with its headers in place: CuPy looks up binaries by the text that it is given."""
+    text = (Path(__file__).parent / "reader.cu").read_text()
+    for name, path in HEADERS.items():
+        text = text.replace(f'#include "{name}"', path.read_text())
+    return text
+
+
+HEADERS = {
+    "hopper.cuh": Path(__file__).parents[1] / "experts" / "hopper.cuh",
+    "halves.cuh": Path(__file__).parent / "halves.cuh",
+}
+
+
+@functools.cache
+def available(device: int) -> bool:
+    """Whether CuPy is installed and the device has what reader.cu uses (compute capability 9.0)."""
+    return importlib.util.find_spec("cupy") is not None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def blocks_of(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _kernel(device: int, sizes: Sizes) -> Any:
+    import cupy
+
+    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in sizes.definitions.items()))
+    with cupy.cuda.Device(device):
+        found = cupy.RawModule(code=source(), options=options).get_function("reader")
+        found.max_dynamic_shared_size_bytes = sizes.shared
+        return found.kernel.ptr
+
+
+@functools.cache
+def _arrived(device: int) -> torch.Tensor:
+    """Blocks that came to a meeting. One for all launches: as each takes every multiprocessor, no two run at once."""
+    return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
+
+
+def argument_of(
+    sizes: Sizes,
+    sketch: LayerSketch,
+    x: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    kept: torch.Tensor | None,
+    blocks: int,
+) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """-> an ARGUMENTS record, and all that it points to, the output among them."""
+    tokens, device = len(x), x.device
+    held = {name: tensor for name, tensor in sketch.tensors().items() if name != "errors"}
+    held |= {"x": x, **tensors}
+    shape = (tokens, sizes.columns, sizes.inter)
+    rows = max(blocks, tokens)
+    for name, size in (
+        ("estimates", shape),
+        ("scores", shape),
+        ("parts", (rows, sizes.hidden)),
+        ("mapped", (rows, MAP)),
+    ):
+        held[name] = torch.empty(size, dtype=torch.float32, device=device)
+    held["output"] = torch.empty(tokens, sizes.hidden, dtype=torch.bfloat16, device=device)
+    if kept is not None:
+        held["kept"] = kept
+    pointers = [held[name].data_ptr() if name in held else 0 for name in POINTERS]
+    return np.array([(*pointers, x.stride(0), tokens)], ARGUMENTS), held
+
+
+def fused(
+    sizes: Sizes, sketch: LayerSketch, x: torch.Tensor, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None
+) -> torch.Tensor:
+    """As `read`, by one launch. tensors: ids, weights, gate_up, down (transposed), kept_of."""
+    device = x.device.index
+    blocks = blocks_of(device)
+    tensors = {**tensors, "arrived": _arrived(device)}
+    argument, held = argument_of(sizes, sketch, x, tensors, kept, blocks)
+    stream = torch.cuda.current_stream().cuda_stream
+    function = _kernel(device, sizes)
+    launch(function, (blocks,), THREADS, sizes.shared, stream, argument, early=False, together=True)
+    return held["output"]

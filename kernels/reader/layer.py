@@ -1,0 +1,123 @@
+"""A layer's experts, read by channels: the fused kernel where the device and the shape allow, else plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from epsim.kernels.reader import cuda
+from epsim.kernels.reader.build import LayerSketch
+from epsim.kernels.reader.bytes import ReadBytes
+from epsim.kernels.reader.read import Activation, Experts, read_output
+from epsim.kernels.reader.screen import COORDINATES, Screen
+from epsim.kernels.reader.select import keep_top, output_scores
+
+Gate = Literal["silu", "gelu"]
+GATES: dict[Gate, Activation] = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReaderLayer:
+    """Of E experts of I channels and H inputs, in bfloat16: gate_up [E, 2I, H] and down [E, I, H], transposed so that a
+    channel's weights lie together. kept_of [k + 1] int32: channels that a token of so many experts keeps; see `of`."""
+
+    sketch: LayerSketch
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    kept_of: torch.Tensor
+    gate: Gate = "silu"
+    coordinates: int = COORDINATES
+    restore: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        sketch: LayerSketch,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        top_k: int,
+        budget: float,
+        gate: Gate = "silu",
+        coordinates: int = COORDINATES,
+        restore: bool = True,
+    ) -> ReaderLayer:
+        """down [E, H, I], as checkpoints have it. budget: share of the bytes of a token's experts that it may read.
+        Raises ValueError where that does not pay for the screen, or weights are not bfloat16."""
+        if gate_up.dtype != torch.bfloat16 or down.dtype != torch.bfloat16:
+            raise ValueError(f"weights are {gate_up.dtype} and {down.dtype}: a reader's layer takes bfloat16")
+        rank = sketch.rank if restore else 0
+        sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, coordinates, rank)
+        kept = [sizes.kept(budget, number) for number in range(top_k + 1)]
+        kept_of = torch.tensor(kept, dtype=torch.int32, device=gate_up.device)
+        # A kernel takes no strides.
+        sketch = LayerSketch(**{name: tensor.contiguous() for name, tensor in sketch.tensors().items()})
+        return cls(sketch, gate_up.contiguous(), down.transpose(1, 2).contiguous(), kept_of, gate, coordinates, restore)
+
+    def sizes(self, top_k: int) -> cuda.Sizes:
+        return cuda.Sizes(
+            self.sketch.hidden,
+            self.sketch.intermediate,
+            top_k,
+            self.coordinates,
+            self.sketch.rank if self.restore else 0,
+            self.gate == "gelu",
+        )
+
+    def read(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, H] bfloat16; ids [T, k] int64, -1 for none; weights [T, k] float32 -> [T, H] bfloat16.
+
+        kept [T, ceil(k I / 32)] int32, written: bit c % 32 of word c / 32 for channel c, slots one after the other.
+        The same bits in every run; nothing waits on a GPU, and it can be captured in a CUDA graph. Raises ValueError
+        for what does not fit.
+        """
+        self._check(x, ids, weights)
+        if x.is_cuda and cuda.available(x.device.index) and cuda.uncovered(self.sizes(ids.shape[1])) is None:
+            held = {"ids": ids.contiguous(), "weights": weights.contiguous()}
+            held |= {"gate_up": self.gate_up, "down": self.down, "kept_of": self.kept_of}
+            return cuda.fused(self.sizes(ids.shape[1]), self.sketch, x, held, kept)
+        return self._plain(x, ids, weights, kept)
+
+    def _plain(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        experts = Experts(self.gate_up, self.down.transpose(1, 2), GATES[self.gate])
+        gate, up = Screen(self.sketch).estimates(x, ids, self.coordinates)
+        estimates = experts.activation(gate) * up
+        there = ids >= 0
+        scores = output_scores(weights, self.sketch.norms[ids.clamp(min=0)], estimates)
+        taken = keep_top(scores.masked_fill(~there[..., None], -1.0), self.kept_of[there.sum(1)].long())
+        if kept is not None:
+            kept.copy_(as_words(taken))
+        return read_output(x, ids, weights, experts, taken, estimates, self.sketch if self.restore else None).bfloat16()
+
+    def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        hidden, most = self.sketch.hidden, len(self.kept_of) - 1
+        if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != hidden:
+            raise ValueError(f"x is {list(x.shape)} {x.dtype}, not [T, {hidden}] bfloat16")
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+            raise ValueError("rows of x do not begin at multiples of 16 bytes")
+        if ids.dtype != torch.int64 or tuple(ids.shape) != (len(x), most) or ids.shape != weights.shape:
+            raise ValueError(
+                f"ids are {list(ids.shape)} {ids.dtype}, weights {list(weights.shape)}, not [{len(x)}, {most}] int64"
+            )
+        if weights.dtype != torch.float32:
+            raise ValueError(f"weights are {weights.dtype}, not float32")
+
+
+def as_words(taken: torch.Tensor) -> torch.Tensor:
+    """taken [T, k, I] bool -> [T, ceil(k I / 32)] int32 of bits."""
+    flat = taken.flatten(1)
+    bits = F.pad(flat, (0, -flat.shape[1] % 32)).view(len(flat), -1, 32).to(torch.int64)
+    words = (bits << torch.arange(32, device=bits.device)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def from_words(words: torch.Tensor, top_k: int, intermediate: int) -> torch.Tensor:
+    """The inverse of `as_words`."""
+    bits = words[..., None] >> torch.arange(32, device=words.device, dtype=torch.int32) & 1
+    return bits.flatten(1)[:, : top_k * intermediate].bool().view(len(words), top_k, intermediate)

@@ -1,0 +1,48 @@
+// What stands for kernels/experts/hopper.cuh and kernels/reader/halves.cuh on the host.
+
+#include "hopper.h"
+
+static float from_half(u16 bits) {
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const float size = exponent ? std::ldexp(1024.0f + mantissa, exponent - 25) : std::ldexp((float)mantissa, -24);
+    return bits >> 15 ? -size : size;
+}
+static u16 to_half(float value) {
+    const float size = value < 0 ? -value : value;
+    if (size > 65504.0f) abort();
+    int exponent;
+    std::frexp(size, &exponent);
+    const int least = exponent < -13 ? -24 : exponent - 11;  // The last bit's.
+    const float whole = std::nearbyint(std::ldexp(size, -least));
+    const int top = size == 0 || least == -24 && whole < 1024 ? 0 : least + 25;
+    const u16 bits = top ? (whole >= 2048 ? (top + 1) << 10 : (top << 10) + (int)whole - 1024) : (int)whole;
+    return bits | (value < 0 ? 0x8000 : 0);
+}
+static uint4 passing(const u16 *from) {
+    if ((u64)from % 16) abort();
+    return *(const uint4 *)from;
+}
+static u32 passing_word(const u8 *from) {
+    if ((u64)from % 4) abort();
+    return *(const u32 *)from;
+}
+static int atomicAdd(int *at, int more) {
+    const int old = *at;
+    *at += more;
+    return old;
+}
+static void multiply_halves(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+    for (int i = 0; i < 6; ++i) put(own[i], i);
+    meet_warp();
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float *sums[4] = {&sum.x, &sum.y, &sum.z, &sum.w};
+    for (int at = 0; at < 4; ++at) {
+        const int high = at / 2, column = 2 * t + at % 2;  // Of a row g, or g + 8.
+        for (int k = 0; k < 16; ++k) {
+            const u32 a = got<u32>(g * 4 + k % 8 / 2, high + 2 * (k / 8)), b = got<u32>(column * 4 + k % 8 / 2, 4 + k / 8);
+            *sums[at] += from_half(a >> k % 2 * 16 & 0xffff) * from_half(b >> k % 2 * 16 & 0xffff);
+        }
+    }
+    meet_warp();
+}

@@ -1,0 +1,155 @@
+"""reader.cu compiled for the host: it keeps the plain form's channels, and gives its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from epsim.kernels.reader import cuda
+from epsim.kernels.reader.build import build_layer
+from epsim.kernels.reader.layer import GATES, Gate, ReaderLayer, as_words, from_words
+from epsim.kernels.reader.read import Experts, read_output
+from epsim.kernels.reader.screen import Screen
+
+BLOCKS = 3
+
+
+def layer_of(
+    experts: int, hidden: int, inter: int, top_k: int, budget: float, gate: Gate = "silu", **options: Any
+) -> ReaderLayer:
+    source = torch.Generator().manual_seed(hidden + inter)
+    gate_up = (torch.randn(experts, 2 * inter, hidden, generator=source) / hidden**0.5).bfloat16()
+    down = (torch.randn(experts, hidden, inter, generator=source) / inter**0.5).bfloat16()
+    return ReaderLayer.of(build_layer(gate_up, down), gate_up, down, top_k, budget, gate, **options)
+
+
+def inputs(layer: ReaderLayer, tokens: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, layer.sketch.hidden, generator=source).bfloat16()
+    ids = torch.rand(tokens, layer.sketch.num_experts, generator=source).topk(top_k, dim=1).indices
+    weights = torch.rand(tokens, top_k, generator=source) + 0.1
+    return x, ids, weights
+
+
+def run_on_host(
+    on_host: Callable[..., Callable[..., None]],
+    layer: ReaderLayer,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    blocks: int = BLOCKS,
+    backwards: bool = False,
+) -> dict[str, torch.Tensor]:
+    x, ids, weights = inputs
+    sizes = layer.sizes(ids.shape[1])
+    assert cuda.uncovered(sizes) is None
+    source = cuda.source()
+    for header in cuda.HEADERS.values():
+        source = source.replace(header.read_text(), "")
+    run = on_host(source, "halves.h", "reader", sizes.definitions)
+    tensors = {"ids": ids, "weights": weights, "gate_up": layer.gate_up, "down": layer.down, "kept_of": layer.kept_of}
+    tensors["arrived"] = torch.zeros(1, dtype=torch.int64)
+    kept = torch.full((len(x), sizes.words), -1, dtype=torch.int32)
+    argument, held = cuda.argument_of(sizes, layer.sketch, x, tensors, kept, blocks)
+    held["output"].fill_(torch.nan)
+    run(argument, blocks, cuda.THREADS, sizes.shared, backwards)
+    return held
+
+
+def in_float64(
+    layer: ReaderLayer, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kept: torch.Tensor
+) -> torch.Tensor:
+    x, ids, weights = given
+    experts = Experts(layer.gate_up.double(), layer.down.transpose(1, 2).double(), GATES[layer.gate])
+    gate, up = Screen(layer.sketch, torch.float64).estimates(x, ids, layer.coordinates)
+    taken = from_words(kept, ids.shape[1], layer.sketch.intermediate)
+    estimates, sketch = (experts.activation(gate) * up, layer.sketch) if layer.restore else (None, None)
+    return read_output(x.double(), ids, weights, experts, taken, estimates, sketch)
+
+
+def far(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "inter", "top_k", "gate", "options"),
+    [
+        (1, 6, 256, 96, 4, "silu", {}),
+        (2, 5, 384, 70, 3, "gelu", {"coordinates": 128, "restore": False}),
+        (5, 4, 128, 33, 2, "silu", {"coordinates": 48}),
+        (1, 2, 2176, 24, 1, "silu", {"restore": False}),
+    ],
+)
+def test_equals_the_plain_form(
+    on_host: Callable[..., Callable[..., None]],
+    tokens: int,
+    experts: int,
+    hidden: int,
+    inter: int,
+    top_k: int,
+    gate: Gate,
+    options: dict[str, Any],
+    backwards: bool,
+) -> None:
+    layer = layer_of(experts, hidden, inter, top_k, 0.6, gate, **options)
+    given = inputs(layer, tokens, top_k)
+    if top_k > 1:
+        given[1][-1, 0] = -1
+    held = run_on_host(on_host, layer, given, backwards=backwards)
+    kept = torch.empty_like(held["kept"])
+    plain = layer.read(*given, kept=kept)
+    assert int(from_words(kept, top_k, inter).sum()) == int(layer.kept_of[(given[1] >= 0).sum(1)].sum()) > 0
+    assert torch.equal(held["kept"], kept)
+    assert far(held["output"], in_float64(layer, given, kept)) < 3e-3
+    assert far(plain, in_float64(layer, given, kept)) < 1e-2
+
+
+@pytest.mark.parametrize("budget", [0.4, 1.0])
+def test_all_equal_scores_go_to_the_lower_channels(on_host: Callable[..., Callable[..., None]], budget: float) -> None:
+    layer = layer_of(4, 128, 64, 4, budget)
+    x, ids, weights = inputs(layer, 1, 4)
+    held = run_on_host(on_host, layer, (torch.zeros_like(x), ids, weights))
+    kept = from_words(held["kept"], 4, 64).flatten()
+    number = int(layer.kept_of[4])
+    assert kept[:number].all()
+    assert not kept[number:].any()
+    assert (held["output"] == 0).all()
+
+
+def test_a_token_without_experts_and_a_batch_of_them(on_host: Callable[..., Callable[..., None]]) -> None:
+    layer = layer_of(4, 128, 64, 2, 0.5)
+    x, ids, weights = inputs(layer, 4, 2)
+    ids[1:] = -1
+    held = run_on_host(on_host, layer, (x, ids, weights))
+    assert (held["output"][1:] == 0).all()
+    assert (held["kept"][1:] == 0).all()
+    alone = run_on_host(on_host, layer, (x[:1], ids[:1], weights[:1]))
+    assert torch.equal(alone["kept"][0], held["kept"][0])
+    assert far(held["output"][:1], alone["output"]) < 4e-3
+
+
+def test_words_come_back() -> None:
+    taken = torch.rand(3, 4, 37, generator=torch.Generator().manual_seed(0)) < 0.4
+    assert torch.equal(from_words(as_words(taken), 4, 37), taken)
+
+
+def test_what_does_not_fit() -> None:
+    layer = layer_of(4, 128, 64, 2, 0.5)
+    x, ids, weights = inputs(layer, 2, 2)
+    for wrong, words in (
+        ((x.float(), ids, weights), "bfloat16"),
+        ((x[:, :64], ids, weights), "not"),
+        ((x, ids.int(), weights), "int64"),
+        ((x, ids[:, :1], weights), "not"),
+        ((x, ids, weights.double()), "float32"),
+        ((x[:, ::1].T.contiguous().T, ids, weights), "multiples of 16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer.read(*wrong)
+    with pytest.raises(ValueError, match="does not pay"):
+        layer_of(4, 128, 64, 2, 0.01)
+    assert "multiple of 16" in (cuda.uncovered(cuda.Sizes(128, 64, 2, 40, 32, False)) or "")
+    assert np.dtype(cuda.ARGUMENTS).itemsize == 8 * (len(cuda.POINTERS) + 2)
