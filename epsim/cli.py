@@ -19,9 +19,10 @@ import typer
 
 import epsim
 from epsim.cli_calibrate import calibrate_command
+from epsim.cli_compare import compare_command, report_command
 from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, reproduce_app, timing_of
 from epsim.cli_model import app as model_app
-from epsim.cli_run import compare_command, run_command
+from epsim.cli_run import run_command
 from epsim.cli_sweep import sweep_command
 from epsim.cli_traces import (
     BatchOption,
@@ -129,7 +130,7 @@ def replay_command(
 ) -> None:
     """Replay a recorded trace through policy stacks and say which wins, and how far each is from the best possible."""
     named = tuple(named_stack(text) for text in policy)
-    _check_out(out)
+    check_out(out)
 
     from epsim.placement.base import Cluster
     from epsim.replay import ReplayOptions, check_device, replay, replay_length
@@ -220,6 +221,7 @@ def plan_command(
 app.command("run")(run_command)
 app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)
+app.command("report")(report_command)
 app.command("sweep")(sweep_command)
 
 
@@ -249,7 +251,7 @@ def named_stack(text: str) -> tuple[str, PolicyStack]:
     return name, parse_stack(tail)
 
 
-def _check_out(out: Path | None) -> None:
+def check_out(out: Path | None) -> None:
     """Before any work: a place that cannot be written is said at once."""
     if out is None:
         return

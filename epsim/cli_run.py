@@ -123,16 +123,6 @@ def parse_arguments(arguments: Sequence[str]) -> RunOptions:
     return found[0]
 
 
-def compare_command(
-    first: Annotated[Path, typer.Argument(metavar="FIRST", help="A results.json, or the folder of a run.")],
-    second: Annotated[Path | None, typer.Argument(metavar="[SECOND]", help="Another to set beside it.")] = None,
-) -> None:
-    """Set two results.json side by side; of a run's folder alone, what was predicted beside what was measured."""
-    from epsim.report.compare import find_results, print_comparison
-
-    print_comparison(*find_results(first, second))
-
-
 def _launch(options: RunOptions, launcher: str, gpus: int | None, cpus: int | None, restarts: int) -> None:
     """Starts the job, waits for it, and prints what it found."""
     from epsim.launch.options import LAUNCHERS

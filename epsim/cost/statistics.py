@@ -84,21 +84,47 @@ class BlockBootstrap:
         """Difference of the means (ours - theirs) and its 95% interval, null where fewer than two steps have tokens."""
         counts = ours.step_counts
         assert np.array_equal(counts, theirs.step_counts)
-        gaps = ours.step_sums - theirs.step_sums
-        total = float(counts.sum())
-        difference = float(gaps.sum()) / total if total else 0.0
-        if np.count_nonzero(counts) < MIN_STEPS:
-            return {"difference": difference, "low": None, "high": None}
-        length = block_length(gaps - difference * counts)
-        rng = np.random.default_rng((self.seed % 2**64, length))
-        starts = rng.integers(self.num_steps, size=(NUM_RESAMPLES, -(-self.num_steps // length)), dtype=np.int32)
-        freedom = max(self.num_steps / length - 1, 1.0)
-        wider = np.sqrt(freedom / rng.chisquare(freedom, NUM_RESAMPLES) * self.num_steps / (self.num_steps - length))
-        drawn = _block_sums(counts, starts, length)
-        there = drawn > 0  # a resample of steps without tokens has no mean
-        deviation = _block_sums(gaps, starts, length)[there] / drawn[there] - difference
-        low, high = np.percentile(deviation * wider[there], (2.5, 97.5)).tolist()
-        return {"difference": difference, "low": difference + low, "high": difference + high}
+        return paired_difference(ours.step_sums - theirs.step_sums, counts, self.seed)
+
+
+def paired_difference(gaps: Floats, counts: Floats, seed: int) -> dict[str, float | None]:
+    """Of sums by step: gaps [S] of ours less theirs, counts [S] of values in them. As `BlockBootstrap.difference`."""
+    total = float(counts.sum())
+    difference = float(gaps.sum()) / total if total else 0.0
+    if np.count_nonzero(counts) < MIN_STEPS:
+        return {"difference": difference, "low": None, "high": None}
+    deviations = _deviations(gaps, counts, seed)
+    low, high = np.percentile(deviations, (2.5, 97.5)).tolist()
+    return {"difference": difference, "low": difference + low, "high": difference + high}
+
+
+def unpaired_difference(
+    ours: tuple[Floats, Floats], theirs: tuple[Floats, Floats], seed: int
+) -> dict[str, float | None]:
+    """Of two series of other steps: (sums, counts) by step each; resampled apart."""
+    means = [float(sums.sum() / max(counts.sum(), 1.0)) for sums, counts in (ours, theirs)]
+    difference = means[0] - means[1]
+    if min(np.count_nonzero(counts) for _, counts in (ours, theirs)) < MIN_STEPS:
+        return {"difference": difference, "low": None, "high": None}
+    apart = [_deviations(sums, counts, seed + number) for number, (sums, counts) in enumerate((ours, theirs))]
+    size = min(len(one) for one in apart)
+    low, high = np.percentile(apart[0][:size] - apart[1][:size], (2.5, 97.5)).tolist()
+    return {"difference": difference, "low": difference + low, "high": difference + high}
+
+
+def _deviations(sums: Floats, counts: Floats, seed: int) -> Floats:
+    """[resamples]: how far the mean of each resample lies from the mean, widened where blocks are few."""
+    num_steps = len(sums)
+    mean = float(sums.sum()) / float(counts.sum())
+    length = block_length(sums - mean * counts)
+    rng = np.random.default_rng((seed % 2**64, length))
+    starts = rng.integers(num_steps, size=(NUM_RESAMPLES, -(-num_steps // length)), dtype=np.int32)
+    freedom = max(num_steps / length - 1, 1.0)
+    wider = np.sqrt(freedom / rng.chisquare(freedom, NUM_RESAMPLES) * num_steps / (num_steps - length))
+    drawn = _block_sums(counts, starts, length)
+    there = drawn > 0  # a resample of steps without tokens has no mean
+    deviations: Floats = (_block_sums(sums, starts, length)[there] / drawn[there] - mean) * wider[there]
+    return deviations
 
 
 def block_length(values: Floats) -> int:

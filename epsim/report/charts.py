@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE, Figure, colour
+from epsim.report.sweeps import sweep_figures
 from epsim.results import Results
 from epsim.verdict import best_of, label
 
@@ -27,6 +28,8 @@ MOST_MARKS = 128
 
 def figures(results: Results) -> list[Figure]:
     """Those that the results have values for, in the page's order."""
+    if "sweep" in results:
+        return sweep_figures(results)
     stacks = results["stacks"]
     bars = (1.1 + 0.42 * len(stacks), 1.6 + 0.42 * len(stacks))
     lines = (2.8 + 0.19 * -(-len(stacks) // 2), 3.1 + 0.19 * len(stacks))
@@ -56,11 +59,12 @@ def figures(results: Results) -> list[Figure]:
             "x: tokens a rank in a step, by powers of two; y: peak over mean, mean over those steps and layers", lines,
         ),
         (
-            results["trace"]["num_layers"] > 1, _layers, "layers", "Layer by layer",
+            results["trace"]["num_layers"] > 1 and _any(stacks, "max_over_mean_by_layer"), _layers, "layers",
+            "Layer by layer",
             "x: layer of the model; y: peak over mean, mean over steps", lines,
         ),
         (
-            True, _ranks, "ranks", "Rank by rank",
+            _any(stacks, "load_over_mean_by_rank"), _ranks, "ranks", "Rank by rank",
             "x: rank; y: load over the mean load, mean over steps and layers", lines,
         ),
         (

@@ -1,82 +1,224 @@
-"""Two results.json side by side: what was predicted and what was measured, or two runs."""
+"""results.json side by side: predicted and measured, two policies, two traces, last week and today."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import numpy as np
 
-from epsim.report.table import PIPE_WIDTH
+from epsim.cost.statistics import Floats, paired_difference, unpaired_difference
 from epsim.results import Results, read_results
 from epsim.verdict import label
 
 MEASURED, PREDICTED = "results.json", "predicted.json"
+WHOLE_STEPS = ("balancedness_vllm", "throughput_gain")
+"""Metrics with one value a step; the others have one a layer with tokens."""
+EXACT = 1e-4
+SHAPED = {
+    "max_over_mean_by_layer",
+    "load_over_mean_by_rank",
+    "load_over_mean_by_step",
+    "load_over_mean_by_layer",
+    "by_step",
+}
+"""Detail that can be drawn together only where ranks, steps and layers are the same."""
+
+How: TypeAlias = Literal["paired", "unpaired", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One results.json under the name it was given."""
+
+    name: str
+    results: Results
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric's mean of one stack in both files; None where a file has no value."""
+    """One metric's mean of two stacks; None where one has no value.
+
+    difference: second less first, with its 95% interval low, high, None where the steps do not give one. how: whether
+    the interval is of the same steps, paired, or of two sets of steps.
+    """
 
     stack: str
+    first_file: str
+    second_stack: str
+    second_file: str
     metric: str
     unit: str
     first: float | None
     second: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    how: How
 
 
-def find_results(first: Path, second: Path | None) -> tuple[Path, Path]:
-    """The two files that are meant: a folder alone stands for what a run predicted and measured, else a folder for its
-    results.json. Raises ValueError."""
-    if second is None:
-        if not first.is_dir():
-            raise ValueError(f"{first}: give two results.json, or the folder of a run")
-        return first / PREDICTED, first / MEASURED
-    return tuple(path / MEASURED if path.is_dir() else path for path in (first, second))  # type: ignore[return-value]
+def read_sides(paths: Sequence[Path]) -> list[Side]:
+    """A folder stands for its results.json, a run's folder given alone for what was predicted and what was measured.
 
-
-def compare(first: Results, second: Results) -> list[Row]:
-    """The stacks that both have, by name, with every metric that either has a value of.
-
-    Raises ValueError where they have no stack in common.
+    Raises FileNotFoundError or ValueError in one line.
     """
-    theirs = {label(entry): entry for entry in second["stacks"]}
-    rows = []
-    for entry in first["stacks"]:
-        if label(entry) not in theirs:
-            continue
-        other = theirs[label(entry)]["metrics"]
-        for key, value in entry["metrics"].items():
-            pair = (value["mean"], other.get(key, {"mean": None})["mean"])
-            if pair != (None, None):
-                rows.append(Row(label(entry), key, value["unit"], *pair))
-    if not rows:
-        names = ", ".join(label(entry) for entry in first["stacks"])
-        raise ValueError(f"no stack in common: {names} on one side, {', '.join(theirs)} on the other")
+    if len(paths) == 1 and paths[0].is_dir() and (paths[0] / PREDICTED).exists():
+        paths = (paths[0] / PREDICTED, paths[0] / MEASURED)
+    files = [path / MEASURED if path.is_dir() else path for path in paths]
+    return [Side(str(path), read_results(path)) for path in files]
+
+
+def compare(sides: Sequence[Side]) -> list[Row]:
+    """Every later file against the first, stack by stack: those of the same name, or each file's only one. Of one file
+    alone, its other stacks against its first.
+
+    Raises ValueError where there is nothing to set side by side.
+    """
+    rows: list[Row] = []
+    first = sides[0]
+    if len(sides) == 1:
+        stacks = first.results["stacks"]
+        if len(stacks) < 2:
+            raise ValueError(f"{first.name} has one stack: give another results.json to compare it with")
+        for entry in stacks[1:]:
+            rows += _rows(first, stacks[0], first, entry)
+        return rows
+    for second in sides[1:]:
+        pairs = _pairs(first, second)
+        for ours, theirs in pairs:
+            rows += _rows(first, ours, second, theirs)
     return rows
 
 
-def print_comparison(first: Path, second: Path) -> None:
-    """Raises FileNotFoundError or ValueError in one line."""
-    rows = compare(read_results(first), read_results(second))
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    table = Table()
-    for name in ("stack", "metric (mean)", "unit"):
-        table.add_column(name, overflow="fold")
-    for path in (first, second):
-        table.add_column(Text(str(path)), justify="right", overflow="fold")
-    table.add_column("second / first - 1", justify="right")
-    for row in rows:
-        change = ""
-        if row.first and row.second is not None:
-            change = f"{row.second / row.first - 1:+.2%}"
-        cells = (row.stack, row.metric, row.unit, _number(row.first), _number(row.second), change)
-        table.add_row(*(Text(cell) for cell in cells))
-    console.print(table)
+def _pairs(first: Side, second: Side) -> list[tuple[Any, Any]]:
+    ours, theirs = first.results["stacks"], second.results["stacks"]
+    named = {label(entry): entry for entry in theirs}
+    pairs = [(entry, named[label(entry)]) for entry in ours if label(entry) in named]
+    if not pairs and len(ours) == len(theirs) == 1:
+        pairs = [(ours[0], theirs[0])]
+    if not pairs:
+        names = ", ".join(label(entry) for entry in ours)
+        raise ValueError(
+            f"no stack in common: {names} in {first.name}, {', '.join(named)} in {second.name}: "
+            "give stacks the same name with --policy NAME=STACK, or results of one stack each"
+        )
+    return pairs
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+def _rows(first: Side, ours: Any, second: Side, theirs: Any) -> list[Row]:
+    rows = []
+    for key in dict.fromkeys((*ours["metrics"], *theirs["metrics"])):
+        values = [entry["metrics"].get(key, {}).get("mean") for entry in (ours, theirs)]
+        if values == [None, None]:
+            continue
+        unit = next(entry["metrics"][key]["unit"] for entry in (ours, theirs) if key in entry["metrics"])
+        interval, how = _interval(first.results, ours, second.results, theirs, key)
+        if None not in values:
+            interval["difference"] = values[1] - values[0]
+        names = (label(ours), first.name, label(theirs), second.name)
+        rows.append(
+            Row(*names, key, unit, values[0], values[1], interval["difference"], interval["low"], interval["high"], how)
+        )
+    return rows
+
+
+def _interval(first: Results, ours: Any, second: Results, theirs: Any, key: str) -> tuple[dict[str, float | None], How]:
+    nothing: dict[str, float | None] = dict.fromkeys(("difference", "low", "high"))
+    sides = [_by_step(results, entry, key) for results, entry in ((first, ours), (second, theirs))]
+    if sides[0] is None or sides[1] is None:
+        return nothing, "none"
+    (sums, counts), (their_sums, their_counts) = sides[0], sides[1]
+    same = first["scored"]["key"] == second["scored"]["key"] and np.array_equal(counts, their_counts)
+    seed = first["setting"]["seed"]
+    if same:
+        found = paired_difference(their_sums - sums, counts, seed)
+    else:
+        found = unpaired_difference((their_sums, their_counts), (sums, counts), seed)
+    return found, "none" if found["low"] is None else "paired" if same else "unpaired"
+
+
+def _by_step(results: Results, entry: Any, key: str) -> tuple[Floats, Floats] | None:
+    """(sums, counts) of a metric by stretch of steps; None where the file does not have them."""
+    values, scored = entry.get("by_step", {}).get(key), results.get("scored")
+    if not values or scored is None:
+        return None
+    weights = np.array(scored["busy_steps" if key in WHOLE_STEPS else "busy_layers"], dtype=float)
+    means = np.array([np.nan if value is None else value for value in values])
+    if len(means) != len(weights):
+        return None
+    counts = np.where(np.isnan(means), 0.0, weights)
+    sums = np.nan_to_num(means) * counts
+    mean = entry["metrics"][key]["mean"]
+    if not counts.sum() or abs(sums.sum() / counts.sum() - mean) > EXACT * max(abs(mean), EXACT):
+        return None  # a metric that not every layer with tokens has
+    return sums, counts
+
+
+def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Results:
+    """The comparison as results.json: every side's stacks, named with their file, and the rows as `comparison`."""
+    first = sides[0].results
+    stacks = []
+    shapes = {(s.results["setting"]["ranks"], s.results["trace"]["steps_scored"], *_layers(s.results)) for s in sides}
+    dropped = {"predicted"} | (set() if len(shapes) == 1 else SHAPED)
+    for side in sides:
+        for entry in side.results["stacks"]:
+            name = label(entry) if len(sides) == 1 else f"{label(entry)} ({side.name})"
+            kept = {key: value for key, value in entry.items() if key not in dropped}
+            stacks.append(kept | {"name": name})
+    files = [
+        {
+            "file": side.name,
+            "trace": side.results["trace"]["name"],
+            "origin": side.results["trace"]["origin"],
+            "steps": side.results["trace"]["steps_scored"],
+            "measured": "run" in side.results,
+            "seed": side.results["setting"]["seed"],
+            "version": side.results["setting"]["version"],
+            "command": side.results["setting"]["command"],
+            "verdict": side.results["verdict"],
+        }
+        for side in sides
+    ]
+    trace = first["trace"] | {
+        "notes": [f"a comparison of {len(sides)} results: what is said of the trace is the first's"]
+    }
+    if len(sides) == 1:
+        trace = first["trace"]
+    found: Results = {
+        "schema": first["schema"],
+        "trace": trace,
+        "setting": first["setting"] | {"command": command},
+        "stacks": stacks,
+        "verdict": words(rows),
+        "comparison": {"files": files, "rows": [asdict(row) for row in rows]},
+    }
+    keys = {side.results.get("scored", {}).get("key") for side in sides}
+    if len(keys) == 1 and "scored" in first:
+        found["scored"] = first["scored"]
+    return found
+
+
+def _layers(results: Results) -> Sequence[int]:
+    return tuple(results["trace"].get("layers") or range(results["trace"]["num_layers"]))
+
+
+def words(rows: Sequence[Row]) -> str:
+    """One sentence: peak over mean of the pair where it differs most."""
+    known = [row for row in rows if row.metric == "max_over_mean" and row.difference is not None and row.first]
+    if not known:
+        return "Peak over mean has no value on both sides."
+    row = max(known, key=lambda one: abs(one.difference or 0.0))
+    assert row.first is not None
+    assert row.second is not None
+    assert row.difference is not None
+    who = row.stack if row.stack == row.second_stack else f"{row.second_stack} against {row.stack}"
+    change = f"{row.difference / row.first:+.1%}"
+    if row.low is not None and row.high is not None:
+        change += f", 95% interval {row.low / row.first:+.1%} to {row.high / row.first:+.1%}, {row.how}"
+    most = "Peak over mean differs most with" if len(known) > 1 else "Peak over mean of"
+    told = (
+        "" if row.low is None or row.high is None or row.low * row.high > 0 else "; these steps do not tell them apart"
+    )
+    return f"{most} {who}: {row.second:.3f} against {row.first:.3f} ({change}){told}."

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from epsim.cost.formulas import METRICS
+from epsim.report.compare import Row
+from epsim.report.comparison import comparison_headers, comparison_rows
 from epsim.results import Results
 from epsim.traces.files import printable
 from epsim.verdict import label
@@ -243,10 +245,69 @@ def predicted_rows(results: Results) -> list[list[str]]:
     return table
 
 
-def tables_of(results: Results) -> Sequence[tuple[str, list[str], list[list[str]]]]:
-    """(title, headers, rows) of the tables behind the first one."""
-    found = [("Every metric", key_headers(results), key_rows(results))]
+Table: TypeAlias = tuple[str, list[str], list[list[str]]]
+"""Title, headers, rows."""
+
+
+def tables_of(results: Results) -> list[Table]:
+    """The tables behind the first one."""
+    found: list[Table] = []
+    if "comparison" in results:
+        rows = [Row(**row) for row in results["comparison"]["rows"]]
+        files = [file["file"] for file in results["comparison"]["files"]]
+        found.append(("Differences", comparison_headers(), comparison_rows(rows, files)))
+        found.append(("Files", ["file", *FILE_KEYS], [_file_row(file) for file in results["comparison"]["files"]]))
+    if "tune" in results:
+        found.append(("Candidates", list(CANDIDATE_HEADERS), candidate_rows(results["tune"]["candidates"])))
     predicted = predicted_rows(results)
     if predicted:
-        found.insert(0, ("Predicted beside measured", predicted_headers(results), predicted))
-    return found
+        found.append(("Predicted beside measured", predicted_headers(results), predicted))
+    if "sweep" in results:
+        left = [*_left_out(results["sweep"]["failed"], "failed"), *_left_out(results["sweep"]["skipped"], "skipped")]
+        return [*found, ("Cells left out", ["cell", "", "reason"], left)] if left else found
+    return [*found, ("Every metric", key_headers(results), key_rows(results))]
+
+
+FILE_KEYS = ("trace", "origin", "steps", "measured", "seed", "version", "command")
+CANDIDATE_HEADERS = (
+    "candidate",
+    "memory a GPU",
+    "gain on the steps chosen on",
+    "gain on steps held out (95% interval)",
+)
+MOST_CANDIDATES = 40
+
+
+def _file_row(file: dict[str, Any]) -> list[str]:
+    return [printable(str(file[key])) for key in ("file", *FILE_KEYS)]
+
+
+def candidate_rows(candidates: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Of `epsim tune`: those whose gain is known on steps held out first."""
+    ordered = sorted(candidates, key=lambda row: row["gain"] is None)
+    table = []
+    for row in ordered[:MOST_CANDIDATES]:
+        gain, choosing = row["gain"], row["gain_choosing"]
+        held_out = "-" if gain is None else f"{gain['mean']:+.2%}"
+        if gain is not None and gain["low"] is not None:
+            held_out += f" ({gain['low']:+.2%} to {gain['high']:+.2%})"
+        told = "-" if choosing is None else f"{choosing:+.2%}"
+        table.append([row["name"], f"{row['memory_bytes'] / 1e9:.1f} GB", told, held_out])
+    return table
+
+
+def _left_out(cells: Sequence[dict[str, Any]], what: str) -> list[list[str]]:
+    rows = []
+    for cell in cells[:MOST_CANDIDATES]:
+        place = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("key", "reason", "path"))
+        rows.append([printable(place), what, printable(str(cell["reason"]))])
+    return rows
+
+
+def answers(results: Results) -> list[tuple[str, str]]:
+    """Of `epsim tune`: (what about, words), then the commands to paste."""
+    if "tune" not in results:
+        return []
+    said = [(line["about"], printable(line["text"])) for line in results["tune"]["words"]]
+    commands = [command for one in results["tune"]["answers"] for command in one["commands"]]
+    return [*said, *(("command", printable(command)) for command in dict.fromkeys(commands))]

@@ -15,6 +15,7 @@ MEASURES = (
     ("active_experts", "mean", "active experts of the busiest rank", False),
     ("remote_node_share", "mean", "share leaving the node", False),
 )
+TUNE_CONDITIONS = ("does not pay", "limits")
 SAME = 1e-3
 """A relative difference below this is none."""
 
@@ -22,6 +23,10 @@ SAME = 1e-3
 def flips(results: Results) -> list[str]:
     """One sentence a condition; none where there is one stack, or nothing to compare."""
     stacks = results["stacks"]
+    if "sweep" in results:
+        return _cells(results)
+    if "tune" in results:  # which says so in its own words
+        return [line["text"] for line in results["tune"]["words"] if line["about"] in TUNE_CONDITIONS]
     place = best_of(stacks)
     if place is None or len(stacks) < 2:
         return []
@@ -32,6 +37,30 @@ def flips(results: Results) -> list[str]:
         said.append("Tokens were drawn from recorded counts: what depends on single tokens may differ on real ones.")
     if "hindsight" in results["setting"]["history"]:
         said.append("Placements were planned in hindsight: on steps not seen before they will do less well.")
+    return said
+
+
+def _cells(results: Results) -> list[str]:
+    """Of a sweep: where in the grid which stack is ahead, where it is not the same everywhere."""
+    axes = results["sweep"]["axes"]
+    by_cell: dict[str, list[Any]] = {}
+    for entry in results["stacks"]:
+        by_cell.setdefault(entry["cell"], []).append(entry)
+    ahead: dict[str, list[Any]] = {}
+    for cell in results["sweep"]["cells"]:
+        own = by_cell[cell["key"]]
+        place = best_of(own)
+        if place is not None:
+            ahead.setdefault(own[place]["of"], []).append(cell)
+    if len(ahead) < 2:
+        return [f"{winner} is ahead in every cell." for winner in ahead]
+    said = []
+    for winner, cells in sorted(ahead.items(), key=lambda item: -len(item[1])):
+        # What all its cells share, where that is not what every cell has.
+        shared = {key: {str(cell.get(key)) for cell in cells} for key in axes}
+        told = [f"{key} {' or '.join(sorted(own))}" for key, own in shared.items() if len(own) < len(axes[key])]
+        where = f", all with {', '.join(told)}" if told else ""
+        said.append(f"{winner} is ahead in {len(cells)} of {len(results['sweep']['cells'])} cells{where}.")
     return said
 
 

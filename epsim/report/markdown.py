@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epsim.report.content import facts, headers, memory_words, reasons, rows, source, tables_of
+from epsim.report.content import answers, facts, headers, memory_words, reasons, rows, source, tables_of
 from epsim.report.draw import Drawn
 from epsim.report.flips import flips
 from epsim.results import Results
@@ -18,6 +18,8 @@ def markdown(results: Results, drawings: Sequence[Drawn]) -> str:
     lines = [f"# {_escape(title)}", "", f"**{_escape(results['verdict'])}**", ""]
     lines += [*(f"- {_escape(line)}" for line in flips(results)), "", _escape(source(results))]
     lines += [f"; {_escape(memory_words(results))}" if memory_words(results) else "", ""]
+    if answers(results):
+        lines += ["## What to run", "", *(f"- {_escape(name)}: {_escape(text)}" for name, text in answers(results)), ""]
     lines += ["## Stacks side by side", "", *_table(headers(results), rows(results), num_left=1)]
     for figure in (drawing.figure for drawing in drawings):
         lines += ["", f"## {_escape(figure.title)}", "", f"![{_escape(figure.title)}]({PICTURES}/{figure.key}.png)", ""]

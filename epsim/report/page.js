@@ -47,7 +47,7 @@
     const [low, high] = range();
     for (const side of sides) {
       const rows = values(Number(side.stack.value)) || [];
-      const [width, height] = [rows.length || 1, data.ranks];
+      const [width, height] = [rows.length || 1, rows.length ? rows[0].length : 1];
       side.canvas.width = width;
       side.canvas.height = height;
       const context = side.canvas.getContext("2d");
@@ -73,7 +73,7 @@
     const rows = values(Number(side.stack.value)) || [];
     if (!rows.length) return;
     x = Math.max(0, Math.min(rows.length - 1, x));
-    y = Math.max(0, Math.min(data.ranks - 1, y));
+    y = Math.max(0, Math.min(rows[0].length - 1, y));
     side.at = [x, y];
     const first = Math.ceil((x * data.num_steps) / rows.length);
     const last = Math.ceil(((x + 1) * data.num_steps) / rows.length) - 1;
@@ -82,8 +82,8 @@
     const steps = last > first ? `steps ${first} to ${last}` : `step ${first}`;
     side.said.textContent = `${steps}, rank ${y}: ${words}`;
     Object.assign(side.cursor.style, {
-      left: `${(100 * x) / rows.length}%`, top: `${(100 * y) / data.ranks}%`,
-      width: `max(5px, ${100 / rows.length}%)`, height: `max(5px, ${100 / data.ranks}%)`,
+      left: `${(100 * x) / rows.length}%`, top: `${(100 * y) / rows[0].length}%`,
+      width: `max(5px, ${100 / rows.length}%)`, height: `max(5px, ${100 / rows[0].length}%)`,
     });
     side.cursor.hidden = false;
   };

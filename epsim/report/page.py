@@ -11,6 +11,7 @@ from typing import Any
 
 from epsim.report.charts import before_and_after
 from epsim.report.content import (
+    answers,
     cells,
     facts,
     header_titles,
@@ -57,6 +58,7 @@ def page(results: Results, pictures: Sequence[Drawn]) -> str:
         tables=[{"title": title, "headers": head, "rows": body} for title, head, body in tables_of(results)],
         reasons=reasons(results),
         facts=facts(results),
+        answers=answers(results),
         names=[label(entry) for entry in results["stacks"]],
         heat_places=list(dict.fromkeys(before_and_after(results))),
         layers=_heat_layers(results),

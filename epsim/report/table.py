@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from epsim.report.compare import Row, Side
+from epsim.report.comparison import comparison_headers, comparison_rows
 from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
 from epsim.results import Results
+from epsim.traces.files import printable
 
 PIPE_WIDTH = 240
 
@@ -25,6 +29,17 @@ def print_table(results: Results) -> None:
     for keys, reason in reasons(results):
         console.print(Text(f"no value for {keys}: {reason}", style="dim"))
     console.print(Text(results["verdict"], style="bold"))
+
+
+def print_comparison(rows: Sequence[Row], sides: Sequence[Side], verdict: str) -> None:
+    """Prints the rows of a comparison, its files, and its verdict to stdout."""
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    for number, side in enumerate(sides, start=1):
+        trace = side.results["trace"]
+        kind = "measured" if "run" in side.results else "replayed"
+        console.print(Text(printable(f"{number}: {side.name}: {trace['name']}, {trace['steps_scored']} steps, {kind}")))
+    console.print(_table(comparison_headers(), comparison_rows(rows, [side.name for side in sides]), num_left=3))
+    console.print(Text(printable(verdict), style="bold"))
 
 
 def _table(head: list[str], body: list[list[str]], num_left: int) -> Table:

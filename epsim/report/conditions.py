@@ -1,0 +1,85 @@
+"""Conditions on results, for use in CI: NAME.KEY.STATISTIC, a comparison and a number (docs/commands.md)."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from epsim.report.compare import Row, Side
+from epsim.verdict import label
+
+OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+OF_A_STACK = ("mean", "p50", "p95", "p99", "max")
+OF_A_PAIR = ("difference", "low", "high")
+_SHAPE = re.compile(r"\s*(.+)\.([a-z_0-9]+)\.([a-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """name: of a stack in the last file; statistic: of OF_A_STACK, or of OF_A_PAIR against the first file."""
+
+    text: str
+    name: str
+    key: str
+    statistic: str
+    operator: str
+    number: float
+
+
+def parse_condition(text: str) -> Condition:
+    """Raises ValueError in one line."""
+    found = _SHAPE.fullmatch(text)
+    example = 'give NAME.METRIC.STATISTIC, a comparison and a number, as "best.max_over_mean.mean > 1.05"'
+    if found is None:
+        raise ValueError(f"--fail-if {text!r}: {example}")
+    name, key, statistic, sign, number = found.groups()
+    if statistic not in OF_A_STACK + OF_A_PAIR:
+        raise ValueError(f"--fail-if {text!r}: {statistic!r} is not one of {', '.join(OF_A_STACK + OF_A_PAIR)}")
+    try:
+        limit = float(number)
+    except ValueError:
+        raise ValueError(f"--fail-if {text!r}: {number!r} is not a number; {example}") from None
+    if limit != limit:
+        raise ValueError(f"--fail-if {text!r}: nothing compares with nan; {example}")
+    return Condition(text, name.strip(), key, statistic, sign, limit)
+
+
+def holds(condition: Condition, sides: Sequence[Side], rows: Sequence[Row]) -> tuple[bool, float]:
+    """Whether it holds, and the value. Raises ValueError where there is no such stack, metric or value."""
+    last = sides[-1]
+    stacks = {label(entry): entry for entry in last.results["stacks"]}
+    by_text = {entry["stack"]: entry for entry in last.results["stacks"]}
+    entry = stacks.get(condition.name) or by_text.get(condition.name)
+    where = f"--fail-if {condition.text!r}"
+    if entry is None:
+        raise ValueError(f"{where}: {last.name} has no stack {condition.name!r}, only {', '.join(stacks)}")
+    metric = entry["metrics"].get(condition.key)
+    if metric is None:
+        raise ValueError(f"{where}: no metric {condition.key!r}; there are {', '.join(entry['metrics'])}")
+    value: float | None
+    if condition.statistic in OF_A_STACK:
+        value = metric[condition.statistic]
+        why = metric.get("reason", "")
+    else:
+        row = next(
+            (
+                one
+                for one in rows
+                if (one.second_file, one.second_stack, one.metric) == (last.name, label(entry), condition.key)
+            ),
+            None,
+        )
+        value = None if row is None else getattr(row, condition.statistic)
+        why = "it is the first, or these results do not tell an interval"
+    if value is None:
+        raise ValueError(f"{where}: has no value: {why}")
+    return OPERATORS[condition.operator](value, condition.number), value

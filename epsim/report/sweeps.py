@@ -1,0 +1,79 @@
+"""Figures of a sweep: gain against redundancy, batch size, ranks, drift, or whatever numbers its cells differ in."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from epsim.report.draw import DASHES, MARKERS, Figure, colour
+from epsim.results import Results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+MEASURES = (
+    ("max_over_mean", "peak over mean less the first stack's", "peak / mean, vs first"),
+    ("throughput_gain", "tokens per second over the first stack's, less 1", "throughput, vs first"),
+)
+WORDS = {
+    "redundant": "redundant experts a layer", "slots_per_rank": "slots a rank", "ranks": "ranks", "nodes": "nodes",
+    "ranks_per_node": "ranks a node", "batch": "sequences of a batch", "step_tokens": "tokens a step", "drift": "drift",
+}  # fmt: skip
+
+
+def sweep_figures(results: Results) -> list[Figure]:
+    """One a numeric axis and measure."""
+    stacks = results["stacks"]
+    names = list(dict.fromkeys(entry["of"] for entry in stacks))
+    size = (2.8 + 0.19 * -(-len(names) // 2), 3.1 + 0.19 * len(names))
+    found = []
+    for axis, values in results["sweep"]["axes"].items():
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            continue
+        words = WORDS.get(axis, axis.replace("_", " "))
+        for key, meaning, short in MEASURES:
+            if all(entry["metrics"][key]["mean"] is None for entry in stacks):
+                continue
+            axes = f"x: {words}; y: {meaning}, mean over the cells of that value, the bar from least to largest"
+            draw = partial(_gain, results, axis, key, (words, short))
+            found.append(
+                Figure(f"{axis}-{key.replace('_', '-')}", f"{short} by {words}".capitalize(), axes, draw, *size)
+            )
+    return found
+
+
+def gains(results: Results, axis: str, key: str) -> dict[str, dict[float, list[float]]]:
+    """{stack: {value of the axis: changes against the first stack, one a cell}}."""
+    places = {cell["key"]: cell.get(axis) for cell in results["sweep"]["cells"]}
+    first: dict[str, Any] = {}
+    found: dict[str, dict[float, list[float]]] = {}
+    for entry in results["stacks"]:
+        base = first.setdefault(entry["cell"], entry)["metrics"][key]["mean"]
+        own, place = entry["metrics"][key]["mean"], places[entry["cell"]]
+        if own is None or place is None or base is None or (key == "max_over_mean" and not base):
+            continue
+        change = own / base - 1 if key == "max_over_mean" else own
+        found.setdefault(entry["of"], {}).setdefault(float(place), []).append(change)
+    return found
+
+
+def _gain(results: Results, axis: str, key: str, words: tuple[str, str], canvas: Canvas, narrow: bool) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axes = canvas.subplots()
+    for number, (name, places) in enumerate(gains(results, axis, key).items()):
+        at = sorted(places)
+        middle = np.array([np.mean(places[place]) for place in at])
+        spread = [[m - min(places[place]) for m, place in zip(middle, at, strict=True)]]
+        spread.append([max(places[place]) - m for m, place in zip(middle, at, strict=True)])
+        axes.errorbar(
+            at, middle, yerr=np.maximum(spread, 0), marker=MARKERS[number % 8], linestyle=DASHES[number % 4],
+            color=colour(number), label=name if not narrow or len(name) <= 46 else name[:45] + "…", elinewidth=0.8,
+        )  # fmt: skip
+    axes.set_xlabel(words[0])
+    axes.set_ylabel(words[1])
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    handles, names = axes.get_legend_handles_labels()
+    canvas.legend(handles, names, loc="outside lower left", ncols=1 if narrow else 2, borderaxespad=0)
