@@ -1,0 +1,129 @@
+"""When advice stops paying: fewer tokens in a batch, other hot experts, an older placement."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from epsim.traces.trace import Block, Ints, TokenBlock
+from epsim.tune.candidates import Candidate
+from epsim.tune.race import Interval, change
+from epsim.tune.scorer import ChangeBlock, Part, Problem, score
+from epsim.tune.steps import evenly
+
+FEWER = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
+MORE = (2, 4, 8, 16)
+MOST_STEPS, MOST_LAYERS = 24, 8
+PAIR_TOKENS = 1 << 22
+"""(token, layer) pairs looked at under one condition, where tokens are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """The gain in throughput over the baseline under another condition. tokens_per_gpu: of a step, on average."""
+
+    words: str
+    tokens_per_gpu: float
+    gain: Interval
+
+
+def by_tokens(
+    problem: Problem, candidate: Candidate, base: Candidate, part: Part, factors: Sequence[float]
+) -> list[Condition]:
+    """With so many times the tokens a step. Fewer: drawn from the recorded ones, without replacement; more: each
+    counted so many times. The same steps at 1 come first."""
+    found = []
+    now = problem.tokens_a_step / problem.base.num_ranks
+    for factor in (1.0, *(one for one in factors if one > 1 or one * now >= 1)):
+        resized = _Resized(factor, problem.meta.top_k, problem.setting.seed)
+        found.append(
+            Condition(f"{factor:g} x the tokens", now * factor, _gain(problem, candidate, base, part, resized))
+        )
+    return found
+
+
+def with_other_experts(problem: Problem, candidate: Candidate, base: Candidate, part: Part) -> Condition:
+    """The same skew, on other experts than those that were planned for: every layer's experts permuted."""
+    num_layers, num_experts = problem.meta.num_layers, problem.meta.num_experts
+    rng = np.random.default_rng(problem.setting.seed)
+    order = rng.permuted(np.tile(np.arange(num_experts), (num_layers, 1)), axis=1)[_layers(problem)]
+    tokens = problem.tokens_a_step / problem.base.num_ranks
+    gain = _gain(problem, candidate.planned_once, base, part, lambda block: _permuted(block, order))
+    return Condition("hot experts become others", tokens, gain)
+
+
+def _gain(problem: Problem, candidate: Candidate, base: Candidate, part: Part, changed: ChangeBlock) -> Interval:
+    most = MOST_STEPS
+    if problem.meta.level == "tokens":
+        most = int(min(most, max(PAIR_TOKENS // max(problem.tokens_a_step * MOST_LAYERS, 1), 4)))
+    places = evenly(part.first, part.last, most)
+    times = score(problem, [base, candidate], part, places, _layers(problem), changed=changed)
+    if not np.isfinite(times[base].step_us).any():
+        return Interval(0.0, None, None)
+    return change(times[candidate].step_us, times[base].step_us, problem.setting.seed).gain
+
+
+def _layers(problem: Problem) -> list[int]:
+    return [int(place) for place in evenly(0, problem.meta.num_layers, MOST_LAYERS)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Resized:
+    """A block with `factor` times its tokens."""
+
+    factor: float
+    top_k: int
+    seed: int
+
+    def __call__(self, block: Block) -> Block:
+        if self.factor == 1:
+            return block
+        if self.factor > 1:
+            return self._more(block, round(self.factor))
+        rng = np.random.default_rng((self.seed, round(1 / self.factor), int(block.steps[0])))
+        if isinstance(block, TokenBlock):
+            kept = rng.random(len(block.token_step)) < self.factor
+            return _tokens(block, np.flatnonzero(kept))
+        flat = block.counts.reshape(-1, block.counts.shape[-1])
+        # Whole tokens of top-k assignments each, at random rounded up where they are no whole number.
+        wanted = flat.sum(1) * self.factor / self.top_k
+        number = np.floor(wanted + rng.random(len(wanted))).astype(np.int64) * self.top_k
+        number = np.minimum(number, flat.sum(1) // self.top_k * self.top_k)
+        drawn = [rng.multivariate_hypergeometric(row, n, method="marginals") for row, n in zip(flat, number)]
+        return dataclasses.replace(block, counts=np.array(drawn, dtype=np.int64).reshape(block.counts.shape))
+
+    @staticmethod
+    def _more(block: Block, times: int) -> Block:
+        if isinstance(block, TokenBlock):
+            return _tokens(block, np.repeat(np.arange(len(block.token_step)), times))
+        return dataclasses.replace(block, counts=block.counts * times)
+
+
+def _tokens(block: TokenBlock, chosen: Ints) -> TokenBlock:
+    return dataclasses.replace(
+        block,
+        token_step=block.token_step[chosen],
+        source_rank=block.source_rank[chosen],
+        expert_ids=block.expert_ids[chosen],
+        scores=None if block.scores is None else block.scores[chosen],
+        score_ids=None if block.score_ids is None else block.score_ids[chosen],
+        domain=None,
+    )
+
+
+def _permuted(block: Block, order: Ints) -> Block:
+    """order [L, E]: the expert that each becomes."""
+    if isinstance(block, TokenBlock):
+        layer = np.arange(len(order))[None, :, None]
+        ids = np.where(
+            block.expert_ids.astype(np.int64) >= 0, order[layer, block.expert_ids.astype(np.int64)], -1
+        ).astype(block.expert_ids.dtype)
+        # Scores by expert id move with their experts; without a router nothing looks at them.
+        return dataclasses.replace(block, expert_ids=ids, scores=None, score_ids=None)
+    counts = np.empty_like(block.counts)
+    for place, becomes in enumerate(order):
+        counts[:, place][..., becomes] = block.counts[:, place]
+    return dataclasses.replace(block, counts=counts)

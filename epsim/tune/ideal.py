@@ -1,0 +1,51 @@
+"""The most that any balancing could gain: the same tokens if every rank did the same and no policy cost anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from epsim.planning import to_counts
+from epsim.policies.load import Load
+from epsim.policies.stack import parse_stack
+from epsim.traces.trace import Block, Ints
+from epsim.tune.scorer import Floats, Problem
+from epsim.tune.steps import chosen_blocks
+
+
+def ideal_us(problem: Problem, places: Ints, layers: Sequence[int] | None = None) -> Floats:
+    """[n] microseconds of the steps at `places`, NaN for those without tokens; layers as for `score`."""
+    stack, num_ranks, timing = parse_stack("contiguous"), problem.base.num_ranks, problem.timing
+    parts = []
+    for _, block in chosen_blocks(problem.trace, places, layers, num_ranks):
+        load = _balanced(problem, block)
+        us = timing.step_us(timing.layer_us(load, stack, False), load.tokens, num_ranks)
+        parts.append(torch.where((load.assignments > 0).any(-1), us, torch.nan).numpy())
+    return np.concatenate(parts)
+
+
+def _balanced(problem: Problem, block: Block) -> Load:
+    """Work and active experts spread evenly, each active expert on one rank."""
+    num_ranks, setting = problem.base.num_ranks, problem.setting
+    counts = torch.from_numpy(to_counts(block, problem.meta.num_experts).counts)
+    assignments = counts.sum(-1)
+    tokens = assignments.double() / setting.top_k
+    even = (assignments.double() / num_ranks)[..., None].expand(*assignments.shape, num_ranks)
+    shared = (tokens / num_ranks * (setting.shared_cost > 0))[..., None].expand_as(even)
+    active = -(-(counts > 0).sum(-1) // num_ranks)
+    return Load(
+        routed=even,
+        routed_real=even,
+        shared=shared * setting.shared_cost,
+        shared_tokens=shared,
+        tokens=tokens,
+        assignments=assignments,
+        active=active[..., None].expand_as(even),
+        remote_rank=None,
+        remote_node=None,
+        shared_remote_rank=None,
+        shared_remote_node=None,
+        rounded=False,
+    )

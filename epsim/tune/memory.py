@@ -1,0 +1,73 @@
+"""What weights take of a GPU's memory, and how many physical experts fit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from epsim.cost.model import ModelSpec
+
+GB = 1e9
+_UNITS = {"": GB, "gb": GB, "gib": 2.0**30, "tb": 1e12, "mb": 1e6}
+
+
+def parse_memory(text: str) -> float:
+    """`141GB`, `80GiB` or `141` (GB) -> bytes. Raises ValueError."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = None if found is None else _UNITS.get(found[2].lower())
+    if found is None or unit is None or float(found[1]) <= 0:
+        raise ValueError(f"--memory-per-gpu {text}: give an amount above 0 such as 141GB or 80GiB")
+    return float(found[1]) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One GPU's memory. total: bytes. kept_share: of it kept free for KV cache, activations, embeddings and buffers.
+
+    Attention is data-parallel, as expert-parallel serving has it: every GPU holds attention, dense layers and the
+    shared expert whole, and its own slots of the routed experts.
+    """
+
+    model: ModelSpec
+    total: float
+    kept_share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.kept_share < 1:
+            raise ValueError(f"--kv-share {self.kept_share}: give a share from 0 to below 1")
+
+    @property
+    def limit(self) -> float:
+        """Bytes that weights may take."""
+        return self.total * (1 - self.kept_share)
+
+    @property
+    def slot_bytes(self) -> float:
+        """One physical expert in every layer."""
+        return self.model.moe_layers * self.model.expert_bytes
+
+    @property
+    def fixed_bytes(self) -> float:
+        """All weights but the routed experts'; embeddings, which the specification lacks, are in the share kept."""
+        model = self.model
+        width = 1.0 if model.compute == "fp8" else 2.0
+        layers = model.moe_layers + model.dense_layers
+        shared = model.moe_layers * 3 * model.hidden * model.shared_intermediate * model.weight_bytes
+        return shared + width * (layers * model.rest_parameters + model.dense_layers * model.dense_parameters)
+
+    def used(self, slots: int, moving: bool = False) -> float:
+        """Bytes of a GPU with that many slots a layer; moving: a layer's slots once more, into which a rebalance
+        receives."""
+        return self.fixed_bytes + slots * (self.slot_bytes + moving * self.model.expert_bytes)
+
+    def most_slots(self, num_gpus: int) -> int:
+        """Slots a GPU and layer that fit. Raises ValueError where the model itself does not fit on num_gpus."""
+        most = int((self.limit - self.fixed_bytes) // self.slot_bytes) if self.limit > self.fixed_bytes else 0
+        least = -(-self.model.num_experts // num_gpus)
+        if most < least:
+            raise ValueError(
+                f"{self.model.name} needs {self.used(least) / GB:.1f} GB of weights on each of {num_gpus} GPUs, and "
+                f"{self.limit / GB:.1f} GB of {self.total / GB:.0f} GB are for weights (--kv-share {self.kept_share:g} "
+                "kept free): give more --gpus or --memory-per-gpu, or a smaller --kv-share"
+            )
+        return most

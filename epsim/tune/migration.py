@@ -1,0 +1,73 @@
+"""What a rebalance costs: bytes of the experts that move, layer after layer, while the batch waits.
+
+An expert's weights come from a rank of the same node that holds it (NVLink), else from another node (RDMA); those who
+hold it share the sending. A layer is one chunk: it takes as long as its busiest rank sends or receives on the slower of
+both levels, at the hardware's rates for that size, plus a fixed time a layer for the host's work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epsim.cost.exchange_time import bytes_us
+from epsim.cost.hardware import Hardware
+from epsim.cost.model import ModelSpec
+from epsim.placement.base import Placement
+
+LAYER_MS = 10.0
+"""Host's work of a rebalance, a layer: vLLM's pull request 28369 tells of 260 ms of GPU time for the 26 layers of
+DeepSeek-V2-Lite on 8 H100s, of which bytes explain little; SGLang's issue 7879 of about 1 s and 20 ms a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """us: how long the batch waits. bytes_moved: into the rank that receives most, all layers of the model together."""
+
+    us: float
+    bytes_moved: float
+
+
+def migration(old: Placement, new: Placement, hardware: Hardware, model: ModelSpec, layer_ms: float) -> Migration:
+    """From one placement to another; layers that the placements lack of the model count as the mean of theirs."""
+    before, after = held(old), held(new)
+    arriving = (after & ~before).double()
+    on_node = _by_node(before.double(), old.node_of_rank, old.num_nodes)
+    near_source = on_node[:, old.node_of_rank] > 0
+    near, far = arriving * near_source, arriving * ~near_source
+    received = torch.stack((near.sum(-1), far.sum(-1)))
+    sent = torch.stack((_sent(near, before, old), _sent_far(far, before)))
+    busiest = torch.maximum(received, sent).amax(-1) * model.expert_bytes
+    rates = hardware.normal
+    waiting = torch.maximum(bytes_us(busiest[0], rates.nvlink_dispatch), bytes_us(busiest[1], rates.rdma_dispatch))
+    changed = arriving.flatten(1).any(-1)
+    us = float((waiting + changed * layer_ms * 1e3).mean()) * model.moe_layers
+    moved = float(arriving.sum(-1).mean(0).max()) * model.moe_layers * model.expert_bytes
+    return Migration(us, moved)
+
+
+def held(placement: Placement) -> torch.Tensor:
+    """[L, R, E] bool: which rank holds a copy of which expert."""
+    slots = placement.physical_to_logical.view(placement.num_layers, placement.num_ranks, -1)
+    there = torch.zeros(placement.num_layers, placement.num_ranks, placement.num_experts, dtype=torch.bool)
+    return there.scatter_(2, slots.cpu(), True)
+
+
+def _by_node(per_rank: torch.Tensor, node_of_rank: torch.Tensor, num_nodes: int) -> torch.Tensor:
+    """[L, R, E] -> [L, N, E]: the sum over a node's ranks."""
+    shape = (per_rank.shape[0], num_nodes, per_rank.shape[2])
+    return torch.zeros(shape, dtype=per_rank.dtype).index_add_(1, node_of_rank, per_rank)
+
+
+def _sent(near: torch.Tensor, before: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """[L, R]: experts that a rank sends within its node, holders sharing evenly."""
+    nodes, count = placement.node_of_rank, placement.num_nodes
+    wanted, holders = _by_node(near, nodes, count), _by_node(before.double(), nodes, count)
+    return ((wanted / holders.clamp(min=1))[:, nodes] * before).sum(-1)
+
+
+def _sent_far(far: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """[L, R]: experts that a rank sends to other nodes, holders sharing evenly."""
+    share = far.sum(1, keepdim=True) / before.double().sum(1, keepdim=True).clamp(min=1)
+    return (share * before).sum(-1)

@@ -1,0 +1,203 @@
+"""Candidates on chosen steps of a trace: the time of each step, every placement planned on earlier steps alone.
+
+A candidate planned once has its placement from all steps before the scored part. One that rebalances every I steps has,
+at any step, the placement planned on the I steps before the last rebalance, as it would have in serving; what a
+rebalance costs is spread over the I steps that it serves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from epsim.cost.layer_time import LayerTiming
+from epsim.parallel import in_parallel
+from epsim.placement.base import Cluster, Placement, PlacementPolicy
+from epsim.placement.contiguous import Contiguous
+from epsim.policies.apply import BoundStack, Setting, bind
+from epsim.policies.load import Load
+from epsim.traces.select import take_steps
+from epsim.traces.store import StoredTrace
+from epsim.traces.trace import Block, Ints, TraceMeta
+from epsim.tune.candidates import Candidate
+from epsim.tune.migration import Migration, migration
+from epsim.tune.steps import WindowSums, chosen_blocks
+
+Floats = npt.NDArray[np.float64]
+ChangeBlock = Callable[[Block], Block]
+OnLoad = Callable[[Candidate, BoundStack, Load, npt.NDArray[np.bool_]], None]
+"""Sees a candidate's load of successive steps, and which of the block's steps they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A trace to tune for. meta: as regrouped to the cluster's ranks. base: the cluster, whatever its redundancy.
+    layer_ms: host's work of a rebalance, a layer. sums: what can be planned on. tokens_a_step: their mean."""
+
+    trace: StoredTrace
+    meta: TraceMeta
+    base: Cluster
+    timing: LayerTiming
+    setting: Setting
+    sums: WindowSums
+    layer_ms: float
+    tokens_a_step: float
+    _plans: dict[tuple[str, int, int, int], Placement] = field(default_factory=dict)
+
+    def cluster(self, redundant: int) -> Cluster:
+        return dataclasses.replace(self.base, num_redundant=redundant)
+
+    def plan(self, policy: PlacementPolicy, redundant: int, first: int, last: int, keep: bool) -> Placement:
+        """Planned on steps first..last-1. keep: for as long as the problem lives."""
+        key = (policy.name, redundant, first, last)
+        found = self._plans.get(key)
+        if found is None:
+            found = self.sums.plan(policy, self.cluster(redundant), first, last)
+            if keep:
+                self._plans[key] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Successive steps first..last-1 that are scored; everything before `first` is known."""
+
+    first: int
+    last: int
+
+    def segment(self, place: int, interval: int | None) -> int:
+        """Which stretch between rebalances a step is in."""
+        return 0 if interval is None else (place - self.first) // interval
+
+    def bounds(self, intervals: Sequence[int]) -> list[int]:
+        """Where windows to plan on may begin and end."""
+        edges = {self.first, self.last}
+        for interval in intervals:
+            edges |= set(range(self.first - interval, self.last, interval))
+        return sorted(edge for edge in edges if edge >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one candidate on the chosen steps. step_us [n]: what a step takes, its share of a rebalance with it, NaN for a
+    step without tokens. migration: the mean of its rebalances, None where it has none."""
+
+    step_us: Floats
+    migration: Migration | None
+
+    @property
+    def mean_us(self) -> float:
+        return float(np.nanmean(self.step_us))
+
+
+class _Walk:
+    """One placement, planned once or again and again, through a part: the stacks that run on it."""
+
+    def __init__(self, problem: Problem, part: Part, layers: Sequence[int] | None, candidates: list[Candidate]) -> None:
+        self.problem, self.part, self.layers, self.candidates = problem, part, layers, candidates
+        self.interval = candidates[0].interval
+        self.policy, self.redundant = candidates[0].stack.placement, candidates[0].redundant
+        self.costs: dict[int, Migration] = {}
+        self.segments: list[Ints] = []
+        self.step_us: dict[Candidate, list[Floats]] = {candidate: [] for candidate in candidates}
+        self._now = -1
+        self._placement: Placement | None = None
+        self._bound: list[BoundStack] = []
+
+    def score(self, places: Ints, block: Block, on_load: OnLoad | None) -> None:
+        """The next steps, at ascending places."""
+        segments = np.array([self.part.segment(int(place), self.interval) for place in places])
+        for segment in np.unique(segments):
+            self._go_to(int(segment))
+            part = take_steps(block, segments == segment)
+            for candidate, bound in zip(self.candidates, self._bound, strict=True):
+                load = bound.load(part)
+                self.step_us[candidate].append(step_times(self.problem.timing, candidate, bound, load))
+                if on_load is not None:
+                    on_load(candidate, bound, load, segments == segment)
+        self.segments.append(segments)
+
+    def times(self) -> dict[Candidate, Times]:
+        found: dict[Candidate, Times] = {}
+        mean: Migration | None = None
+        share: Floats = np.zeros(1)
+        if self.interval is not None:
+            costs = self._all_costs()
+            at = np.concatenate(self.segments)
+            share = np.array([costs[int(segment)].us for segment in at]) / self.interval
+            us = float(np.mean([cost.us for cost in costs.values()]))
+            mean = Migration(us, float(np.mean([cost.bytes_moved for cost in costs.values()])))
+        for candidate, parts in self.step_us.items():
+            found[candidate] = Times(np.concatenate(parts) + share, mean)
+        return found
+
+    def _all_costs(self) -> dict[int, Migration]:
+        """The first stretch's rebalance is like those after it; a single one is taken as from no placement at all."""
+        first = int(self.segments[0][0])
+        others = [cost for segment, cost in self.costs.items() if segment != first]
+        if others:
+            us, moved = (float(np.mean([getattr(c, name) for c in others])) for name in ("us", "bytes_moved"))
+            return self.costs | {first: Migration(us, moved)}
+        return self.costs
+
+    def _go_to(self, segment: int) -> None:
+        if segment == self._now:
+            return
+        problem = self.problem
+        last = self.part.first if self.interval is None else self.part.first + segment * self.interval
+        first = 0 if self.interval is None else last - self.interval
+        placement = problem.plan(self.policy, self.redundant, first, last, self.interval is None)
+        if self.interval is not None:
+            before = self._placement
+            if before is None:
+                before = problem.plan(Contiguous(), self.redundant, 0, problem.sums.bounds[1], True)
+            timing = problem.timing
+            self.costs[segment] = migration(before, placement, timing.hardware, timing.model, problem.layer_ms)
+        self._now, self._placement = segment, placement
+        taken, layers = placement, problem.meta.layers
+        if self.layers is not None:
+            slots = placement.physical_to_logical[list(self.layers)]
+            taken = Placement(slots, placement.num_experts, placement.num_ranks, placement.num_nodes)
+            layers = tuple(layers[layer] for layer in self.layers)
+        setting = dataclasses.replace(problem.setting, layers=layers)
+        self._bound = [bind(candidate.stack, taken, setting) for candidate in self.candidates]
+
+
+def step_times(timing: LayerTiming, candidate: Candidate, bound: BoundStack, load: Load) -> Floats:
+    """[S] microseconds of whole steps, NaN for those without tokens; no rebalance is in them."""
+    layer_us = timing.layer_us(load, candidate.timed_as, bound.copies.redundant)
+    step_us = timing.step_us(layer_us, load.tokens, load.routed.shape[-1])
+    busy: Floats = torch.where((load.assignments > 0).any(-1), step_us, torch.nan).numpy()
+    return busy
+
+
+def score(
+    problem: Problem,
+    candidates: Sequence[Candidate],
+    part: Part,
+    places: Ints,
+    layers: Sequence[int] | None = None,
+    on_load: OnLoad | None = None,
+    changed: ChangeBlock = lambda block: block,
+) -> dict[Candidate, Times]:
+    """The candidates on the steps at `places` (ascending, within the part), all of them on the same; layers: places of
+    the layers to look at, None for all. on_load is called step after step, but by several threads for several
+    placements. changed: what is made of the steps before they are scored; planning sees them as they are."""
+    groups: dict[tuple[str, int, int | None], list[Candidate]] = {}
+    for candidate in candidates:
+        key = (candidate.stack.placement.name, candidate.redundant, candidate.interval)
+        groups.setdefault(key, []).append(candidate)
+    walks = [_Walk(problem, part, layers, group) for group in groups.values()]
+    for here, block in chosen_blocks(problem.trace, places, layers, problem.base.num_ranks):
+        block = changed(block)
+        for _ in in_parallel(lambda walk: walk.score(here, block, on_load), walks):  # noqa: B023
+            pass
+    found: dict[Candidate, Times] = {}
+    for walk in walks:
+        found |= walk.times()
+    return {candidate: found[candidate] for candidate in candidates}

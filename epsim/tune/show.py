@@ -1,0 +1,67 @@
+"""The answers on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from epsim.report.table import PIPE_WIDTH
+from epsim.results import Results
+from epsim.traces.files import printable
+from epsim.tune.memory import GB
+
+MOST_ROWS = 12
+HEADERS = ("candidate", "GB a GPU", "gain choosing", "gain on steps held out (95% interval)", "rounds")
+
+
+def print_tune(results: Results) -> None:
+    """Facts, the top candidates, the answers and the commands to paste; text from traces is never read as markup."""
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    found, trace, setting = results["tune"], results["trace"], results["setting"]
+    shape = (
+        f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}, {trace['level']} level"
+    )
+    facts = (
+        ("trace", f"{trace['name']} ({trace['origin']}, {shape})"),
+        ("cluster", f"{setting['ranks']} GPUs on {setting['nodes']} node(s)"),
+        ("time", setting["timing"]),
+        ("steps", found["split"]),
+        *(("note", note) for note in trace["notes"]),
+    )
+    for name, value in facts:
+        console.print(Text(f"{name}: {printable(value)}", style="dim" if name == "note" else ""))
+    console.print(_table(found))
+    for line in found["words"]:
+        console.print(Text(f"{line['about']}: ", style="bold").append(printable(line["text"]), style="not bold"))
+    for one in found["answers"]:
+        for command in one["commands"]:
+            # Printed without wrapping, to be copied.
+            console.print(Text(f"  {command}"), soft_wrap=True)
+    console.print(Text(printable(results["verdict"]), style="bold"))
+
+
+def _table(found: Mapping[str, Any]) -> Table:
+    table = Table()
+    for number, header in enumerate(HEADERS):
+        table.add_column(Text(header), justify="left" if number == 0 else "right", overflow="fold")
+    rows = [row for row in found["candidates"] if row["gain"] is not None]
+    others = [row for row in found["candidates"] if row["gain"] is None]
+    for row in (*rows, *others[: max(MOST_ROWS - len(rows), 0)]):
+        gain, choosing = row["gain"], row["gain_choosing"]
+        held_out = "-" if gain is None else f"{gain['mean']:+.2%}"
+        if gain is not None and gain["low"] is not None:
+            held_out += f" ({gain['low']:+.2%} to {gain['high']:+.2%})"
+        cells = (
+            row["name"],
+            f"{row['memory_bytes'] / GB:.1f}",
+            "-" if choosing is None else f"{choosing:+.2%}",
+            held_out,
+            str(row["rounds"]),
+        )
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table

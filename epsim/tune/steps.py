@@ -1,0 +1,124 @@
+"""Steps of a trace for a search: sums over windows to plan on, and chosen steps to score."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from epsim.placement.base import Cluster, Placement, PlacementPolicy
+from epsim.planning import to_counts
+from epsim.traces.regroup import regroup
+from epsim.traces.select import take_layers, take_steps
+from epsim.traces.store import SMALL_BLOCK, StoredTrace, block_bytes
+from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TokenBlock
+
+CHUNK_BYTES = 96 << 20
+T = TypeVar("T", CountsBlock, RankCountsBlock)
+
+
+class WindowSums:
+    """Counts of a trace summed between given bounds, so that any window between two of them can be planned on.
+
+    bounds: places among the trace's steps, ascending; memory is that of so many steps' counts.
+    """
+
+    def __init__(self, trace: StoredTrace, bounds: Sequence[int]) -> None:
+        self.bounds = np.array(sorted({0, *bounds}))
+        meta = trace.meta
+        self._sums = np.zeros((len(self.bounds) - 1, meta.num_layers, meta.num_experts), dtype=np.int64)
+        place = 0
+        for block in trace.blocks(0, int(self.bounds[-1]), max_bytes=SMALL_BLOCK):
+            counts = to_counts(block, meta.num_experts).counts
+            cell = np.searchsorted(self.bounds, np.arange(place, place + len(counts)), side="right") - 1
+            for one in np.unique(cell):
+                self._sums[one] += counts[cell == one].sum(axis=0)
+            place += len(counts)
+
+    def assignments(self, first: int, last: int) -> int:
+        """Of steps first..last-1, both bounds, in all layers."""
+        low, high = np.searchsorted(self.bounds, (first, last))
+        return int(self._sums[low:high].sum())
+
+    def plan(self, policy: PlacementPolicy, cluster: Cluster, first: int, last: int) -> Placement:
+        """A placement planned on steps first..last-1, both bounds."""
+        low, high = np.searchsorted(self.bounds, (first, last))
+        assert self.bounds[low] == first
+        assert self.bounds[high] == last
+        cells = torch.from_numpy(self._sums[low:high])
+        return policy.plan(cells if policy.needs_steps else cells.sum(0, keepdim=True), cluster)
+
+
+def evenly(first: int, last: int, most: int) -> Ints:
+    """At most `most` of the places first..last-1, evenly spaced, ascending."""
+    if last - first <= most:
+        return np.arange(first, last)
+    return first + (np.arange(most) * 2 + 1) * (last - first) // (2 * most)
+
+
+def chosen_blocks(
+    trace: StoredTrace, places: Ints, layers: Sequence[int] | None, num_ranks: int
+) -> Iterator[tuple[Ints, Block]]:
+    """The steps at those places (ascending) and layers (None: all), on num_ranks source ranks, in blocks that fit the
+    memory set aside, each with its steps' places."""
+    pending: list[Block] = []
+    at: list[Ints] = []
+    size, place = 0, int(places[0])
+    for block in trace.blocks(place, int(places[-1]) + 1, max_bytes=SMALL_BLOCK):
+        here = np.arange(place, place + len(block.steps))
+        place += len(block.steps)
+        chosen = np.isin(here, places)
+        if not chosen.any():
+            continue
+        part = regroup(take_layers(take_steps(block, chosen), layers), trace.meta, num_ranks)
+        if pending and _has_scores(part) != _has_scores(pending[0]):
+            yield np.concatenate(at), joined_blocks(pending)
+            pending, at, size = [], [], 0
+        pending.append(part)
+        at.append(here[chosen])
+        size += block_bytes(part)
+        if size >= CHUNK_BYTES:
+            yield np.concatenate(at), joined_blocks(pending)
+            pending, at, size = [], [], 0
+    if pending:
+        yield np.concatenate(at), joined_blocks(pending)
+
+
+def joined_blocks(blocks: Sequence[Block]) -> Block:
+    """Blocks of one trace, all with or all without scores, one after the other."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    if isinstance(first, CountsBlock):
+        return _joined_counts([block for block in blocks if isinstance(block, CountsBlock)])
+    if isinstance(first, RankCountsBlock):
+        return _joined_counts([block for block in blocks if isinstance(block, RankCountsBlock)])
+    parts = [block for block in blocks if isinstance(block, TokenBlock)]
+    before = np.cumsum([0, *(len(block.steps) for block in parts[:-1])])
+    return TokenBlock(
+        np.concatenate([block.steps for block in parts]),
+        np.concatenate([block.token_step + start for block, start in zip(parts, before, strict=True)]),
+        np.concatenate([block.source_rank for block in parts]),
+        np.concatenate([block.expert_ids for block in parts]),
+        _together([block.scores for block in parts]),
+        _together([block.score_ids for block in parts]),
+        None,
+        _together([block.phase for block in parts]),
+    )
+
+
+def _together(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
+    there = [array for array in arrays if array is not None]
+    return np.concatenate(there) if len(there) == len(arrays) else None
+
+
+def _has_scores(block: Block) -> bool:
+    return isinstance(block, TokenBlock) and block.scores is not None
+
+
+def _joined_counts(blocks: Sequence[T]) -> T:
+    kind = type(blocks[0])
+    return kind(np.concatenate([block.steps for block in blocks]), np.concatenate([block.counts for block in blocks]))

@@ -1,0 +1,260 @@
+"""`epsim tune`: which stack, redundancy and rebalance interval to run under a memory limit, chosen on one part of a
+trace's steps and judged on a later one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import epsim
+from epsim.cost.layer_time import LayerTiming
+from epsim.placement.base import Cluster
+from epsim.policies.apply import Setting
+from epsim.policies.stack import PolicyStack, parse_stack
+from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace
+from epsim.traces.regroup import regrouped_meta
+from epsim.traces.store import StoredTrace
+from epsim.traces.trace import TraceMeta
+from epsim.tune.answers import Answers, Searched, answer
+from epsim.tune.candidates import (
+    Candidate,
+    all_candidates,
+    check_levels,
+    given_candidates,
+    possible_intervals,
+    redundancies,
+)
+from epsim.tune.final import Finals
+from epsim.tune.memory import GB, Memory
+from epsim.tune.migration import LAYER_MS
+from epsim.tune.race import PAIR_US, ROUND_US, TOKEN_US, Class, Round, not_worse, race
+from epsim.tune.scorer import Part, Problem
+from epsim.tune.steps import WindowSums, evenly
+from epsim.tune.systems import Setup, sglang_lacks, vllm_lacks
+
+FEWEST_STEPS = 6
+PLAN_SHARE, CHOOSE_SHARE = 0.3, 0.35
+TICKS = 64
+"""Sums of so many stretches are kept for placements that look at single steps."""
+MOST_SHOWN = 4
+"""Finalists beside the answers themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuneOptions:
+    """gpus on nodes; groups: of the model's router. memory: bytes of a GPU. kv_share: of it kept free.
+
+    redundant, policies, intervals: what is tried in place of the grid; empty for the grid. routers: router policies
+    tried as well, which change what the model says: quality_loss names by how much, in the user's words, and is needed
+    with them. worth: gains in throughput below it, as a share, are not worth memory or moving parts. layer_ms: host's
+    work of a rebalance, a layer. model_path, trace_path: for commands to paste.
+    """
+
+    gpus: int
+    nodes: int
+    groups: int
+    memory: float
+    kv_share: float = 0.2
+    redundant: tuple[int, ...] = ()
+    policies: tuple[PolicyStack, ...] = ()
+    intervals: tuple[int, ...] = ()
+    routers: tuple[str, ...] = ()
+    quality_loss: str = ""
+    worth: float = 0.005
+    layer_ms: float = LAYER_MS
+    seed: int = 0
+    shared_cost: float | None = None
+    model_path: str = "MODEL"
+    trace_path: str = "TRACE"
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        routed = [str(stack) for stack in self.policies if stack.router.acts] + list(self.routers)
+        if routed and not self.quality_loss.strip():
+            raise ValueError(
+                f"{routed[0]} changes what the model says: name the loss you accept, as measured for your model, by "
+                '--quality-loss "..." (docs/oea.md), or leave it out'
+            )
+        for text in self.routers:
+            if not parse_stack(text).router.acts:
+                raise ValueError(f"--router {text}: no router policy that acts; write one such as oea(k0=4)")
+        if not 0 <= self.worth < 1:
+            raise ValueError(f"--worth {self.worth}: give a share from 0 to below 1, such as 0.005")
+        if not 0 <= self.layer_ms < 1e6:
+            raise ValueError(f"--rebalance-layer-ms {self.layer_ms}: give milliseconds from 0 on")
+        if any(interval < 1 for interval in self.intervals):
+            raise ValueError(f"--interval {min(self.intervals)}: give 1 step or more")
+
+
+def tune(
+    trace: StoredTrace,
+    options: TuneOptions,
+    timing: LayerTiming,
+    *,
+    trace_name: str = "trace",
+    progress: Callable[[str, float], None] = lambda words, share: None,
+) -> Results:
+    """Results of schema 1 with the finalists on the steps held out, the baseline first, and the entry `tune`
+    (docs/tune.md). progress: what is being done, and how far that is.
+
+    Raises ValueError in one line where trace, model, cluster and memory do not fit together, a stack needs a finer
+    trace, or there are too few steps.
+    """
+    problem, choose, report, intervals = _problem(trace, options, timing)
+    memory = Memory(timing.model, options.memory, options.kv_share)
+    clusters = _clusters(problem, options, memory)
+    has_shared = problem.setting.shared_cost > 0
+    if options.policies:
+        candidates = given_candidates(options.policies, clusters, intervals)
+    else:
+        sizes = (problem.meta.level, has_shared, problem.meta.num_experts)
+        candidates = all_candidates(*sizes, clusters, intervals, options.routers)
+    check_levels(candidates, problem.meta.level, has_shared)
+
+    def used(candidate: Candidate) -> float:
+        slots = (problem.meta.num_experts + candidate.redundant) // options.gpus
+        return memory.used(slots, candidate.interval is not None)
+
+    candidates = [c for c in candidates if c == candidates[0] or used(c) <= memory.limit]
+
+    def cost(candidate: Candidate) -> tuple[float, int, float, str]:
+        often = 0.0 if candidate.interval is None else 1 / candidate.interval
+        return used(candidate), candidate.complexity, often, candidate.name
+
+    classes: tuple[Class, ...] = (lambda c: True, lambda c: not sglang_lacks(c), lambda c: not vllm_lacks(c))
+    rounds = race(problem, candidates, choose, classes, cost, options.worth, lambda part: progress("choosing", part))
+    last = rounds[-1].times
+    picked = []
+    for belongs in classes:
+        members = {c: times for c, times in last.items() if belongs(c)}
+        picked.append(min(not_worse(members, options.worth, options.seed), key=cost))
+    base = candidates[0]
+    rebalanced = _best_rebalanced(rounds)
+    ranked = sorted(last, key=lambda candidate: last[candidate].mean_us)
+    finalists = [base, *picked, *ranked[:MOST_SHOWN]]
+    if rebalanced is not None:
+        finalists += [rebalanced, rebalanced.planned_once]
+    finalists = list(dict.fromkeys(finalists))
+    progress("scoring what is left on the steps held out", 0.0)
+    places = evenly(report.first, report.last, _affordable_steps(problem, len(finalists)))
+    finals = Finals(problem, finalists, report, places, lambda c: [f"{used(c) / GB:.1f} GB of weights a GPU"])
+    searched = Searched(candidates, tuple(rounds), finalists, tuple(picked), rebalanced, intervals, choose, report)
+    setup = Setup(
+        options.model_path, options.trace_path, options.gpus, options.nodes, options.groups, timing.kernels != "normal"
+    )
+    progress("asking when it does not pay", 0.0)
+    found = answer(problem, options.worth, searched, finals, memory, used, setup, options.quality_loss)
+    return _results(problem, options, timing, searched, finals, found, len(places), trace_name)
+
+
+def _problem(
+    trace: StoredTrace, options: TuneOptions, timing: LayerTiming
+) -> tuple[Problem, Part, Part, tuple[int, ...]]:
+    meta = regrouped_meta(trace.meta, options.gpus)
+    timing.check(meta.num_experts, meta.top_k, options.gpus, options.nodes)
+    num_steps = trace.num_steps
+    if num_steps < FEWEST_STEPS:
+        raise ValueError(
+            f"the trace holds {num_steps} step(s), and tuning plans on some, chooses on others and judges on a third "
+            f"part: give at least {FEWEST_STEPS}, recorded or drawn by `epsim traces synthesize`"
+        )
+    first = max(round(num_steps * PLAN_SHARE), 2)
+    second = max(first + round(num_steps * CHOOSE_SHARE), first + 2)
+    choose, report = Part(first, second), Part(second, num_steps)
+    most = min(first, (second - first) // 2, (num_steps - second) // 2)
+    too_long = next((interval for interval in options.intervals if interval > most), None)
+    if too_long is not None:
+        raise ValueError(
+            f"--interval {too_long}: on {num_steps} steps an interval of at most {most} is planned on and rebalanced "
+            "twice in each part: give a shorter one, or a longer trace"
+        )
+    intervals = tuple(sorted(set(options.intervals))) or possible_intervals(most)
+    ticks = evenly(0, second, TICKS).tolist()
+    sums = WindowSums(trace, [*choose.bounds(intervals), *report.bounds(intervals), *ticks])
+    for part in (choose, report):
+        if not sums.assignments(part.first, part.last):
+            raise ValueError(
+                f"steps {part.first} to {part.last - 1} of the trace hold no tokens: there is nothing to judge by; "
+                "--min-tokens 1 leaves empty steps out"
+            )
+    tokens = sums.assignments(0, num_steps) / (num_steps * meta.num_layers * meta.top_k)
+    cost = options.shared_cost
+    if cost is None:
+        cost = timing.model.shared_cost if meta.shared_cost is None else meta.shared_cost
+    setting = Setting(
+        options.seed,
+        cost,
+        meta.top_k,
+        meta.layers,
+        backend="cpu",
+        rows=True,
+        phase=meta.phase,
+        num_scores=meta.num_scores,
+    )
+    base = Cluster(options.gpus, options.nodes, 0, options.groups)
+    return Problem(trace, meta, base, timing, setting, sums, options.layer_ms, tokens), choose, report, intervals
+
+
+def _clusters(problem: Problem, options: TuneOptions, memory: Memory) -> list[Cluster]:
+    """One for each redundancy, ascending. Raises ValueError where none, or one that is asked for, does not fit."""
+    num_experts, gpus = problem.meta.num_experts, options.gpus
+    most = memory.most_slots(gpus)
+    if not options.redundant:
+        return [problem.cluster(redundant) for redundant in redundancies(num_experts, gpus, most)]
+    found = [problem.cluster(redundant) for redundant in sorted({*options.redundant, -num_experts % gpus})]
+    for cluster in found:
+        slots, room = cluster.num_physical(num_experts) // gpus, min(most, num_experts)
+        if slots > room:
+            raise ValueError(
+                f"--redundant {cluster.num_redundant} makes {slots} slots a GPU and layer "
+                f"({memory.used(slots) / GB:.1f} GB of weights), {room} fit {memory.limit / GB:.1f} GB: give at most "
+                f"{room * gpus - num_experts}, or a smaller --kv-share"
+            )
+    return found
+
+
+def _best_rebalanced(rounds: Sequence[Round]) -> Candidate | None:
+    """Of those that rebalance the fastest in the last round that had any."""
+    for one in reversed(rounds):
+        members = [candidate for candidate in one.times if candidate.interval is not None]
+        if members:
+            return min(members, key=lambda candidate: one.times[candidate].mean_us)
+    return None
+
+
+def _affordable_steps(problem: Problem, num_finalists: int) -> int:
+    a_pair = PAIR_US + (TOKEN_US * problem.tokens_a_step if problem.meta.level == "tokens" else 0.0)
+    return max(int(ROUND_US / (a_pair * problem.meta.num_layers * num_finalists)), 8)
+
+
+def _results(
+    problem: Problem,
+    options: TuneOptions,
+    timing: LayerTiming,
+    searched: Searched,
+    finals: Finals,
+    found: Answers,
+    num_scored: int,
+    trace_name: str,
+) -> Results:
+    meta: TraceMeta = problem.meta
+    redundant = searched.picked[0].redundant if found.advised else searched.candidates[0].redundant
+    return {
+        "schema": SCHEMA_VERSION,
+        "trace": described_trace(trace_name, meta, searched.report.first, num_scored, found.trace_notes),
+        "setting": {
+            **described_cluster(dataclasses.replace(problem.base, num_redundant=redundant)),
+            "seed": options.seed,
+            "shared_cost": problem.setting.shared_cost,
+            "history": found.split,
+            "timing": timing.words(),
+            "expert_bytes": timing.model.expert_bytes,
+            "version": epsim.__version__,
+            "command": options.command,
+        },
+        "scored": finals.described,
+        "stacks": finals.entries,
+        "verdict": found.verdict,
+        "tune": found.entry,
+    }
