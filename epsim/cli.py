@@ -38,6 +38,7 @@ from epsim.cli_traces import (
     working,
 )
 from epsim.cli_traces import app as traces_app
+from epsim.cli_tune import tune_command
 from epsim.traces.files import check_target, message_line, reason
 
 if TYPE_CHECKING:
@@ -147,8 +148,8 @@ def replay_command(
     )
     reading = import_options(top_k, experts, model, phase, shared_cost, batch, ranks, step_tokens, score_rule)
     with working("reading"):
-        scored = _selected(open_trace([Path(trace)], reading), only, min_tokens)
-        planned = None if history is None else _selected(open_trace([Path(history)], reading), only, min_tokens)
+        scored = selected(open_trace([Path(trace)], reading), only, min_tokens)
+        planned = None if history is None else selected(open_trace([Path(history)], reading), only, min_tokens)
     timing = timing_of(hardware, model or scored.meta.model, nodes, only or scored.meta.phase, overlap, expert_table)
     with _progress("replaying", replay_length(scored, planned)) as advance:
         results = replay(
@@ -210,7 +211,7 @@ def plan_command(
     cluster = Cluster(ranks, nodes, redundant, groups)
     reading = import_options(top_k, experts, model, phase, None, batch, ranks, step_tokens, score_rule)
     with working("reading"):
-        recorded = _selected(open_trace([Path(trace)], reading), only, min_tokens)
+        recorded = selected(open_trace([Path(trace)], reading), only, min_tokens)
     with _progress("planning", recorded.num_steps) as advance:
         placements = plan_placements({placement: policy}, recorded, recorded.num_steps, recorded.meta, cluster, advance)
     planned = placements[placement]
@@ -219,13 +220,15 @@ def plan_command(
 
 
 app.command("run")(run_command)
-app.command("calibrate")(calibrate_command)
 app.command("compare")(compare_command)
 app.command("report")(report_command)
 app.command("sweep")(sweep_command)
+app.command("tune")(tune_command)
+app.command("calibrate")(calibrate_command)
 
 
-def _selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:
+def selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:
+    """The steps of a trace that --only and --min-tokens leave."""
     if only is None and min_tokens <= 1:
         return trace
     from epsim.traces.importing import temporary_path
