@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,6 +28,8 @@ from epsim.policies.reader import ThresholdChannels, TopkChannels
 
 MOST = 32
 """Experts of a token."""
+
+Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def expert_modules(model: Any) -> list[Any]:
@@ -107,7 +109,7 @@ class Reading:
 
     reader: with a threshold, `thresholds` of the layers (`calibrated`). num_kept: channels that a token keeps, in place
     of those that the budget allows. num_ranks: of the experts, in contiguous shares, where each rank has its quota.
-    record: sees (layer, ids, kept) of every read.
+    record: sees (layer, x, ids, kept) of every read.
     """
 
     layers: list[Layer]
@@ -115,8 +117,7 @@ class Reading:
     thresholds: Sequence[float] | None = None
     num_kept: int | None = None
     num_ranks: int = 1
-    record: Any = None
-    _kept: list[torch.Tensor] = field(default_factory=list)
+    record: Record | None = None
 
     def __post_init__(self) -> None:
         sketch = self.layers[0].screen.sketch
@@ -155,11 +156,11 @@ class Reading:
             return sparse_inputs_output(x, ids, weights, layer.experts, self.share, reader.which)
         if reader.budget >= 1 and self.num_kept is None:
             kept = (ids >= 0)[..., None].expand(-1, -1, layer.norms.shape[1])
-            self._count(number, ids, kept)
+            self._count(number, x, ids, kept)
             return read_output(x, ids, weights, layer.experts, kept)
         estimates = layer.estimates(reader, x, ids)
         kept = self.keep(number, ids, weights, layer.scores(reader, ids, weights, estimates))
-        self._count(number, ids, kept)
+        self._count(number, x, ids, kept)
         restored = reader.restore == "on"
         sketch = layer.screen.sketch if restored else None
         return read_output(x, ids, weights, layer.experts, kept, estimates if restored else None, sketch)
@@ -179,11 +180,11 @@ class Reading:
             return keep_by_rank(scores, ids, quotas, self.rank_of_expert)
         return keep_top(scores, allowed)
 
-    def _count(self, number: int, ids: torch.Tensor, kept: torch.Tensor) -> None:
+    def _count(self, number: int, x: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> None:
         self.counts[number, 0] += (ids >= 0).any(1).sum()
         self.counts[number, 1] += kept.sum()
         if self.record is not None:
-            self.record(number, ids, kept)
+            self.record(number, x, ids, kept)
 
     def kept_channels(self) -> float:
         """Channels kept of a token in a layer, mean over all read so far."""

@@ -17,6 +17,7 @@ def _hadamard() -> torch.Tensor:
     return matrix
 
 
+@cache
 def hadamard(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[128, 128]: Sylvester's, symmetric, over sqrt(128), so that it is its own inverse."""
     matrix: torch.Tensor = _hadamard() / BLOCK**0.5

@@ -17,16 +17,17 @@ def top_mask(values: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
         number = min(max(number, 0), size)
         if number in (0, size):
             return torch.full_like(values, number > 0, dtype=torch.bool)
-        least = values.topk(number, -1).values.amin(-1, keepdim=True)
-        wanted: int | torch.Tensor = number
-    else:
-        wanted = number.clamp(0, size)[..., None]
-        ordered = values.sort(-1, descending=True).values
-        least = ordered.gather(-1, (wanted - 1).clamp(min=0))
-    above = values > least
-    tied = values == least
+        return _down_to(values, values.topk(number, -1).values.amin(-1, keepdim=True), number)
+    wanted = number.clamp(0, size)[..., None]
+    least = values.sort(-1, descending=True).values.gather(-1, (wanted - 1).clamp(min=0))
+    return _down_to(values, least, wanted) & (wanted > 0)
+
+
+def _down_to(values: torch.Tensor, least: torch.Tensor, wanted: int | torch.Tensor) -> torch.Tensor:
+    """Those above `least`, and of those equal to it the first, `wanted` in all."""
+    above, tied = values > least, values == least
     room = wanted - above.sum(-1, keepdim=True)
-    return (above | (tied & (tied.cumsum(-1) <= room))) & (torch.as_tensor(wanted, device=values.device) > 0)
+    return above | (tied & (tied.cumsum(-1) <= room))
 
 
 def output_scores(weights: torch.Tensor, norms: torch.Tensor, activations: torch.Tensor) -> torch.Tensor:

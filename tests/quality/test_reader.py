@@ -75,7 +75,7 @@ def test_more_is_closer(model: Any, layers: Any, text: torch.Tensor) -> None:
 def test_every_token_keeps_its_k(model: Any, layers: Any, text: torch.Tensor) -> None:
     seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     reader = TopkChannels(0.5)
-    reading = Reading(layers, reader, record=lambda *what: seen.append(what))
+    reading = Reading(layers, reader, record=lambda number, x, ids, kept: seen.append((number, ids, kept)))
     logits(model, text, reading)
     k = reader.sizes(128, 40).kept(0.5, 3)
     assert [number for number, _, _ in seen] == [0, 1]
@@ -90,7 +90,7 @@ def test_a_reader_after_a_router(model: Any, layers: Any, text: torch.Tensor) ->
     """Tokens of fewer experts keep fewer channels; fillers of no weight read nothing."""
     seen: list[torch.Tensor] = []
     reader = TopkChannels(0.5)
-    reading = Reading(layers, reader, record=lambda number, ids, kept: seen.append(kept))
+    reading = Reading(layers, reader, record=lambda number, x, ids, kept: seen.append(kept))
     with rerouted(model, reroute_of(parse_stack("pruned(k0=2)").router), whole_sequences=True):
         logits(model, text, reading)
     k = reader.sizes(128, 40).kept(0.5, 2)

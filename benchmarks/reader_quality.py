@@ -1,0 +1,372 @@
+"""What channel readers cost the small model: top-k against thresholds, screens, restoration, and rival scores.
+
+    python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64] [--docs docs/reader.md]
+
+Needs the trained model (`epsim model train`, docs/model.md); made to follow it in one run, in about 120 seconds on an
+H200. Sketches are built from the model's weights in memory. Writes JSON, and where --docs is given the table of claims
+between the two marks of that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.kernels.reader import ReadBytes
+from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.quality.decoding import Decoder
+from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
+from epsim.quality.hook import check_rules, keep
+from epsim.quality.reader import Layer, Reading, SparseInputs, build_sketches, calibrated, layers_of
+from epsim.quality.reader_claims import claim_rows, pair, spearman, table, tally
+from epsim.quality.reader_measure import Trial, batch_bytes, kept_by_token, measure
+from epsim.traces.model import tokens
+from epsim.traces.model.train import choose_device, device_name, load_model
+
+BUDGETS = (0.128, 0.178, 0.28)
+CHUNK = 64
+PROMPT = 64
+MARKS = ("<!-- claims -->", "<!-- end of claims -->")
+ONE_DOMAIN = "python"
+"""Besides mixed text, what a threshold is calibrated on."""
+
+
+class Bench:
+    """The model, its layers, its text, and what has been found so far."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments, self.seconds = arguments, {}
+        device = choose_device(arguments.device)
+        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        self.model: Any = load_model(arguments.cache, device, dtype)
+        check_rules(self.model)
+        corpus = tokens.load(arguments.cache)
+        self.domains = tuple(corpus.heldout)
+        self.text = evaluation_text(corpus.heldout, self.domains, arguments.sequences, arguments.length)
+        self.mixed = self.text.pop(MIXED, next(iter(self.text.values())))
+        self.calibration = evaluation_text(corpus.train, self.domains, arguments.calibration, arguments.length)
+        with self.timed("build"):
+            sketches = build_sketches(self.model, arguments.seed)
+            self.layers: list[Layer] = layers_of(self.model, sketches, int4=True)
+        sketch = self.layers[0].screen.sketch
+        self.top_k: int = self.model.config.num_experts_per_tok
+        self.sizes = ReadBytes(sketch.hidden, sketch.intermediate)
+        self.report: dict[str, Any] = {
+            "machine": device_name(device),
+            "dtype": str(dtype).removeprefix("torch."),
+            "num_experts": sketch.num_experts,
+            "top_k": self.top_k,
+            "hidden": sketch.hidden,
+            "intermediate": sketch.intermediate,
+            "sequences": arguments.sequences,
+            "length": arguments.length,
+            "sizes": self.described_sizes(),
+            "seconds": self.seconds,
+        }
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds[part] = round(time.perf_counter() - begun, 2)
+        print(f"{part}: {self.seconds[part]} s", flush=True)
+
+    def reading(self, reader: TopkChannels | SparseInputs, **options: Any) -> Reading:
+        return Reading(self.layers, reader, **options)
+
+    def payable(self, reader: TopkChannels) -> bool:
+        """Whether the budget pays for the screen."""
+        sizes = reader.sizes(self.sizes.hidden, self.sizes.intermediate)
+        return sizes.token(self.top_k, 0) <= reader.budget * self.top_k * sizes.expert
+
+    def kept(self, reader: TopkChannels) -> int:
+        return reader.sizes(self.sizes.hidden, self.sizes.intermediate).kept(reader.budget, self.top_k)
+
+    def described_sizes(self) -> dict[str, Any]:
+        sketch = self.layers[0].screen.sketch
+        weights = sketch.num_experts * self.sizes.expert
+        resident = sketch.resident_bytes()
+        of = {
+            name: {
+                "screen_of_read": ReadBytes(h, i, coordinates=128).screen / (budget * ReadBytes(h, i).expert),
+                "map_of_experts": (i * 64 + h * 64 / top_k) / ReadBytes(h, i).expert,
+                "sketch_of_experts": (h * ReadBytes(h, i).code_row + h // 128 * 2 * i * 4 + 2 * i)
+                / ReadBytes(h, i).expert,
+                "budget": budget,
+            }
+            for name, h, i, top_k in (
+                ("Qwen3-30B-A3B", 2048, 768, 8),
+                ("Gemma-4-26B-A4B", 2816, 704, 8),
+                ("Qwen3.5-35B-A3B", 2048, 512, 8),
+            )
+            for budget in (0.128, 0.178)
+            for name in (f"{name} {budget}",)
+        }
+        return {
+            "sketch_of_experts": resident["sketch"] / weights,
+            "map_of_experts": resident["map"] / weights,
+            "packed_block_bytes": 128 / 5 + 4,
+            "published_models": of,
+            "kept": {
+                f"{budget}": {screen: self.kept_or_none(TopkChannels(budget, screen=screen)) for screen in SCREENS}
+                for budget in (*BUDGETS, 0.135, 0.185)
+            },
+        }
+
+    def kept_or_none(self, reader: TopkChannels) -> int | None:
+        return self.kept(reader) if self.payable(reader) else None
+
+    def run(self) -> dict[str, Any]:
+        with self.timed("calibration"):
+            mixed = self.calibration.pop(MIXED, next(iter(self.calibration.values())))
+            one = self.calibration.get(ONE_DOMAIN, mixed)
+            reader = ThresholdChannels(BUDGETS[0])
+            budgets = [b for b in BUDGETS if self.payable(TopkChannels(b))]
+            self.thresholds = calibrated(self.model, self.layers, reader, mixed, budgets)
+            of_one = calibrated(self.model, self.layers, reader, one, budgets)
+        with self.timed("pairs"):
+            self.pairs(budgets, of_one)
+        with self.timed("mixed"):
+            self.ablations()
+        with self.timed("kept and loss"):
+            self.kept_and_loss(budgets)
+        with self.timed("batches"):
+            reading = self.reading(TopkChannels(0.178 if 0.178 in budgets else budgets[-1]))
+            size = [b for b in (1, 2, 4, 8, 16, 32, 64) if b <= len(self.mixed)]
+            self.report["batches"] = batch_bytes(self.model, reading, self.mixed[: size[-1], :48], tuple(size))
+        if self.arguments.generated:
+            with self.timed("generation"):
+                self.generation(budgets)
+        return self.report
+
+    def pairs(self, budgets: Sequence[float], of_one: dict[float, list[float]]) -> None:
+        """Each domain and budget: top-k, the threshold calibrated for it, and top-k of what that really keeps."""
+        rows, by_loss, by_kl, matched_loss, matched_kl = [], [], [], [], []
+        for domain, text in self.text.items():
+            trials = {}
+            for budget in budgets:
+                trials[f"topk {budget}"] = Trial(self.reading(TopkChannels(budget)))
+                reader = ThresholdChannels(budget)
+                trials[f"threshold {budget}"] = Trial(self.reading(reader, thresholds=self.thresholds[budget]))
+                trials[f"one {budget}"] = Trial(self.reading(reader, thresholds=of_one[budget]))
+            found, plain = measure(self.model, text, trials, CHUNK)
+            used = {b: round(found[f"threshold {b}"].kept) for b in budgets}
+            again = {b: Trial(self.reading(TopkChannels(b), num_kept=used[b])) for b in budgets}
+            same, _ = measure(self.model, text, {f"{b}": trial for b, trial in again.items()}, CHUNK)
+            for budget in budgets:
+                topk, threshold = found[f"topk {budget}"], found[f"threshold {budget}"]
+                by_loss.append(pair(domain, budget, topk, threshold))
+                by_kl.append(pair(domain, budget, topk, threshold, "kl"))
+                matched_loss.append(pair(domain, budget, same[f"{budget}"], threshold))
+                matched_kl.append(pair(domain, budget, same[f"{budget}"], threshold, "kl"))
+                k = self.kept(TopkChannels(budget))
+                rows.append(
+                    {
+                        "domain": domain,
+                        "budget": budget,
+                        "topk": topk.to_json(),
+                        "threshold": threshold.to_json(),
+                        "topk_of_as_many": same[f"{budget}"].to_json(),
+                        "plain_loss": float(plain.loss.mean()),
+                        "plain_right": float(plain.right.mean()),
+                        "threshold_keeps": threshold.kept / k,
+                        "threshold_of_one_domain_keeps": found[f"one {budget}"].kept / k,
+                        "result": by_loss[-1].result,
+                        "result_kl": by_kl[-1].result,
+                        "result_as_many": matched_loss[-1].result,
+                        "result_as_many_kl": matched_kl[-1].result,
+                    }
+                )
+                print(
+                    f"{domain:12} {budget:5}  loss {topk.loss.mean():+.4f} {threshold.loss.mean():+.4f} "
+                    f"{by_loss[-1].result:4}  KL {topk.kl.mean():.4f} {threshold.kl.mean():.4f} {by_kl[-1].result:4}  "
+                    f"threshold keeps {rows[-1]['threshold_keeps']:.3f} of {k}",
+                    flush=True,
+                )
+        self.report["pairs"] = rows
+        self.report["tallies"] = {
+            "loss": tally(by_loss),
+            "kl": tally(by_kl),
+            "as_many_loss": tally(matched_loss),
+            "as_many_kl": tally(matched_kl),
+        }
+        print(self.report["tallies"])
+
+    def ablations(self) -> None:
+        """Screens, restoration, scores, quotas of ranks, and a router beside a reader, on mixed text."""
+        readers: dict[str, TopkChannels | SparseInputs] = {}
+        for budget in (*BUDGETS, 0.135, 0.18, 0.185):
+            for screen in SCREENS:
+                for restore in ("on", "off"):
+                    readers[f"{screen} {restore} {budget}"] = TopkChannels(budget, "sketch", screen, restore)
+        for budget in (*BUDGETS, 0.2, 0.4, 0.5):
+            readers[f"sketch {budget}"] = TopkChannels(budget, restore="off")
+            readers[f"raw sketch {budget}"] = TopkChannels(budget, restore="off", units="raw")
+            readers[f"int4-gate {budget}"] = TopkChannels(budget, "int4-gate", units="raw")
+            readers[f"int4-gate in output units {budget}"] = TopkChannels(budget, "int4-gate")
+            readers[f"cats {budget}"] = TopkChannels(budget, "cats", units="raw")
+            readers[f"teal {budget}"] = SparseInputs("teal", budget)
+            readers[f"wina {budget}"] = SparseInputs("wina", budget)
+        trials, refused = {}, []
+        for name, reader in readers.items():
+            if isinstance(reader, SparseInputs) or self.payable(reader):
+                trials[name] = Trial(self.reading(reader))
+            else:
+                refused.append(name)
+        for budget in (0.135, 0.185):
+            for screen in SCREENS:  # as if no sector were filled up: 26 bytes of codes a block, whatever the shape
+                coordinates = TopkChannels(budget, screen=screen).coordinates
+                packed = ReadBytes(self.sizes.hidden, self.sizes.intermediate, coordinates=coordinates, sector=1)
+                if packed.token(self.top_k, 0) <= budget * self.top_k * packed.expert:
+                    reading = self.reading(
+                        TopkChannels(budget, screen=screen), num_kept=packed.kept(budget, self.top_k)
+                    )
+                    trials[f"packed {screen} {budget}"] = Trial(reading)
+        self.more_trials(trials)
+        found, plain = measure(self.model, self.mixed, trials, CHUNK)
+        self.report["plain"] = {"loss": float(plain.loss.mean()), "right": float(plain.right.mean())}
+        self.report["trials"] = {name: figures.to_json() for name, figures in found.items()}
+        self.report["not_payable"] = refused
+        for name, figures in found.items():
+            print(
+                f"{name:32} loss {figures.loss.mean():+.4f}  KL {figures.kl.mean():.4f}  kept {figures.kept:.0f}",
+                flush=True,
+            )
+
+    def more_trials(self, trials: dict[str, Trial]) -> None:
+        budget = next((b for b in (0.178, 0.28, 0.5) if self.payable(TopkChannels(b))), None)
+        if budget is None:
+            return
+        num_experts = self.report["num_experts"]
+        for ranks in (r for r in (2, 4, 8) if num_experts % r == 0):
+            for quota in ("experts", "weights"):
+                reader = TopkChannels(budget, quota=quota)
+                trials[f"{ranks} ranks by {quota} {budget}"] = Trial(self.reading(reader, num_ranks=ranks))
+        k0 = self.top_k // 2
+        batch = min(16, len(self.mixed))
+        trials[f"oea(k0={k0})"] = Trial(None, f"oea(k0={k0})", batch)
+        trials[f"oea(k0={k0})+reader {budget}"] = Trial(self.reading(TopkChannels(budget)), f"oea(k0={k0})", batch)
+
+    def kept_and_loss(self, budgets: Sequence[float]) -> None:
+        """Whether a threshold keeps more where the next token is hard."""
+        text = self.mixed[:CHUNK, :-1]
+        with torch.no_grad():
+            logits = self.model(input_ids=text.to(self.model.device), use_cache=False).logits
+        targets = self.mixed[:CHUNK, 1:].to(self.model.device)
+        loss = torch.stack(
+            [
+                torch.nn.functional.cross_entropy(row.float(), t, reduction="none")
+                for row, t in zip(logits, targets, strict=True)
+            ]
+        )
+        found = {}
+        for budget in budgets:
+            reading = self.reading(ThresholdChannels(budget), thresholds=self.thresholds[budget])
+            kept = kept_by_token(self.model, reading, text)
+            found[f"{budget}"] = spearman(kept.ravel(), loss.cpu().double().numpy().ravel())
+        self.report["kept_and_loss_spearman"] = found
+
+    def generation(self, budgets: Sequence[float]) -> None:
+        """Sampled continuations under the threshold, top-k and the plain model: repetition, and what a threshold keeps
+        along them."""
+        each = max(32 // len(self.text), 1)
+        prompts = torch.cat([rows[:each, :PROMPT] for rows in self.text.values()])
+        names = [name for name in self.text for _ in range(each)]
+        length = min(prompts.shape[1] + self.arguments.generated, self.model.config.max_position_embeddings)
+        repetition = {"plain": repetition_rate(self.continued(prompts, length, None)[:, prompts.shape[1] :])}
+        drift: dict[str, Any] = {}
+        for budget in budgets:
+            topk = self.reading(TopkChannels(budget))
+            repetition[f"topk {budget}"] = repetition_rate(self.continued(prompts, length, topk)[:, prompts.shape[1] :])
+            reading = self.reading(ThresholdChannels(budget), thresholds=self.thresholds[budget])
+            written = self.continued(prompts, length, reading)
+            repetition[f"threshold {budget}"] = repetition_rate(written[:, prompts.shape[1] :])
+            drift[f"{budget}"] = self.drift(reading, written, names, prompts.shape[1], self.kept(TopkChannels(budget)))
+            assert float(topk.counts[:, 1].sum()) == float(topk.counts[:, 0].sum()) * self.kept(TopkChannels(budget))
+        self.report["repetition"] = repetition
+        self.report["drift"] = drift
+        print("repetition", {name: round(value, 4) for name, value in repetition.items()})
+
+    def drift(self, reading: Reading, written: torch.Tensor, names: list[str], prompt: int, k: int) -> dict[str, Any]:
+        """What a threshold keeps of k: by position, by domain, and of a late window put right after the prompt."""
+        kept = kept_by_token(self.model, reading, written) / k
+        begins = list(range(prompt, written.shape[1], 128))
+        by_position = {f"{b}": float(kept[:, b : b + 128].mean()) for b in begins}
+        window = min(256, (written.shape[1] - prompt) // 2)
+        moved_text = torch.cat([written[:, :prompt], written[:, -window:]], 1)
+        moved = kept_by_token(self.model, reading, moved_text)[:, prompt:] / k
+        by_domain = {name: [] for name in names}
+        for name, row in zip(names, kept[:, prompt:], strict=True):
+            by_domain[name].append(float(row.mean()))
+        found = {
+            "by_position": by_position,
+            "by_domain": {name: float(np.mean(rows)) for name, rows in by_domain.items()},
+            "late_window_in_place": float(kept[:, -window:].mean()),
+            "late_window_after_prompt": float(moved.mean()),
+        }
+        print("kept by position", {name: round(value, 3) for name, value in by_position.items()}, flush=True)
+        return found
+
+    def continued(self, prompts: torch.Tensor, length: int, reading: Reading | None) -> torch.Tensor:
+        """[sequences, length] int64: prompts and their sampled continuations."""
+        torch.manual_seed(self.arguments.seed)
+        decoder = Decoder(self.model, keep, len(prompts), length, endless=True)
+
+        def run() -> None:
+            if self.model.device.type == "cuda":
+                decoder.capture(prompts.to(self.model.device))
+            decoder.start(prompts.to(self.model.device))
+            for _ in range(length - prompts.shape[1] - 1):
+                decoder.step()
+
+        if reading is None:
+            run()
+        else:
+            with reading.on(self.model, whole_sequences=False):
+                run()
+        return decoder.written.clone()
+
+
+SCREENS = ("partial", "full")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cache", type=Path)
+    parser.add_argument("--device")
+    parser.add_argument("--sequences", type=int, default=64, help="of text, of each domain")
+    parser.add_argument("--calibration", type=int, default=32, help="sequences that thresholds are fitted on")
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--generated", type=int, default=960, help="tokens of each continuation; 0 for none")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/reader_quality.json"))
+    parser.add_argument("--docs", type=Path, help="a file to put the table of claims into, between its two marks")
+    arguments = parser.parse_args()
+    report = Bench(arguments).run()
+    rows = claim_rows(report)
+    report["claims"] = [row.to_json() for row in rows]
+    report["command"] = shlex.join(["python", *sys.argv])
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(rows))
+    print(f"wrote {arguments.out}; seconds: {report['seconds']}")
+    if arguments.docs is not None:
+        before, _, rest = arguments.docs.read_text().partition(MARKS[0])
+        _, _, after = rest.partition(MARKS[1])
+        arguments.docs.write_text(f"{before}{MARKS[0]}\n{table(rows)}{MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main()
