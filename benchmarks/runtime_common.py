@@ -59,7 +59,9 @@ class Bench:
     def time_graph(self, run: Callable[..., object], *args: Any, inner: int = 10, repeats: int = 30) -> float:
         """The same in a CUDA graph of `inner` calls. Collective."""
         captured = self.capture(run, *args, inner=inner)
-        return self.time(captured.replay, inner=1, repeats=repeats) / inner
+        found = self.time(captured.replay, inner=1, repeats=repeats) / inner
+        captured.reset()  # before what it works on, and the group, are gone
+        return found
 
     def capture(self, run: Callable[..., object], *args: Any, inner: int = 1) -> torch.cuda.CUDAGraph:
         for _ in range(3):

@@ -209,6 +209,8 @@ def balance(bench: Bench) -> list[dict[str, Any]]:
                 row |= {"graph_most": max(times), "eager": bench.time(balancer.assign, batches[0], 0)}
                 row["kernels"] = type(balancer).__name__ == "KernelBalancer"
                 rows.append(row)
+    for collective in collectives.values():
+        collective.close()
     return rows
 
 
@@ -280,6 +282,9 @@ def graph(bench: Bench) -> list[dict[str, Any]]:
             row["differs_from_eager"] = bench.slowest(float((kept[0] - eager).abs().max()))
             row["graph"] = bench.time(captured.replay, inner=10, repeats=20)
             row["eager"] = bench.time(_step, layer, hidden, ids)
+            captured.reset()
             rows.append(row)
     one.close()
+    for layer in (plain, balanced):
+        layer.balancer.collective.close()
     return rows

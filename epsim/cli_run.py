@@ -156,6 +156,8 @@ def _check_out(out: Path) -> None:
     from epsim.traces.files import check_target, reason
 
     try:
+        if not out.parts:
+            raise ValueError("--out names no folder: give one")
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out {out}: is a file; give a folder")
         out.mkdir(parents=True, exist_ok=True)

@@ -55,6 +55,8 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value}: give at least 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"--seed {self.seed}: give 0 to 2^63 - 1")
         if (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(f"--dtype float32: {ONLY_BFLOAT16}")
         if not 1 <= self.timeout <= 3600:

@@ -56,6 +56,11 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
         raise ValueError("give --gpus or --cpus, not both")
     if gpus is not None and options.device == "cpu":
         raise ValueError("--gpus with --device cpu: give --cpus")
+    if restarts < 0:
+        raise ValueError(f"--restarts {restarts}: give 0 or more")
+    for name, given in (("gpus", gpus), ("cpus", cpus)):
+        if given is not None and given < 1:
+            raise ValueError(f"--{name} {given}: give at least 1")
     num_ranks = gpus or cpus or options.ranks
     if num_ranks is None:
         raise ValueError("--launcher ray: give --gpus N or --cpus N, the number of ranks")

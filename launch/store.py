@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -10,13 +11,29 @@ PATIENCE = timedelta(seconds=120)
 
 
 def serve(host: str, port: int = 0) -> TCPStore:
-    """A new store in this process, which lives as long as it does; port 0 takes any (`.port` tells)."""
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    """A new store in this process, which lives as long as it does; port 0 takes any (`.port` tells). Raises OSError."""
+    _check_host(host)
+    try:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+    except RuntimeError:
+        raise OSError(f"port {port} of {host} cannot be listened on: another process may hold it") from None
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """A connection of its own: a call that waits holds the connection."""
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+    """A connection of its own: a call that waits holds the connection. Raises OSError for a host that is not known, and
+    where nobody answers for as long as `PATIENCE`."""
+    _check_host(host)
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+    except RuntimeError:
+        raise OSError(f"the job's store at {host}:{port}: nobody answers") from None
+
+
+def _check_host(host: str) -> None:
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        raise OSError(f"the job's store is to be on {host}: no such host (MASTER_ADDR)") from None
 
 
 def for_group(store: Store, attempt: int) -> Store:

@@ -75,7 +75,7 @@ def test_a_trained_model_runs(make_trace: Callable[..., StoredTrace], tmp_path: 
     build_model(shape).save_pretrained(tmp_path / "model")
     trace = make_trace("tokens", steps=6, tokens=90, shared_cost=1.0, phase="decode")
     command: list[str | Path] = [*EPSIM, "run", trace.path, "--model", tmp_path / "model", "--redundant", "2"]
-    command += ["--policy", "eplb+lplb", "--policy", "eplb+oea(k0=1)+lplb", "--context", "8", "--device", "cuda"]
+    command += ["--policy", "eplb+lplb", "--policy", "eplb+pruned(k0=1)+lplb", "--context", "8", "--device", "cuda"]
     done = run([*command, "--launcher", "torchrun", "--ranks", "1", "--out", tmp_path / "out"], environment())
     assert done.code == 0, done.err
     results = read_results(tmp_path / "out" / "results.json")

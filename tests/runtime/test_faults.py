@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from epsim.runtime.faults import Beat, JobClock, Watch
+from epsim.runtime.faults import INTERVAL, SILENCE, STARVED, Beat, JobClock, Watch, process_state
 
 
 def beat_of(watch: Watch, state: str, turn: int, phase: str, step: int) -> Beat:
@@ -50,3 +54,97 @@ def test_a_rank_that_ends_before_the_first_step_is_told(watch: Watch) -> None:
     line = look(watch, done, beat_of(watch, "running", -1, "dispatch", 0))
     assert line is not None
     assert "finished after step 0" in line
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    running = subprocess.Popen(["sleep", "600"])
+    yield running
+    running.kill()
+    running.wait()
+
+
+def silent(watch: Watch, pid: int, seconds: float, **more: str) -> str | None:
+    """What is said of rank 0, a process of that number, which has not beaten for so long."""
+    now = time.monotonic()
+    own = beat_of(watch, "running", 3, "balance", 1)
+    watch._known = {0: dataclasses.replace(own, pid=pid, **more), 1: own}
+    watch._heard, watch._moved = {0: now - seconds, 1: now}, {0: now, 1: now}
+    fault = watch._look()
+    return fault.line if fault else None
+
+
+def test_a_process_that_runs_may_be_kept_from_beating(watch: Watch, process: subprocess.Popen[bytes]) -> None:
+    """A busy machine is no fault; silence that long is, and so it is on a machine that cannot be looked at."""
+    assert silent(watch, process.pid, SILENCE + 1) is None
+    assert silent(watch, process.pid, SILENCE - 1, machine="elsewhere") is None
+    for line in (
+        silent(watch, process.pid, STARVED + 1),
+        silent(watch, process.pid, SILENCE + 1, machine="elsewhere"),
+    ):
+        assert line is not None
+        assert line.startswith("rank 0 stopped answering in phase balance, step 1, layer 0")
+
+
+def test_a_stopped_process_is_told_by_its_silence(watch: Watch, process: subprocess.Popen[bytes]) -> None:
+    os.kill(process.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 5
+    while process_state(process.pid) != "T" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert silent(watch, process.pid, SILENCE - 1) is None
+    assert silent(watch, process.pid, SILENCE + 1) is not None
+
+
+def test_a_dead_process_is_told_at_the_second_look(watch: Watch, process: subprocess.Popen[bytes]) -> None:
+    """Its last beat, that it has finished, may still come."""
+    process.kill()
+    deadline = time.monotonic() + 5
+    while process_state(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert silent(watch, process.pid, 0.1) is None
+    assert silent(watch, process.pid, 0.6) is not None
+
+
+def hanging(watch: Watch, places: dict[int, tuple[str, bool]], beats: dict[int, int], seconds: float) -> str | None:
+    """places: of each rank its phase in one layer and whether it waits for others; beats since it came there."""
+    now = time.monotonic()
+    found = {rank: beat_of(watch, "running", 3, phase, 1) for rank, (phase, _) in places.items()}
+    watch._known = {rank: dataclasses.replace(beat, waiting=places[rank][1], count=100) for rank, beat in found.items()}
+    watch._heard = dict.fromkeys(places, now)
+    watch._moved = dict.fromkeys(places, now - seconds)
+    watch._still = {rank: 100 - beats[rank] for rank in places}
+    fault = watch._look()
+    return fault.line if fault else None
+
+
+MANY = round(20 / INTERVAL)
+
+
+@pytest.mark.parametrize(
+    ("places", "beats", "who"),
+    [
+        # Rank 1 hangs, rank 0 waits for it where it is, or beyond, at its GPU.
+        ({0: ("combine", True), 1: ("combine", False)}, {0: MANY, 1: MANY}, "rank 1 hangs in phase combine"),
+        ({0: ("idle", False), 1: ("combine", False)}, {0: MANY, 1: MANY}, "rank 1 hangs in phase combine"),
+        ({0: ("dispatch", False), 1: ("route", False)}, {0: MANY, 1: MANY}, "rank 1 hangs in phase route"),
+        # Nothing new of rank 0, whose place of long ago is behind rank 1's: nobody can be named yet.
+        ({0: ("dispatch", True), 1: ("combine", False)}, {0: 2, 1: MANY}, None),
+        ({0: ("combine", False), 1: ("combine", False)}, {0: MANY, 1: MANY}, "ranks 0, 1 hang in phase combine"),
+        ({0: ("route", True), 1: ("idle", False)}, {0: MANY, 1: MANY}, "rank 0 hangs in phase route"),
+    ],
+)
+def test_who_hangs(watch: Watch, places: dict[int, tuple[str, bool]], beats: dict[int, int], who: str | None) -> None:
+    assert hanging(watch, places, beats, 19) is None
+    line = hanging(watch, places, beats, 21)
+    assert line is None if who is None else line is not None and line.startswith(who)
+
+
+def test_a_watch_that_was_kept_from_running_forgives_that_time(watch: Watch) -> None:
+    now = time.monotonic()
+    watch._heard, watch._moved = {0: now - 40}, {0: now - 35}
+    watch._looked = now - 30
+    watch._forgive()
+    assert now - watch._heard[0] == pytest.approx(10 + INTERVAL, abs=0.2)
+    assert now - watch._moved[0] == pytest.approx(5 + INTERVAL, abs=0.2)
+    watch._forgive()
+    assert now - watch._heard[0] == pytest.approx(10 + INTERVAL, abs=0.2)
