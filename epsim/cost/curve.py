@@ -23,15 +23,22 @@ def check_times(name: str, times: Sequence[float]) -> None:
 def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> torch.Tensor:
     """Times at `at` (ascending, > 0), read at `where` [...] >= 0 -> [...] float64; never falls.
 
-    A time below an earlier one is noise: it takes the earlier one's place. Between places by straight lines in both
-    logarithms, below the first place the first time (a fixed cost), beyond the last in proportion to the size.
+    A time below an earlier one is noise: it takes the earlier one's place. What moves bytes takes a fixed cost and a
+    time for each byte, until something else limits it: straight lines with kinks. Between two places the lines of their
+    neighbours go on until they meet, where they do below the straight line between the two; else that line holds.
+    Below the first place the first time, beyond the last the last line goes on.
     """
-    x = torch.tensor(at, dtype=torch.float64, device=where.device).log()
-    y = torch.tensor(times, dtype=torch.float64, device=where.device).cummax(0).values.log()
-    place = where.double().clamp(min=at[0]).log()
-    beyond = (place - x[-1]).clamp(min=0)
+    x = torch.tensor(at, dtype=torch.float64, device=where.device)
+    y = torch.tensor(times, dtype=torch.float64, device=where.device).cummax(0).values
+    place = where.double().clamp(min=at[0])
     if len(at) == 1:
-        return (y[0] + beyond).exp()
-    left = (torch.searchsorted(x, place) - 1).clamp(0, len(at) - 2)
-    weight = ((place - x[left]) / (x[left + 1] - x[left])).clamp(0, 1)
-    return (torch.lerp(y[left], y[left + 1], weight) + beyond).exp()
+        return y[0] * place / x[0]
+    slope = y.diff() / x.diff()
+    left = (torch.searchsorted(x, place, right=True) - 1).clamp(0, len(at) - 2)
+    straight = y[left] + slope[left] * (place - x[left])
+    before, after = (left - 1).clamp(min=0), (left + 1).clamp(max=len(slope) - 1)
+    kink = torch.maximum(
+        y[left] + slope[before] * (place - x[left]), y[left + 1] - slope[after] * (x[left + 1] - place)
+    )
+    inner = (left > 0) & (left < len(slope) - 1)
+    return torch.where(inner, torch.minimum(straight, torch.maximum(kink, y[left])), straight)

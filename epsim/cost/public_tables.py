@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import torch
 
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
-from epsim.cost.hardware import Hardware, Link
+from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
 
 PACKAGE = "aiconfigurator_core"
@@ -105,13 +105,6 @@ def expert_table(points: Sequence[ExpertPoint], hardware: Hardware, model: Model
         grid.append(tuple(row))
     command = f"aiconfigurator-core {metadata.version('aiconfigurator-core')}, wideep_generation_moe_perf, even routing"
     return ExpertTable(hardware.name, command, model.compute, *SHAPE[:2], sizes, active, tuple(grid))
-
-
-def fit_link(size: Sequence[float], us: Sequence[float]) -> tuple[float, Link]:
-    """Bytes (ascending) and times of calls -> fixed cost and size-dependent rate: the least time of all, and at each
-    size the rate that the rest of its time makes."""
-    alpha = min(us) * 0.98
-    return alpha, Link(tuple(b * 1e-3 / (t - alpha) for b, t in zip(size, us, strict=True)), tuple(size))
 
 
 def _roofline(experts: ExpertsTime, per_expert: float, active: float) -> float:

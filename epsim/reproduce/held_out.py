@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from epsim.cost.exchange_time import bytes_us
+from epsim.cost.curve import curve
 from epsim.cost.experts_time import ExpertsTime
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
-from epsim.cost.public_tables import exchange_points, expert_points, expert_table, fit_link
+from epsim.cost.public_tables import exchange_points, expert_points, expert_table
 from epsim.reproduce.deepep import visited
 
 MEDIAN, P95 = 0.05, 0.15
@@ -51,7 +51,7 @@ def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
         tokens, active, us = (
             torch.tensor([getattr(p, n) for p in chosen]).double() for n in ("tokens", "active", "us")
         )
-        checks.append(_check(what, (experts.us(tokens, active) / us).numpy()))
+        checks.append(check(what, (experts.us(tokens, active) / us).numpy()))
     for nodes in (1, 2, 4, 8):
         try:
             calls = [p for p in exchange_points(device, nodes) if p.tokens >= FEW_TOKENS]
@@ -60,12 +60,12 @@ def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
         rows = visited(model, 8 * nodes, nodes)[1]
         for way, width in (("dispatch", model.dispatch_row_bytes), ("combine", model.combine_row_bytes)):
             size, times = [p.tokens * rows * width for p in calls], [getattr(p, f"{way}_us") for p in calls]
-            alpha, link = fit_link(size[::2], times[::2])
-            predicted = bytes_us(torch.tensor(size[1::2]).double(), link).numpy() + alpha
-            checks.append(_check(f"{way}, {8 * nodes} ranks", predicted / times[1::2]))
+            predicted = curve(size[::2], times[::2], torch.tensor(size[1::2]).double()).numpy()
+            checks.append(check(f"{way}, {8 * nodes} ranks", predicted / times[1::2]))
     return checks
 
 
-def _check(what: str, ratios: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Check:
+def check(what: str, ratios: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Check:
+    """ratios: predicted / measured."""
     errors = np.abs(np.asarray(ratios) - 1)
     return Check(what, len(errors), float(np.median(errors)), float(np.percentile(errors, 95)))
