@@ -106,11 +106,15 @@ class ExpertsTime:
         rate = self.hardware.fp8_tflops if self.model.compute == "fp8" else self.hardware.bf16_tflops
         return self.model.expert_flops * 1e-6 / rate
 
-    def roofline(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """tokens, active [...] float64 -> microseconds [...], 0 where there is nothing to do."""
+    def roofline(self, tokens: torch.Tensor, active: torch.Tensor, unread: torch.Tensor | None = None) -> torch.Tensor:
+        """tokens, active [...] float64 -> microseconds [...], 0 where there is nothing to do. unread: bytes of the
+        active experts that a reader leaves unread, whose kernel multiplies with vectors and fills no tiles."""
         half, tile = (self.hardware.tile - 1) / 2, self.hardware.tile
         padded = torch.maximum(tokens + half * active, tile * active)
-        time = torch.maximum(self.b * active + self.a * tokens, self.computing * padded)
+        reading = self.b * active + self.a * tokens
+        if unread is not None:
+            reading, padded = reading - unread * 1e-3 / self.hardware.memory_gb_per_s, tokens
+        time = torch.maximum(reading, self.computing * padded)
         return (time + self.hardware.kernel_us) * (active > 0)
 
     @property

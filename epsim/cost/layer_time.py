@@ -94,7 +94,7 @@ class LayerTiming:
         local = isinstance(stack.shared, Local)
         if local and not self.hardware.shared_grouped:
             served = routed
-            time = self.experts.us(routed, active, load.tiles).amax(-1)
+            time = self._experts_us(load, stack, routed, active, load.tiles).amax(-1)
             if self.model.shared_intermediate:
                 time = time + self.experts.dense_us(load.shared_tokens.double()).amax(-1)
         else:
@@ -103,12 +103,32 @@ class LayerTiming:
             tiles, tile = load.tiles, self.experts.tile
             if tiles is not None and tile:
                 tiles = tiles + (cost * (shared / tile).ceil() if cost else 0)
-            time = self.experts.us(routed + cost * shared, active + cost * (shared > 0), tiles).amax(-1)
+            tokens, together = routed + cost * shared, active + cost * (shared > 0)
+            time = self._experts_us(load, stack, tokens, together, tiles).amax(-1)
         dispatch, combine = self._exchange_us(self._rows(load, served, local), routed.shape[-1]).unbind()
         costs, known = self.hardware.policy, None if self.measured is None else self.measured.policies
         num_ranks = routed.shape[-1]
         policy = policy_us(costs, known, stack, redundant, num_ranks, self.num_nodes, load.tokens / num_ranks)
         return Phases(*(torch.where(busy, part, 0.0) for part in (policy, dispatch, time, combine)))
+
+    def routed_bytes(self, load: Load, stack: PolicyStack) -> torch.Tensor:
+        """[S, L, R] float64: bytes of routed experts that a rank reads under the stack's reader."""
+        routed, active, model = load.routed.double(), load.active.double(), self.model
+        return stack.reader.bytes_read(
+            routed, active, model.hidden, model.intermediate, model.weight_bytes, model.top_k
+        )
+
+    def _experts_us(
+        self, load: Load, stack: PolicyStack, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`ExpertsTime.us`, and under a reader its share that the roofline has: times are measured of whole experts."""
+        time = self.experts.us(tokens, active, tiles)
+        if not stack.reader.acts:
+            return time
+        unread = load.active * self.model.expert_bytes - self.routed_bytes(load, stack)
+        whole = self.experts.roofline(tokens, active)
+        share = self.experts.roofline(tokens, active, unread) / torch.where(whole > 0, whole, 1.0)
+        return time * share.clamp(max=1)
 
     def layer_us(self, load: Load, stack: PolicyStack, redundant: bool) -> torch.Tensor:
         """[S, L] microseconds that the layer's experts add to the rest of the layer."""

@@ -24,7 +24,7 @@ def timed_metrics(
     layer_us = timing.layer_us(load, stack, redundant)
     step_us = timing.step_us(layer_us, load.tokens, load.routed.shape[-1])
     shared_read = (load.shared_tokens > 0) * (timing.model.expert_bytes * timing.model.shared_cost)
-    read = (load.active * timing.model.expert_bytes + shared_read).amax(-1)
+    read = (timing.routed_bytes(load, stack) + shared_read).amax(-1)
     nan = torch.nan
     values: dict[str, Values] = {
         "layer_time_us": torch.where(busy, layer_us, nan),

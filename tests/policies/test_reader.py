@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from epsim.cost.experts_time import ExpertsTime
+from epsim.cost.hardware import load_hardware
+from epsim.cost.layer_time import LayerTiming
+from epsim.cost.model import load_model
+from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.reader import ReadBytes
+from epsim.placement.base import Placement
+from epsim.policies.apply import Setting, bind
 from epsim.policies.base import Dense
 from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
+from epsim.traces.trace import TokenBlock
 
 SHAPE = (2048, 768, 2, 8)
 
@@ -95,3 +103,36 @@ def test_nothing_is_read_where_nothing_is_served() -> None:
 def test_a_budget_below_the_screen_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a budget of 0.05 does not pay for choosing: of 8 experts"):
         read(TopkChannels(0.05), 8, 8)
+
+
+def test_in_a_replay_fewer_bytes_are_read_and_layers_take_less_time() -> None:
+    """Four tokens of 8 experts each on one of two ranks: bytes as the reader says, time by the roofline."""
+    timing = LayerTiming(ExpertsTime(load_hardware("h200"), load_model("qwen3-30b-a3b")))
+    setting = Setting(0, 0.0, 8, (0,), rows=True)
+    placement = Placement(torch.arange(128)[None], 128, 2)
+    ids = np.arange(32, dtype=np.int64).reshape(4, 1, 8)
+    step = np.zeros(4, dtype=np.int64)
+    block = TokenBlock(steps=np.zeros(1, dtype=np.int64), token_step=step, source_rank=step, expert_ids=ids)
+    found = {}
+    for text in ("contiguous", "topk-channels(0.178)"):
+        stack = parse_stack(text)
+        bound = bind(stack, placement, setting)
+        metrics, _ = timed_metrics(timing, bound.load(block), stack, False, False, None)
+        assert not isinstance(metrics["bytes_read"], str)
+        assert not isinstance(metrics["layer_time_us"], str)
+        found[text] = (float(metrics["bytes_read"]), float(metrics["layer_time_us"]))
+        assert any("as if independently" in note for note in bound.notes) == stack.reader.acts
+    sizes = ReadBytes(2048, 768)
+    # 32 experts of a token each: all but the map's basis and the signs is as for four tokens alone.
+    tokens = 4 * sizes.token(8, sizes.kept(0.178, 8)) - 3 * sizes.once
+    (whole, slow), (less, fast) = found.values()
+    assert whole == 32 * sizes.expert
+    assert less == pytest.approx(tokens, rel=1e-9)
+    model, memory = timing.model, load_hardware("h200").memory_gb_per_s
+    rows = 32 * (model.dispatch_row_bytes + model.combine_row_bytes)
+    read, kernel = (less + rows) * 1e-3 / memory, load_hardware("h200").kernel_us
+    # Reading whole experts, a grouped product fills tiles of 128 rows; both add the same exchange.
+    computing = 32 * 128 * timing.experts.computing
+    dense = max((whole + rows) * 1e-3 / memory, computing)
+    assert slow - fast == pytest.approx(dense - read, rel=1e-9)
+    assert slow - dense - kernel > 0
