@@ -39,6 +39,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.tested: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
+	@command -v chromedriver > /dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null \
+		&& apt-get update -q > /dev/null && apt-get install -y -q chromium chromium-driver > /dev/null; } \
+		|| echo "no chromium and chromium-driver: tests of the report in a browser are skipped"
 	touch $@
 
 clean:

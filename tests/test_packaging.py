@@ -44,7 +44,9 @@ def test_wheel_holds_every_module_and_data_file(wheel: Path) -> None:
     wanted = {
         "epsim/py.typed",
         "epsim/results.schema.json",
+        "epsim/report/page.css",
         "epsim/report/page.html",
+        "epsim/report/page.js",
         "epsim/kernels/split/__init__.py",
     }
     for folder in ("traces", "kernels", "runtime", "launch"):

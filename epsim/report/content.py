@@ -93,20 +93,31 @@ def header_titles(results: Results) -> list[str]:
 
 def cells(results: Results, memory: bool = False) -> list[list[Cell]]:
     columns, gains = shown_columns(results), _gains(results)
-    base = results["stacks"][0]["metrics"]["max_over_mean"]["mean"]
+    firsts: dict[str, Any] = {}
     table = []
-    for number, entry in enumerate(results["stacks"]):
+    for entry in results["stacks"]:
+        # In a sweep every cell of the grid has a first stack of its own.
+        first = firsts.setdefault(entry.get("cell", ""), entry)
         row = [Cell(label(entry))]
         for column in columns:
             value = entry["metrics"][column.key][column.statistic]
             row.append(Cell("-" if value is None else column.cell(value), value))
-        row.append(Cell("-", 0.0) if number == 0 else _versus(entry, "max_over_mean", base))
+        base = first["metrics"]["max_over_mean"]["mean"]
+        row.append(Cell("-", 0.0) if entry is first else _versus(entry, "max_over_mean", base))
         if gains:
-            row.append(Cell("-", 0.0) if number == 0 else _versus(entry, "throughput_gain", 1.0))
+            row.append(Cell("-", 0.0) if entry is first else _versus(entry, "throughput_gain", 1.0))
         if memory:
-            row.append(_extra(results))
+            row.append(_extra(results, _setting(results, entry)))
         table.append(row)
     return table
+
+
+def _setting(results: Results, entry: dict[str, Any]) -> dict[str, Any]:
+    """Ranks and redundant experts of an entry: of a sweep its cell's."""
+    cells = {cell["key"]: cell for cell in results.get("sweep", {}).get("cells", ())}
+    cell = cells.get(entry.get("cell"), {})
+    own = {key: cell[key] for key in ("ranks", "redundant") if isinstance(cell.get(key), int)}
+    return {**results["setting"], **own}
 
 
 def rows(results: Results) -> list[list[str]]:
@@ -124,9 +135,11 @@ def _versus(entry: dict[str, Any], key: str, base: float | None) -> Cell:
     return Cell(f"{words} ({interval['low'] / base:+.1%} to {interval['high'] / base:+.1%})", value)
 
 
-def _extra(results: Results) -> Cell:
+def _extra(results: Results, setting: dict[str, Any]) -> Cell:
     """What the redundant experts take of a rank's memory."""
-    setting, layers = results["setting"], results["trace"]["num_layers"]
+    if "tune" in results:  # whose candidates tell their own
+        return Cell("-")
+    layers = results["trace"]["num_layers"]
     slots = setting["redundant"] / setting["ranks"] * layers
     one = setting.get("expert_bytes") or results.get("run", {}).get("expert_bytes")
     return Cell(_bytes(slots * one), slots * one) if one else Cell(f"{slots:g} experts", slots)
@@ -135,10 +148,11 @@ def _extra(results: Results) -> Cell:
 def memory_words(results: Results) -> str:
     """The same in words; "" without redundant experts."""
     setting = results["setting"]
-    if not setting["redundant"]:
+    if not setting["redundant"] or "tune" in results or "sweep" in results:
         return ""
     each = f"{setting['redundant'] / setting['ranks']:g} a rank and layer"
-    return f"redundant experts: {each}, {_extra(results).text} a rank over {results['trace']['num_layers']} layers"
+    layers = results["trace"]["num_layers"]
+    return f"redundant experts: {each}, {_extra(results, setting).text} a rank over {layers} layers"
 
 
 def _bytes(number: float) -> str:
@@ -148,12 +162,33 @@ def _bytes(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
+def title(results: Results) -> str:
+    trace, ranks = results["trace"], results["setting"]["ranks"]
+    if "sweep" in results:
+        return f"epsim sweep: {len(results['sweep']['cells'])} cells"
+    if "comparison" in results and len(results["comparison"]["files"]) > 1:
+        return f"epsim compare: {len(results['comparison']['files'])} results"
+    kind = "tune" if "tune" in results else "run" if "run" in results else "replay"
+    return printable(f"epsim {kind}: {trace['name']} on {ranks} ranks")
+
+
 def source(results: Results) -> str:
     """Where figures are from, in one line: data, seed, version."""
+    files = results.get("comparison", {}).get("files", ())
+    if len(files) > 1:
+        parts = [
+            f"{file['file']} ({'measured' if file['measured'] else 'replayed'} {file['trace']}, {file['origin']}, "
+            f"{file['steps']} steps, seed {file['seed']}, epsim {file['version']})"
+            for file in files
+        ]
+        return printable("; ".join(parts))
     trace, setting = results["trace"], results["setting"]
     measured = "measured in a run of" if "run" in results else "replayed from"
-    words = f"{measured} {trace['name']} ({trace['origin']}, {trace['steps_scored']} steps)"
-    return printable(f"{words}, seed {setting['seed']}, epsim {setting['version']}")
+    told = f"{trace['name']} ({trace['origin']}, {trace['steps_scored']} steps)"
+    if "sweep" in results:
+        told = ", ".join(sorted({str(cell.get("trace")) for cell in results["sweep"]["cells"]}))
+        told += f" ({', '.join(sorted({cell['origin'] for cell in results['sweep']['cells']}))})"
+    return printable(f"{measured} {told}, seed {setting['seed']}, epsim {setting['version']}")
 
 
 def facts(results: Results) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epsim.report.content import answers, facts, headers, memory_words, reasons, rows, source, tables_of
+from epsim.report.content import answers, facts, headers, memory_words, reasons, rows, source, tables_of, title
 from epsim.report.draw import Drawn
 from epsim.report.flips import flips
 from epsim.results import Results
@@ -14,8 +14,7 @@ PICTURES = "pictures"
 
 def markdown(results: Results, drawings: Sequence[Drawn]) -> str:
     """The whole report as Markdown, naming the files of `pictures`; text from traces is escaped."""
-    title = f"epsim: {results['trace']['name']} on {results['setting']['ranks']} ranks"
-    lines = [f"# {_escape(title)}", "", f"**{_escape(results['verdict'])}**", ""]
+    lines = [f"# {_escape(title(results))}", "", f"**{_escape(results['verdict'])}**", ""]
     lines += [*(f"- {_escape(line)}" for line in flips(results)), "", _escape(source(results))]
     lines += [f"; {_escape(memory_words(results))}" if memory_words(results) else "", ""]
     if answers(results):

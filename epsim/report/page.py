@@ -20,6 +20,7 @@ from epsim.report.content import (
     reasons,
     source,
     tables_of,
+    title,
 )
 from epsim.report.draw import Drawn
 from epsim.report.flips import flips
@@ -42,7 +43,7 @@ def page(results: Results, pictures: Sequence[Drawn]) -> str:
         sections.append(section | {"wide": Markup(picture.wide), "narrow": Markup(picture.narrow)})
     trace, setting = results["trace"], results["setting"]
     return environment.from_string(_file("page.html")).render(
-        title=f"epsim: {printable(trace['name'])} on {setting['ranks']} ranks",
+        title=title(results),
         style=Markup(_file("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -72,6 +72,8 @@ def _gain(results: Results, axis: str, key: str, words: tuple[str, str], canvas:
             at, middle, yerr=np.maximum(spread, 0), marker=MARKERS[number % 8], linestyle=DASHES[number % 4],
             color=colour(number), label=name if not narrow or len(name) <= 46 else name[:45] + "…", elinewidth=0.8,
         )  # fmt: skip
+    if len(places_of_axis := results["sweep"]["axes"][axis]) <= 8:
+        axes.set_xticks(sorted(places_of_axis), [f"{place:g}" for place in sorted(places_of_axis)])
     axes.set_xlabel(words[0])
     axes.set_ylabel(words[1])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
