@@ -4,12 +4,12 @@
 
 256 experts and redundant ones placed by EPLB on a recording of DeepSeek-V3 (where it is absent, on lognormal
 marginals, and the table says so); tokens draw their top-8 without replacement from a drifting mixture with another
-recording. Other ranks' counts are made beforehand. Times are of replayed CUDA graphs between device events, in
-microseconds: `alone` a graph of one count-to-ids, event to event; `us` a tenth of ten in a row, each of another layer
-with ids of its own; medians over the inputs. `count`, `solve`, `assign`, `other` (sums and quotas over ranks): of that
-part alone, a tenth of ten in a row. `host`: what the calls take on the host where no graph is captured. `torch`: the
-policies' own form on the same device, not captured; its result and the kernels' are compared on the inputs that it
-runs on.
+recording. Other ranks' counts are made beforehand. Times are of replayed CUDA graphs between device events, queued
+while the device is busy, in microseconds: `alone` a graph of one count-to-ids, event to event; `us` a tenth of ten in a
+row, each of another layer with ids of its own; medians over the inputs. `count`, `solve`, `assign`, `other` (sums and
+quotas over ranks): of that part alone, a tenth of ten in a row. `host`: what the calls take on the host where no graph
+is captured. `torch`: the policies' own form on the same device, not captured; its result and the kernels' are compared
+on the inputs that it runs on.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ from epsim.policies.waterfill import Waterfill
 ROOT = Path(__file__).resolve().parents[1]
 EXPERTS, TOP_K, LAYERS, INPUTS, REPLAYS, RANK = 256, 8, 10, 40, 3, 3
 PLANNED, LATER = "prefill_in1024.json", "decode_in1000out1000.json"
+HELD = 600_000
+"""Cycles for which the device is busy while the host queues an input's replays: without them times are the host's."""
 KERNELS = ("count", "total", "solve", "quotas", "serve", "assign")
 OTHER = ("total", "quotas", "serve")
 
@@ -120,6 +122,7 @@ def times(run: Callable[[], object], feed: Callable[[int], object]) -> np.ndarra
     for i in range(INPUTS):
         feed(i)
         run()
+        torch.cuda._sleep(HELD)
         for _ in range(REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

@@ -4,11 +4,12 @@
 
 Problems as in benchmarks/split.py, the sample trace's own batches on EPLB's placement of their mean, and random ones.
 Every problem of a row is solved on both devices and compared bit for bit. Times are of replayed CUDA graphs between
-device events, in microseconds, from int64 counts to the split in physical experts: `one` a launch of one problem, a
-tenth of ten in a row, median of three replays, over different problems (cold; `warm`: begun with the last batch's
-split, where batches are drawn independently of each other; `steady`: where a batch is like the last one, as
-`steady_counts` has it; of the sample both are its own batches in their order); `alone` a graph of one such launch,
-event to event; `layers` all layers of a batch in one launch; `batch_ns` nanoseconds a problem in a large one;
+device events, queued while the device is busy, in microseconds, from int64 counts to the split in physical experts:
+`one` a launch of one problem, a tenth of ten in a row (a launch may begin before the one before it has ended), median
+of three replays, over different problems (cold; `warm`: begun with the last batch's split, where batches are drawn
+independently of each other; `steady`: where a batch is like the last one, as `steady_counts` has it; of the sample
+both are its own batches in their order); `alone` a graph of one such launch, event to event (`empty_us`: of a kernel
+that does nothing); `layers` all layers of a batch in one launch; `batch_ns` nanoseconds a problem in a large one;
 `whole_ns` of the integral split; `cpu_us` the CPU form's microseconds a problem on one thread of the same machine. Of
 16 ranks with 16,384 tokens each 1,000 problems are timed alone, of others 300.
 """
@@ -34,6 +35,8 @@ from epsim.placement.eplb import rebalance_experts
 
 ROOT = Path(__file__).resolve().parents[1]
 REPEATS, REPLAYS, BATCH = 10, 3, 50_000
+HELD = 600_000
+"""Cycles for which the device is busy while the host queues an input's replays: without them times are the host's."""
 COLUMNS = ("one", "alone", "warm", "steady", "layers")
 
 
@@ -57,6 +60,7 @@ def replay_times(
     for i in range(inputs):
         feed(i)
         captured.replay()
+        torch.cuda._sleep(HELD)
         for _ in range(replays):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -221,6 +225,8 @@ def main() -> None:
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     rows: list[dict[str, Any]] = []
+    nothing = torch.zeros(1, device="cuda")
+    empty = float(np.median(replay_times(graph(lambda: nothing.add_(1)), lambda i: None, 50, REPLAYS)))
     print(
         f"{'p50 and p99 in us':22} ranks tokens | {' | '.join(f'{kind:>11}' for kind in COLUMNS)} |"
         "  batch whole CPU us ratio | equal: cold, whole, warm"
@@ -240,6 +246,7 @@ def main() -> None:
             "command": shlex.join(["python", "benchmarks/split_gpu.py", *sys.argv[1:]]),
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
+            "empty_us": empty,
             "rows": rows,
         }
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -19,36 +19,22 @@ __device__ u32 tokens_with_any(const Arguments &a, int thread, int num_threads) 
   return found;
 }
 
-// The lanes with the same expert, for lanes that have one: a vote on each of its bits. Votes are cast side by side.
-template <int FIRST, int LAST>
-__device__ u32 equals_in_bits(u32 expert) {
-  u32 equals = ALL;
-#pragma unroll
-  for (int b = FIRST; b < LAST; ++b) {
-    u32 vote = __ballot_sync(ALL, expert >> b & 1);
-    equals &= expert >> b & 1 ? vote : ~vote;
-  }
-  return equals;
-}
+// A warp's of one expert: its lanes with the expert now, as bits, and how many ids it had before.
+struct alignas(8) Cell {
+  u32 lanes, count;
+};
 
-__device__ u32 equals_of(u32 expert, int experts) {
-  u32 equals = __ballot_sync(ALL, expert != NONE) & equals_in_bits<0, 7>(expert);
-  if (experts > 128) equals &= equals_in_bits<7, 8>(expert);
-  if (experts > 256) equals &= equals_in_bits<8, 10>(expert);
-  return equals;
-}
-
-// histogram [warps, experts] -> the same summed over the warps before; returns the sum over all.
-__device__ u32 sum_over_warps(u16 *histogram, int experts, int e) {
+// The count of each warp's cell becomes that of the warps before it; returns the sum over all.
+__device__ u32 sum_over_warps(Cell *cells, int experts, int e) {
   const int GROUP = COUNT_WARPS < 8 ? COUNT_WARPS : 8;
   u32 sum = 0;
   for (int warp = 0; warp < COUNT_WARPS; warp += GROUP) {
     u32 here[GROUP];
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) here[i] = histogram[(warp + i) * experts + e];
+    for (int i = 0; i < GROUP; ++i) here[i] = cells[(warp + i) * experts + e].count;
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
-      histogram[(warp + i) * experts + e] = static_cast<u16>(sum);
+      cells[(warp + i) * experts + e].count = sum;
       sum += here[i];
     }
   }
@@ -62,7 +48,8 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
   int experts = a.experts, num = a.tokens * a.top_k;
   char *at = reinterpret_cast<char *>(shared_memory);
   u32 *total = take<u32>(at, experts + 1), *base = take<u32>(at, experts + 1), *seen = take<u32>(at, experts + 1);
-  u16 *histogram = take<u16>(at, COUNT_WARPS * experts), *mine = histogram + warp * experts;
+  Cell *cells = take<Cell>(at, COUNT_WARPS * experts), *mine = cells + warp * experts;
+  let_next_begin();
   if (thread == 0) total[experts] = 0;
   for (int e = thread; e <= experts; e += COUNT_THREADS) seen[e] = 0;
   for (int r = block * COUNT_THREADS + thread; r < a.ranks; r += COUNT_BLOCKS * COUNT_THREADS) a.routed[r] = 0;
@@ -76,25 +63,27 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
     for (int i = 0; i < ITEMS; ++i)
       word[i] = i < items && first + 32 * i < num ? expert_of(a, a.ids[first + 32 * i]) : NONE;
     u32 present = begin ? 0 : tokens_with_any(a, block * COUNT_THREADS + thread, TILE);
-    for (int i = thread; i < (COUNT_WARPS * experts + 7) / 8; i += COUNT_THREADS)
-      reinterpret_cast<uint4 *>(histogram)[i] = uint4{0, 0, 0, 0};
+    for (int i = thread; i < (COUNT_WARPS * experts + 1) / 2; i += COUNT_THREADS)
+      reinterpret_cast<uint4 *>(cells)[i] = uint4{0, 0, 0, 0};
     __syncthreads();
     present = __reduce_add_sync(ALL, present);
     if (lane == 0 && present) atomicAdd(&total[experts], present);
-    u32 equals[ITEMS];
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i) equals[i] = i < items ? equals_of(word[i], experts) : 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (i >= items) continue;
-      u32 expert = word[i], before = expert == NONE ? 0 : mine[expert], lower = __popc(equals[i] & below);
+      u32 expert = word[i];
+      bool here = expert != NONE;
+      if (here) atomicOr(&mine[expert].lanes, 1u << lane);
       __syncwarp();
-      if (expert != NONE && lower == 0) mine[expert] = static_cast<u16>(before + __popc(equals[i]));
+      Cell cell = here ? mine[expert] : Cell{0, 0};
+      u32 lower = __popc(cell.lanes & below);
       __syncwarp();
-      if (expert != NONE) word[i] = expert << ORDINAL_BITS | (before + lower);
+      if (here && lower == 0) mine[expert] = Cell{0, cell.count + __popc(cell.lanes)};
+      __syncwarp();
+      if (here) word[i] = expert << ORDINAL_BITS | (cell.count + lower);
     }
     __syncthreads();
-    for (int e = thread; e < experts; e += COUNT_THREADS) total[e] = sum_over_warps(histogram, experts, e);
+    for (int e = thread; e < experts; e += COUNT_THREADS) total[e] = sum_over_warps(cells, experts, e);
     cluster_arrive();
     cluster_wait();
     for (int e = thread; e <= experts; e += COUNT_THREADS) {
@@ -114,7 +103,7 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
     for (int i = 0; i < ITEMS; ++i) {
       if (i >= items || first + 32 * i >= num) continue;
       u32 expert = word[i] >> ORDINAL_BITS;
-      a.words[first + 32 * i] = word[i] == NONE ? NONE : word[i] + mine[expert] + base[expert];
+      a.words[first + 32 * i] = word[i] == NONE ? NONE : word[i] + mine[expert].count + base[expert];
     }
     cluster_wait();  // all have read the totals
     __syncthreads();

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from epsim.kernels.split.cuda import with_headers
 
 MOST_EXPERTS, MOST_SLOTS, MOST_ASSIGNMENTS = 1 << 10, (1 << 16) - 1, 1 << 22
 """What dispatch.cu's words and tables hold."""
@@ -63,9 +64,8 @@ def available() -> bool:
 
 
 def source() -> str:
-    """dispatch.cu with its own headers in place: CuPy looks up binaries by the text that it is given."""
-    text = Path(__file__).with_name("dispatch.cu").read_text()
-    return re.sub(r'#include "(\w+\.cuh)"', lambda found: Path(__file__).with_name(found[1]).read_text(), text)
+    """dispatch.cu with its headers in place."""
+    return with_headers(Path(__file__).with_name("dispatch.cu"))
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def shared_bytes(name: str, sizes: Sizes, experts: int, num_slots: int, num_rank
     threads, count_warps = sizes.threads, sizes.count_threads // 32
     ends = [4 * num_slots] * 2 + [4 * experts] * 2 + [2 * num_slots]
     spans = {
-        "count": [4 * (experts + 1)] * 3 + [2 * count_warps * experts],
+        "count": [4 * (experts + 1)] * 3 + [8 * count_warps * experts],
         "total": [8 * threads],
         "quotas": [4 * threads // 32 * 5 * (num_ranks + 1)],
         "serve": ends,

@@ -6,7 +6,9 @@
 
 #include "state.cuh"
 
-#include "device.cuh"
+#include "../split/device.cuh"
+
+#include "cluster.cuh"
 
 #include "count.cuh"
 

@@ -29,10 +29,10 @@ from epsim.kernels.dispatch.cuda import (
     kernel,
     shared_bytes,
 )
-from epsim.kernels.dispatch.launch import launch
 from epsim.kernels.dispatch.rule import SAMPLED, Rule
 from epsim.kernels.split import SplitStructure
 from epsim.kernels.split import cuda as split_cuda
+from epsim.kernels.split.launch import launch
 from epsim.kernels.split.solver import EXACT, MAX_SWEEPS
 
 
@@ -103,7 +103,10 @@ class Dispatcher:
         if rule.split == "static" and nearest is None:
             raise ValueError("split static needs the table of nearest slots")
         self.structure, self.rule, self.rank, self.device = structure, rule, rank, device
-        self.top_k, self.max_tokens, self.sizes = top_k, max_tokens, sizes or Sizes()
+        self.top_k, self.max_tokens = top_k, max_tokens
+        self.sizes = sizes or Sizes(
+            items=8 if max_tokens * top_k <= 1 << 16 else 16
+        )  # many ids: fewer rounds of blocks
         if not 1 <= top_k <= self.sizes.threads:
             raise ValueError(f"top-{top_k}: the kernels take 1 to {self.sizes.threads}")
 

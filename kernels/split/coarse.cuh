@@ -21,13 +21,14 @@ __device__ int over(int a, int n, u32 inverse) {
 
 __device__ int over(const Problem &p, int a, int n) { return over(a, n, p.inverse_units[n]); }
 
-// The part of the lane's own copy in a wave of experts of three or four copies; in one of more.
-__device__ int pour_four(const Cell &cell, int rest) {
+// The part of the lane's own copy in a wave of experts of up to OTHERS + 1 copies, no less than three; in one of more.
+template <int OTHERS>
+__device__ int pour_few(const Cell &cell, int rest) {
   u32 volume = 0;  // what it takes to fill up to this rank
   bool lowest = true;
-  int theirs[3];
+  int theirs[OTHERS];
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < OTHERS; ++i) {
     u32 other = cell.others >> 8 * i;
     theirs[i] = __shfl_sync(ALL, rest, other);
     if (other & ABSENT) theirs[i] = HUGE_UNITS;
@@ -38,7 +39,7 @@ __device__ int pour_four(const Cell &cell, int rest) {
   u32 all_wet = __ballot_sync(ALL, wet);
   int num = wet, total = cell.need + (wet ? rest : 0);
 #pragma unroll
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < OTHERS; ++i) {
     u32 other = cell.others >> 8 * i;
     bool too = all_wet >> (other & 31) & 1 && !(other & ABSENT);
     num += too;
@@ -88,11 +89,17 @@ __device__ void sweep(Problem &p, int &load, int lane) {
     if (mine) at->part = part;
     at += p.ranks;
   }
+  int next_members = p.members[p.pair_waves];
+#pragma unroll 1
   for (int w = p.pair_waves; w < p.waves; ++w) {
+    int members = next_members, rest = load - next.part, part;
     now = next;
     if (mine) next = at[p.ranks];
-    int rest = load - now.part, members = p.members[w];
-    int part = members <= 4 ? pour_four(now, rest) : pour_wave(p, now, rest, members, lane);
+    next_members = p.members[w + 1];
+    if (members <= 3)
+      part = pour_few<2>(now, rest);
+    else
+      part = members == 4 ? pour_few<3>(now, rest) : pour_wave(p, now, rest, members, lane);
     load = rest + part;
     if (mine) at->part = part;
     at += p.ranks;
@@ -188,8 +195,8 @@ __device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
   __syncwarp();
   for (int depth = deepest; depth; --depth) {
     bool moves = leaf.depth == depth;
-    int held = p.loads[lane], amount = moves ? held - leaf.mean : 0, drawn = 0, above = *from, own = *to;
-    int left = amount < 0 ? above : own;
+    int held = p.loads[lane], amount = moves ? held - leaf.mean : 0, drawn = 0, left = 0;
+    if (moves) left = amount < 0 ? *from : *to;  // what others point at may be no one's
     u32 ahead = leaf.earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
       int theirs = __shfl_sync(ALL, amount, lowest_bit(ahead));
@@ -280,34 +287,25 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
   return {captive, sweeps, top};
 }
 
-// As coarse.warm_start, from p.x; an expert a thread.
-__device__ void warm_start(Problem &p, int thread, int threads) {
-  for (int k = thread; k < p.replicated; k += threads) {
-    int first = p.copy_start[k], last = p.copy_start[k + 1], largest = first;
-    double total = 0.0, most_part = -1.0;
-    for (int c = first; c < last; ++c) {
-      double part = most(p.x[c], 0.0);
-      total += part;
-      if (part > most_part) largest = c, most_part = part;
-    }
-    bool evenly = !(1e-290 < total && total <= 1.7976931348623157e308);
-    if (evenly) total = last - first, largest = first;
-    int need = p.experts[k].y, rest = need, largest_rank = 0;
-    double scale = need / total;
-    Cell *cells = p.cells + p.wave_of[k] * p.ranks;
-    u32 left = p.experts[k].x;
-    for (int c = first; c < last; ++c, left &= left - 1) {
-      int rank = lowest_bit(left);
-      if (c == largest) {
-        largest_rank = rank;
-        continue;
-      }
-      int units = static_cast<int>((evenly ? 1.0 : most(p.x[c], 0.0)) * scale);
-      cells[rank].part = units;
-      atomicAdd(p.warm_loads + rank, units);
-      rest -= units;
-    }
-    cells[largest_rank].part = rest;
-    atomicAdd(p.warm_loads + largest_rank, rest);
+// As coarse.warm_start of one copy's part, from p.x.
+__device__ int warm_part(const Problem &p, int k, int need, int copy) {
+  int first = p.copy_start[k], last = p.copy_start[k + 1], largest = first;
+  auto part_of = [&](int c) { return p.x[c] > 0.0 ? static_cast<float>(p.x[c]) : 0.0f; };
+  float total = 0.0f, most_part = 0.0f;
+#pragma unroll 1
+  for (int c = first; c < last; ++c) {
+    float part = part_of(c);
+    total += part;
+    if (part > most_part) largest = c, most_part = part;
   }
+  bool evenly = !(total >= 1e-30f && total <= 1e38f);
+  if (evenly) total = last - first, largest = first;
+  float scale = need / total;
+  auto units_of = [&](int c) { return static_cast<int>((evenly ? 1.0f : part_of(c)) * scale); };
+  if (copy != largest) return units_of(copy);
+  int rest = need;
+#pragma unroll 1
+  for (int c = first; c < last; ++c)
+    if (c != largest) rest -= units_of(c);
+  return rest;
 }

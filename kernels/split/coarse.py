@@ -21,8 +21,8 @@ MOST_RANKS = 32
 MOST_SWEEPS, MOST_WHOLE = 40, 8
 """Sweeps after which it is left to the augmenting paths; where tokens are whole, sweeps seldom end exactly."""
 COLD, WARM, LEVELLED = 2, 1, 8
-"""Sweeps before ranks are levelled, from the even split and from another batch's; and after which they are levelled
-after every other sweep: both may move in turn what the other moves back."""
+"""Sweeps before ranks are levelled, from the even split and from another batch's (none where that is near); and after
+which they are levelled after every other sweep: both may move in turn what the other moves back."""
 
 
 class Scratch(NamedTuple):
@@ -57,25 +57,29 @@ def even_start(graph: Graph, until: Floats, need: Longs, x: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
-    """Another batch's loads of the copies, before [copies], scaled to this one's: evenly where all are zero."""
+    """Another batch's loads of the copies, before [copies], scaled to this one's: evenly where all are zero.
+
+    In float32, which is near enough for a beginning, and sooner done on a GPU.
+    """
     for k in range(need.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
-        total, largest = 0.0, first
+        total, most_part, largest = np.float32(0.0), np.float32(0.0), first
         for c in range(first, last):
-            before[c] = max(before[c], 0.0)
-            total += before[c]
-            if before[c] > before[largest]:
-                largest = c
-        if not 1e-290 < total < np.inf:
+            part = np.float32(before[c]) if before[c] > 0.0 else np.float32(0.0)
+            before[c] = part
+            total += part
+            if part > most_part:
+                largest, most_part = c, part
+        if not np.float32(1e-30) <= total <= np.float32(1e38):
             for c in range(first, last):
                 before[c] = 1.0
-            total, largest = 1.0 * (last - first), first
-        # Rounded down they sum to no more than the need: the largest takes what is left.
-        scale = need[k] / total
+            total, largest = np.float32(last - first), first
+        # The others' parts sum to less than the need: the largest takes what is left.
+        scale = np.float32(need[k]) / total
         rest = need[k]
         for c in range(first, last):
             if c != largest:
-                x[c] = int(before[c] * scale)
+                x[c] = int(np.float32(before[c]) * scale)
                 rest -= x[c]
         x[largest] = rest
 

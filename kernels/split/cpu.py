@@ -94,7 +94,7 @@ def near_split(
     scratch: Scratch,
     seen: Search,
 ) -> tuple[float, int, int, bool]:
-    """Fills x and load by coarse.py's search; `warm`: from the loads in x.
+    """Fills x and load by coarse.py's search; `warm`: from the loads in x, where they are better than the even split.
 
     Returns the bound's numerator and size, the sweeps taken, and whether the even split's peak may be less.
     """
@@ -106,14 +106,19 @@ def near_split(
         need[k] = int(graph.demand[k] * unit)
     even_start(graph, until, need, part)
     add_loads(graph, part, fixed_units, load_units)
-    even_top = most(load_units)
+    even_top, unlevelled = most(load_units), COLD
     if warm:
         warm_start(graph, x, need, part)
         add_loads(graph, part, fixed_units, load_units)
+        mean = load_units.sum() // load.size
+        above, even_above = most(load_units) - mean, even_top - mean
+        if above < even_above:
+            unlevelled = 0 if above < even_above >> 1 else WARM
+        else:
+            even_start(graph, until, need, part)
+            add_loads(graph, part, fixed_units, load_units)
     most_sweeps = min(limit, MOST_WHOLE if whole else MOST_SWEEPS)
-    inside, sweeps, top = search(
-        graph, fixed_units, load_units, tol, most_sweeps, WARM if warm else COLD, whole, scratch
-    )
+    inside, sweeps, top = search(graph, fixed_units, load_units, tol, most_sweeps, unlevelled, whole, scratch)
     inverse = 1.0 / unit
     for c in range(x.size):
         x[c] = part[c] * inverse

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from epsim.kernels.split.launch import launch
 from epsim.kernels.split.structure import SplitStructure
 
 NUM_INVERSES = 33
@@ -100,7 +101,7 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
             wave_mask, wave_copy = np.zeros((2, sizes["waves"], num_ranks), np.uint32)
             wave_mask[wave_of[owner], rank] = mask[owner]
             wave_copy[wave_of[owner], rank] = owner.astype(np.uint32) << 16 | np.arange(len(rank), dtype=np.uint32)
-            members = np.zeros(sizes["waves"], np.uint16)
+            members = np.zeros(sizes["waves"] + 1, np.uint16)
             np.maximum.at(members, wave_of, np.diff(starting).astype(np.uint16))
             staged += [
                 (t.copy_until[copies], sizes["copies"], np.float64),
@@ -110,8 +111,7 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
                 (_others(wave_mask).ravel(), wave_mask.size, np.uint32),
                 (fixed_row.ravel(), fixed_row.size, np.uint16),
                 (np.tile(np.arange(num_ranks), sizes["rows"]), fixed_row.size, np.uint8),
-                (members, sizes["waves"], np.uint16),
-                (wave_of, sizes["replicated"], np.uint16),
+                (members, sizes["waves"] + 1, np.uint16),
             ]
         else:
             staged += [
@@ -189,39 +189,26 @@ def shared_bytes(sizes: dict[str, int]) -> int:
     return sizes["staged"] + 8 * words
 
 
+def with_headers(path: Path) -> str:
+    """A file with our own headers in place: CuPy looks up binaries by the text that it is given."""
+    return re.sub(r'#include "([\w./]+\.cuh)"', lambda found: (path.parent / found[1]).read_text(), path.read_text())
+
+
 def source() -> str:
-    """split.cu with its own headers in place: CuPy looks up binaries by the text that it is given."""
-    text = Path(__file__).with_name("split.cu").read_text()
-    return re.sub(r'#include "(\w+\.cuh)"', lambda found: Path(__file__).with_name(found[1]).read_text(), text)
-
-
-class _Current:
-    """PyTorch's stream as CuPy takes others': it stays PyTorch's."""
-
-    def __init__(self, pointer: int) -> None:
-        self.pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.pointer
+    """split.cu with its headers in place."""
+    return with_headers(Path(__file__).with_name("split.cu"))
 
 
 @functools.cache
-def _stream(device: int, pointer: int) -> Any:
-    import cupy
-
-    with cupy.cuda.Device(device):
-        return cupy.cuda.Stream.from_external(_Current(pointer))
-
-
-@functools.cache
-def _kernel(device: int, name: str, shared: int) -> Any:
+def _kernel(device: int, name: str, shared: int) -> int:
+    """The driver's handle."""
     import cupy
 
     with cupy.cuda.Device(device):
         kernel = _module().get_function(name)
         if shared > 48 * 1024:
             kernel.max_dynamic_shared_size_bytes = shared
-        return kernel
+        return int(kernel.kernel.ptr)
 
 
 @functools.cache
@@ -320,7 +307,9 @@ def solve(
     shared = shared_bytes(sizes)
     index = torch.cuda.current_device() if device.index is None else device.index
     name = "split_far" if structure.num_ranks > NEAR else "split_wide" if num <= FEW else "split_near"
-    kernel = _kernel(index, name, shared)
-    with _stream(index, torch.cuda.current_stream(device).cuda_stream):
-        kernel((num,), (32 * WIDE if name == "split_wide" else 32,), (arguments,), shared_mem=shared)
+    function, threads = _kernel(index, name, shared), 32 * WIDE if name == "split_wide" else 32
+    with torch.cuda.device(index):
+        stream = torch.cuda.current_stream(device).cuda_stream
+        # It stages a layer's table before it waits for the kernel before it.
+        launch(function, (num,), threads, shared, stream, arguments, early=True)
     return out

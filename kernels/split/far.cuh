@@ -1,88 +1,156 @@
-// Steps over ranks where there are more than 32: flow.py's queues, walked by one lane.
+// Steps over ranks where there are more than 32: flow.py's queues. The warp looks at a rank's copies and at an expert's
+// ranks side by side, and enters what it finds in the queue's order; loads are moved one path after the other.
 
-__device__ int push_far(Problem &p, double cap, double slack, double tiny, int mark) {
-  int head = 0, tail = 0;
-  for (int r = 0; r < p.ranks; ++r) {
-    if (!(p.load[r] > cap + slack)) continue;
-    p.seen[r] = mark;
-    p.root[r] = r;
-    p.queue[tail++] = r;
+// Rank u's turn: calls found(new ranks' lanes, this lane's rank, from) once per expert (by 32 of its ranks) that leads to
+// new ones, which are entered as seen and queued. A copy leads on where it has more than `tiny`, and to copies that
+// `leads(copy)` lets in.
+template <class Leads, class Found>
+__device__ void expand_far(Problem &p, int u, int source, double tiny, int mark, int &tail, int lane, Leads leads,
+                           Found found) {
+  u32 below = (1u << lane) - 1;
+  int end = p.rank_start[u + 1];
+  for (int base = p.rank_start[u]; base < end; base += 32) {
+    int c = 0, k = 0;
+    bool open = false;
+    if (base + lane < end) {
+      c = p.rank_copy[base + lane];
+      if (p.x[c] > tiny) {
+        k = p.copy_expert[c];
+        for (int d = p.copy_start[k]; d < p.copy_start[k + 1]; ++d)
+          open = open || (p.seen[p.copy_rank[d]] != mark && leads(d));
+      }
+    }
+    // What is pushed meanwhile changes only copies of experts all of whose ranks are seen, or those behind it.
+    for (u32 left = __ballot_sync(ALL, open); left; left &= left - 1) {
+      int owner = __ffs(left) - 1, from = __shfl_sync(ALL, c, owner), expert = __shfl_sync(ALL, k, owner);
+      int last = p.copy_start[expert + 1];
+      for (int first = p.copy_start[expert]; first < last; first += 32) {
+        int d = first + lane, v = 0;
+        bool fresh = false;
+        if (d < last) {
+          v = p.copy_rank[d];
+          fresh = p.seen[v] != mark && leads(d);
+        }
+        u32 those = __ballot_sync(ALL, fresh);
+        if (fresh) {
+          p.seen[v] = mark;
+          p.root[v] = source, p.from[v] = from, p.to[v] = d;
+          p.queue[tail + __popc(those & below)] = v;
+        }
+        tail += __popc(those);
+        __syncwarp();
+        found(fresh, v);
+      }
+    }
   }
+}
+
+// As flow.push.
+__device__ int push_far(Problem &p, double cap, double slack, double tiny, int mark, int lane) {
+  int head = 0, tail = 0;
+  for (int base = 0; base < p.ranks; base += 32) {
+    int r = base + lane;
+    bool above = r < p.ranks && p.load[r] > cap + slack;
+    u32 those = __ballot_sync(ALL, above);
+    if (above) {
+      p.seen[r] = mark;
+      p.root[r] = r;
+      p.queue[tail + __popc(those & ((1u << lane) - 1))] = r;
+    }
+    tail += __popc(those);
+  }
+  __syncwarp();
   bool pushed = false;
   while (head < tail) {
     int u = p.queue[head++], source = p.root[u];
     if (p.load[source] <= cap) continue;
-    for (int i = p.rank_start[u]; i < p.rank_start[u + 1]; ++i) {
-      int c = p.rank_copy[i];
-      if (p.x[c] <= tiny) continue;
-      int k = p.copy_expert[c];
-      for (int d = p.copy_start[k]; d < p.copy_start[k + 1]; ++d) {
-        int v = p.copy_rank[d];
-        if (p.seen[v] == mark) continue;
-        p.seen[v] = mark;
-        p.root[v] = source, p.from[v] = c, p.to[v] = d;
-        p.queue[tail++] = v;
+    auto push_to = [&](bool fresh, int to) {
+      u32 wanting = __ballot_sync(ALL, fresh && cap - p.load[to] > slack);
+      for (; wanting; wanting &= wanting - 1) {
+        int v = __shfl_sync(ALL, to, __ffs(wanting) - 1);
         double amount = least(cap - p.load[v], p.load[source] - cap);
-        if (amount <= 0.0 || cap - p.load[v] <= slack) continue;
+        if (amount <= 0.0) break;
         for (int w = v; w != source; w = p.copy_rank[p.from[w]]) amount = least(amount, p.x[p.from[w]]);
         if (amount <= 0.0) continue;
         pushed = true;
-        for (int w = v; w != source; w = p.copy_rank[p.from[w]]) {
-          p.x[p.from[w]] -= amount;
-          p.x[p.to[w]] += amount;
+        __syncwarp();
+        if (lane == 0) {
+          for (int w = v; w != source; w = p.copy_rank[p.from[w]]) {
+            p.x[p.from[w]] -= amount;
+            p.x[p.to[w]] += amount;
+          }
+          p.load[source] -= amount;
+          p.load[v] += amount;
         }
-        p.load[source] -= amount;
-        p.load[v] += amount;
+        __syncwarp();
       }
-    }
+    };
+    expand_far(p, u, source, tiny, mark, tail, lane, [](int) { return true; }, push_to);
   }
   return pushed ? -1 : tail;
 }
 
-__device__ void level_out_far(Problem &p, int mark) {
+// As flow.level_out.
+__device__ void level_out_far(Problem &p, int mark, int lane) {
   int tail = 0;
-  for (int r = 0; r < p.ranks; ++r) {
-    if (p.seen[r] == mark) continue;
-    int head = tail, begin = tail;
-    p.seen[r] = mark;
-    p.queue[tail++] = r;
-    double total = 0.0;
-    while (head < tail) {
-      int u = p.queue[head++];
-      total += p.load[u];
-      for (int i = p.rank_start[u]; i < p.rank_start[u + 1]; ++i) {
-        int c = p.rank_copy[i];
-        if (p.x[c] <= 0.0) continue;
-        int k = p.copy_expert[c];
-        for (int d = p.copy_start[k]; d < p.copy_start[k + 1]; ++d) {
-          int v = p.copy_rank[d];
-          if (p.seen[v] == mark || !(p.x[d] > 0.0)) continue;
-          p.seen[v] = mark;
-          p.from[v] = c, p.to[v] = d;
-          p.queue[tail++] = v;
+  for (int base = 0; base < p.ranks; base += 32) {
+    while (true) {
+      u32 unseen = __ballot_sync(ALL, base + lane < p.ranks && p.seen[base + lane] != mark);
+      if (!unseen) break;
+      int root = base + __ffs(unseen) - 1, head = tail, begin = tail++;
+      __syncwarp();
+      if (lane == 0) {
+        p.seen[root] = mark;
+        p.queue[begin] = root;
+      }
+      __syncwarp();
+      double total = 0.0;
+      while (head < tail) {
+        int u = p.queue[head++];
+        total += p.load[u];
+        expand_far(p, u, root, 0.0, mark, tail, lane, [&](int d) { return p.x[d] > 0.0; }, [](bool, int) {});
+      }
+      double mean = divide(p, total, tail - begin);
+      for (int next = tail - 1; next > begin; next -= 32) {
+        int v = 0, c = 0, d = 0, above = 0;
+        if (next - lane > begin) {
+          v = p.queue[next - lane];
+          c = p.from[v], d = p.to[v];
+          above = p.copy_rank[c];
+        }
+        for (int i = 0; i < 32 && next - i > begin; ++i) {
+          int leaf = __shfl_sync(ALL, v, i), from = __shfl_sync(ALL, c, i), to = __shfl_sync(ALL, d, i);
+          int parent = __shfl_sync(ALL, above, i);
+          if (lane) continue;
+          double amount = most(least(p.load[leaf] - mean, p.x[to]), -p.x[from]);
+          p.x[to] -= amount;
+          p.x[from] += amount;
+          p.load[leaf] -= amount;
+          p.load[parent] += amount;
         }
       }
-    }
-    double mean = divide(p, total, tail - begin);
-    for (int i = tail - 1; i > begin; --i) {
-      int v = p.queue[i], c = p.from[v], d = p.to[v];
-      double amount = most(least(p.load[v] - mean, p.x[d]), -p.x[c]);
-      p.x[d] -= amount;
-      p.x[c] += amount;
-      p.load[v] -= amount;
-      p.load[p.copy_rank[c]] += amount;
+      __syncwarp();
     }
   }
 }
 
-__device__ double captive_load_far(const Problem &p, int mark) {
+// As flow.captive_load.
+__device__ double captive_load_far(const Problem &p, int mark, int lane) {
   double captive = 0.0;
-  for (int r = 0; r < p.ranks; ++r)
-    if (p.seen[r] == mark) captive += p.fixed[r];
-  for (int k = 0; k < p.replicated; ++k) {
-    bool inside = true;
-    for (int c = p.copy_start[k]; c < p.copy_start[k + 1]; ++c) inside = inside && p.seen[p.copy_rank[c]] == mark;
-    if (inside) captive += p.demand[k];
+  auto add = [&](bool inside, double load) {
+    for (u32 those = __ballot_sync(ALL, inside); those; those &= those - 1)
+      captive += __shfl_sync(ALL, load, __ffs(those) - 1);
+  };
+  for (int base = 0; base < p.ranks; base += 32) {
+    int r = base + lane;
+    add(r < p.ranks && p.seen[r] == mark, r < p.ranks ? p.fixed[r] : 0.0);
+  }
+  for (int base = 0; base < p.replicated; base += 32) {
+    int k = base + lane;
+    bool inside = k < p.replicated;
+    for (int c = inside ? p.copy_start[k] : 0; inside && c < p.copy_start[k + 1]; ++c)
+      inside = p.seen[p.copy_rank[c]] == mark;
+    add(inside, k < p.replicated ? p.demand[k] : 0.0);
   }
   return captive;
 }

@@ -2,11 +2,13 @@
 // integers in any order, in float64 in the same one and with no contraction to fused multiply-adds.
 //
 // Up to 32 ranks, lane r keeps rank r's load, and sets of ranks are bits of a word. Beyond, experts that share no rank are
-// poured together, and one lane walks the queues of the CPU form in shared memory.
+// poured together, and the warp walks the queues of the CPU form in shared memory.
 //
 // tests/kernels/split/warp.h compiles this file for the host, a fiber a lane.
 
 #include "state.cuh"
+
+#include "device.cuh"
 
 #include "pour.cuh"
 
@@ -38,8 +40,7 @@ __device__ int close_gap(Problem &p, Bound &bound, double tol, double tiny_part,
     u32 seen = 0;
     mark += 2;
     if (FAR) {
-      reached = lane ? 0 : push_far(p, cap, slack, slack * tiny_part, mark);
-      reached = __shfl_sync(ALL, reached, 0);
+      reached = push_far(p, cap, slack, slack * tiny_part, mark, lane);
       if (reached == 0) break;
     } else {
       seen = __ballot_sync(ALL, lane < p.ranks && load > cap + slack);
@@ -50,16 +51,16 @@ __device__ int close_gap(Problem &p, Bound &bound, double tol, double tiny_part,
     if (reached > 0) {
       double captive;
       if (FAR)
-        captive = __shfl_sync(ALL, lane ? 0.0 : captive_load_far(p, mark), 0);
+        captive = captive_load_far(p, mark, lane);
       else
         captive = captive_load(p, seen, lane);
       if (!p.whole && captive * bound.size <= bound.numerator * reached) break;
       bound.numerator = captive, bound.size = reached;
     } else if (!p.whole && rounds <= NUM_LEVELLED) {
-      if (!FAR)
+      if (FAR)
+        level_out_far(p, mark + 1, lane);
+      else
         level_out_near(p, load, lane);
-      else if (lane == 0)
-        level_out_far(p, mark + 1);
       __syncwarp();
     }
   }
@@ -76,10 +77,23 @@ __device__ u64 warp_sum(u64 value) {
   return low + (middle << 27) + (high << 54);
 }
 
-// What all problems need of a problem's table and its experts' loads as they are, to shared memory; whether a load is
-// negative. The first loads are asked for before the table, whose address waits for the layer.
+// What all problems need of a layer's table, to shared memory.
 template <int WARPS>
-__device__ bool stage(const Arguments &a, int b, const char *table, char *staged, i64 *expert_load, u64 *totals, int thread) {
+__device__ void stage_table(const Arguments &a, i64 layer, char *staged, int thread) {
+  const int TOGETHER = WARPS > 1 ? 2 : 8;
+  const uint4 *from = reinterpret_cast<const uint4 *>(a.tables + layer * a.table_bytes);
+#pragma unroll TOGETHER
+  for (int i = thread; i < a.n.staged / 16; i += 32 * WARPS) reinterpret_cast<uint4 *>(staged)[i] = from[i];
+}
+
+// A problem's layer, 0 where it is none.
+__device__ i64 table_of(const Arguments &a, i64 layer) { return 0 <= layer && layer < a.layers ? layer : 0; }
+
+// The experts' loads as they are, to shared memory; whether one is negative. All threads are in step then. `before`: the
+// layer whose table is staged, `layer`: which it should be.
+template <int WARPS>
+__device__ bool stage_loads(const Arguments &a, int b, i64 before, i64 layer, char *staged, i64 *expert_load, u64 *totals,
+                            int thread) {
   const int THREADS = 32 * WARPS, AHEAD = 8 / WARPS;
   i64 ahead[AHEAD];
   int experts = a.n.experts;
@@ -95,9 +109,7 @@ __device__ bool stage(const Arguments &a, int b, const char *table, char *staged
   };
 #pragma unroll
   for (int j = 0; j < AHEAD; ++j) ahead[j] = thread + THREADS * j < experts ? loads[thread + THREADS * j] : 0;
-  const uint4 *from = reinterpret_cast<const uint4 *>(table);
-#pragma unroll 8 / WARPS
-  for (int i = thread; i < a.n.staged / 16; i += THREADS) reinterpret_cast<uint4 *>(staged)[i] = from[i];
+  if (before != layer) stage_table<WARPS>(a, layer, staged, thread);
 #pragma unroll
   for (int j = 0; j < AHEAD; ++j)
     if (thread + THREADS * j < experts) put(thread + THREADS * j, ahead[j]);
@@ -229,17 +241,22 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   p.whole = a.whole;
   p.ranks = n.ranks;
 
+  // What an earlier kernel may write, such as the layer, is read for good only when it has ended, and not from what was
+  // kept of it before.
+  i64 before = table_of(a, __ldcg(a.layer + b));
+  stage_table<WARPS>(a, before, shared, thread);
+  wait_for_earlier();
+  let_next_begin();
+  i64 layer = __ldcg(a.layer + b);
   const double *start = a.start ? a.start + static_cast<i64>(b) * n.slots : nullptr;
   double ahead[2] = {0.0, 0.0};
 #pragma unroll
   for (int j = 0; j < 2; ++j)
     if (WARPS > 1 && start && thread + THREADS * j < n.slots) ahead[j] = start[thread + THREADS * j];
-  i64 layer = a.layer[b];
-  int status = OK;
-  if (layer < 0 || layer >= a.layers) status = BAD_LAYER, layer = 0;
-  const char *table = a.tables + layer * a.table_bytes;
-  bool bad = stage<WARPS>(a, b, table, shared, expert_bits, FAR ? nullptr : p.totals, thread);
-  place_table<FAR>(p, shared, table, n);
+  int status = layer < 0 || layer >= a.layers ? BAD_LAYER : OK;
+  layer = table_of(a, layer);
+  bool bad = stage_loads<WARPS>(a, b, before, layer, shared, expert_bits, FAR ? nullptr : p.totals, thread);
+  place_table<FAR>(p, shared, a.tables + layer * a.table_bytes, n);
 
   auto as_load = [&](i64 bits) { return a.integral ? static_cast<double>(bits) : __longlong_as_double(bits); };
   double total;
@@ -340,8 +357,6 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     a.size[b] = found.bound.size, a.sweeps[b] = found.sweeps + rounds, a.status[b] = OK;
   }
 }
-
-extern __shared__ uint4 shared_memory[];
 
 extern "C" __global__ void __launch_bounds__(32, 20) split_near(const __grid_constant__ Arguments a) {
   solve<false, 1>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);

@@ -52,7 +52,7 @@ struct Problem {
   u32 *used, *reach, *partly_used;
   const u16 *fixed_start, *fixed_expert, *fixed_row, *expert, *copy_start, *copy_rank, *copy_expert, *rank_start, *rank_copy;
   const u8 *fixed_rank;
-  const u16 *source, *wave_start, *wave_of, *members, *twin;
+  const u16 *source, *wave_start, *members, *twin;
   u16 *queue, *root, *from, *to;
   int *seen, *loads, *fixed_units, *warm_loads, *even_top, *ended;
   u64 *totals;
@@ -113,8 +113,7 @@ __device__ void place_table(Problem &p, const char *staged, const char *table, c
     p.wave_others = take<const u32>(at, n.waves * n.ranks);
     p.fixed_row = take<const u16>(at, n.rows * n.ranks);
     p.fixed_rank = take<const u8>(at, n.rows * n.ranks);
-    p.members = take<const u16>(at, n.waves);
-    p.wave_of = take<const u16>(at, n.replicated);
+    p.members = take<const u16>(at, n.waves + 1);
     at = table + n.staged;
   }
   p.share = take<const double>(at, n.copies);

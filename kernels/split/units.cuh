@@ -50,6 +50,8 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
     return static_cast<int>(__longlong_as_double(bits) * unit);
   };
   if (exact) {
+    // Few rounds each: unrolled they are slower, for the code that is fetched.
+#pragma unroll 1
     for (int i = thread; i < a.n.rows * p.ranks; i += THREADS) {
       int load = in_units(expert_load[p.fixed_row[i]]);
       if (load) atomicAdd(p.fixed_units + p.fixed_rank[i], load);
@@ -57,8 +59,10 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
   } else if (thread < p.ranks) {
     p.fixed_units[thread] = static_cast<int>(p.fixed[thread] * unit);
   }
+#pragma unroll 1
   for (int k = thread; k < p.replicated; k += THREADS)
     p.experts[k] = {p.mask[k], static_cast<u32>(in_units(expert_load[p.expert[k]]))};
+#pragma unroll 1
   for (int i = thread; i < p.waves * p.ranks; i += THREADS) {
     u32 others = p.wave_others[i];
     int rank = others >> 24;
@@ -74,21 +78,37 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
   }
   if (start) place_start<WARPS>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
   meet_all<WARPS>();
-  int fixed = 0, load = 0;
-  if (thread < 64) {
-    fixed = p.fixed_units[lane];
-    if (thread < 32) load = fixed + p.loads[lane];
-    u32 even_top = __reduce_max_sync(ALL, static_cast<u32>(load));
+  int fixed = 0, load = 0, even_top = 0, unlevelled = COLD;
+  if (thread < 64 || start) fixed = p.fixed_units[lane];
+  if (thread < 32 || start) {
+    load = fixed + p.loads[lane];
+    even_top = __reduce_max_sync(ALL, static_cast<u32>(load));
     if (thread == 0) *p.even_top = even_top;
   }
   if (start) {
-    warm_start(p, thread, THREADS);
+    u32 *warm_units = p.partly_used;
+#pragma unroll 1
+    for (int i = thread; i < p.waves * p.ranks; i += THREADS) {
+      Cell cell = p.cells[i];
+      if (!cell.mask) continue;
+      warm_units[i] = warm_part(p, p.wave_copy[i] >> 16, cell.need, p.wave_copy[i] & 0xffff);
+      atomicAdd(p.warm_loads + (cell.others >> 24), static_cast<int>(warm_units[i]));
+    }
     meet_all<WARPS>();
-    if (thread < 32) load = fixed + p.warm_loads[lane];
+    int warm = fixed + p.warm_loads[lane], total = __reduce_add_sync(ALL, load), mean = over(p, total, p.ranks);
+    int above = static_cast<int>(__reduce_max_sync(ALL, static_cast<u32>(warm))) - mean, even_above = even_top - mean;
+    if (above < even_above) {
+      unlevelled = above < even_above >> 1 ? 0 : WARM;
+      load = warm;
+#pragma unroll 1
+      for (int i = thread; i < p.waves * p.ranks; i += THREADS)
+        if (p.cells[i].mask) p.cells[i].part = warm_units[i];
+    }
+    meet_all<WARPS>();
   }
   if (thread < 32) {
     int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
-    Searched found = search<WARPS>(p, load, fixed, a.tol, limit, start ? WARM : COLD, lane);
+    Searched found = search<WARPS>(p, load, fixed, a.tol, limit, unlevelled, lane);
     if (lane == 0) *p.searched = found;
   } else if (WARPS > 1) {
     offer_bounds<WARPS>(p, fixed, thread / 32, lane);

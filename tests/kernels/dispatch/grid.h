@@ -102,6 +102,8 @@ static void atomicAdd(T *at, T value) {
   *at += value;
 }
 
+static void atomicOr(unsigned *at, unsigned bits) { *at |= bits; }
+
 using std::rint;
 
 #include SOURCE

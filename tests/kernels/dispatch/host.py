@@ -47,9 +47,10 @@ def build(folder: Path) -> ctypes.CDLL | None:
     if shutil.which("g++") is None:
         return None
     built, text = folder / "grid.so", folder / "dispatch.cu"
-    text.write_text(
-        dispatch_cuda.source().replace(Path(dispatch_cuda.__file__).with_name("device.cuh").read_text(), "")
-    )
+    source, kernels = dispatch_cuda.source(), Path(dispatch_cuda.__file__).parents[1]
+    for on_device in ("dispatch/cluster.cuh", "split/device.cuh"):
+        source = source.replace((kernels / on_device).read_text(), "")
+    text.write_text(source)
     options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
     header = Path(__file__).with_name("grid.h")
     command = ["g++", *options, *SMALL.options, f'-DSOURCE="{text}"', "-x", "c++", str(header), "-o", str(built)]

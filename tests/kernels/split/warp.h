@@ -2,6 +2,7 @@
 // 32 have come to the same one, in ascending order of lanes or, to expose races, in descending order. Warps of a block
 // take turns between such operations; at a block's barrier a warp waits for the others.
 
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -32,7 +33,8 @@ struct Place {
 };
 
 static Place threadIdx, blockIdx;
-static uint4 shared_memory[1 << 16];
+static char *all_shared, *shared_memory;  // ends where no one may read on
+const size_t MOST_SHARED = 1 << 18;
 const int MOST_LANES = 256;
 static ucontext_t lanes[MOST_LANES], scheduler;
 static std::vector<char> stacks(MOST_LANES << 17);
@@ -137,6 +139,14 @@ static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c);
 static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 static void atomicOr(unsigned *at, unsigned bits) { *at |= bits; }
 static void atomicAdd(int *at, int amount) { *at += amount; }
+#define wait_for_earlier()
+#define let_next_begin()
+
+template <class T>
+static T __ldcg(const T *at) {
+  return *at;
+}
+
 using std::floor;
 using std::max;
 using std::min;
@@ -160,12 +170,18 @@ static void lane_main() {
 }
 
 // Returns 0, or a line of split.cu where lanes met at different lines.
-extern "C" int run_on_host(const Arguments *given, int descending, int in_wide) {
+extern "C" int run_on_host(const Arguments *given, int descending, int in_wide, int shared_bytes) {
+  if (!all_shared) {
+    void *place = mmap(nullptr, MOST_SHARED + (1 << 16), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    all_shared = static_cast<char *>(place);
+    mprotect(all_shared + MOST_SHARED, 1 << 16, PROT_NONE);
+  }
+  shared_memory = all_shared + MOST_SHARED - (shared_bytes + 15) / 16 * 16;
   arguments = given;
   wide = in_wide && given->n.ranks <= 32;
   int warps = wide ? WIDE : 1;
   for (blockIdx.x = 0; blockIdx.x < given->problems; ++blockIdx.x) {
-    memset(shared_memory, 0xff, sizeof shared_memory);
+    memset(all_shared, 0xff, MOST_SHARED);
     for (int i = 0; i < 32 * warps; ++i) {
       getcontext(&lanes[i]);
       lanes[i].uc_stack.ss_sp = &stacks[i << 17];

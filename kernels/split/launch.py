@@ -35,7 +35,9 @@ class _Config(ctypes.Structure):
     )
 
 
+COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 EARLY = ctypes.pointer(_Attribute(STREAM_SERIALIZATION, 0, (1,)))
+TOGETHER = ctypes.pointer(_Attribute(COOPERATIVE, 0, (1,)))
 
 
 @functools.cache
@@ -51,12 +53,16 @@ def launch(
     stream: int,
     argument: npt.NDArray[Any],
     early: bool,
+    together: bool = False,
 ) -> None:
     """Of a kernel whose only parameter is a structure; function, stream: the driver's handles, in the current context.
 
-    Raises RuntimeError where the driver refuses it.
+    early: it may begin before the one before it has ended. together: its blocks wait for each other, and so all run at
+    once; not both. Raises RuntimeError where the driver refuses it.
     """
-    config = _Config((*grid, 1, 1)[:3], (threads, 1, 1), shared, stream, EARLY, early)
+    config = _Config(
+        (*grid, 1, 1)[:3], (threads, 1, 1), shared, stream, TOGETHER if together else EARLY, early or together
+    )
     parameters = (ctypes.c_void_p * 1)(argument.ctypes.data)
     error = _launch_kernel()(ctypes.byref(config), ctypes.c_void_p(function), parameters, None)
     if error:

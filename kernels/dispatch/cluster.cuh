@@ -1,6 +1,4 @@
-// What only a device has: shared memory of a launch's size, and blocks of a cluster that read each other's.
-
-extern __shared__ uint4 shared_memory[];
+// Blocks of a cluster, which read each other's shared memory.
 
 __device__ u32 block_of_cluster() {
   u32 block;
@@ -19,9 +17,3 @@ __device__ u32 read_of_block(const u32 *mine, u32 block) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(there) : "memory");
   return value;
 }
-
-// Where a kernel was launched early: what the kernel before it wrote is there from here on. All threads must come.
-__device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
-// The next kernel may be launched, if it waits itself.
-__device__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
