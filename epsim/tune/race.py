@@ -33,6 +33,8 @@ FIRST_STEPS, FEWEST_STEPS, FEWEST_LAYERS = 48, 8, 4
 GROWTH, KEPT = 4, 3
 """A round has GROWTH times the steps of the last and 1/KEPT of its candidates."""
 LEAST_KEPT = 6
+SEARCHED = 2
+"""Redundancies for which placements are searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,14 @@ def race(
         layers = None if num_layers == problem.meta.num_layers else _layers(problem, num_layers)
         places = evenly(part.first, part.last, num_steps)
         if not rounds:
-            left = _without_hopeless(problem, left, part, places, layers)
-        rounds.append(Round(score(problem, left, part, places, layers), len(places), num_layers))
+            later = [one for one in left if one.interval is not None or one.stack.placement.name == "searched"]
+            times = score(problem, [one for one in left if one not in later], part, places, layers)
+            later = _hopeful(problem, later, times, classes, cost, worth, places, layers)
+            left = [one for one in left if one in times or one in later]
+            times |= score(problem, later, part, places, layers)
+        else:
+            times = score(problem, left, part, places, layers)
+        rounds.append(Round(times, len(places), num_layers))
         progress(num_steps / total)
         enough = num_steps == total and num_layers == problem.meta.num_layers
         limited = len(rounds) > 1 and num_steps <= rounds[-2].num_steps and num_layers <= rounds[-2].num_layers
@@ -109,7 +117,7 @@ def race(
         fewer = survivors(
             rounds[-1].times, classes, cost, worth, max(len(left) // KEPT, LEAST_KEPT), problem.setting.seed
         )
-        left = [candidate for candidate in left if candidate in fewer or candidate == candidates[0]]
+        left = [one for one in left if one in fewer or one == candidates[0]]
         steps = num_steps * GROWTH
 
 
@@ -152,17 +160,36 @@ def not_worse(times: Mapping[Candidate, Times], worth: float, seed: int) -> list
     return found
 
 
-def _without_hopeless(
-    problem: Problem, candidates: list[Candidate], part: Part, places: Ints, layers: Sequence[int] | None
+def _hopeful(
+    problem: Problem,
+    later: list[Candidate],
+    first: Mapping[Candidate, Times],
+    classes: Sequence[Class],
+    cost: Cost,
+    worth: float,
+    places: Ints,
+    layers: Sequence[int] | None,
 ) -> list[Candidate]:
-    """Without those that rebalance so often that even perfect balance would not pay for the host's work."""
-    if all(candidate.interval is None for candidate in candidates):
-        return candidates
-    least = float(np.nanmean(ideal_us(problem, places, layers)))
-    plain = score(problem, candidates[:1], part, places, layers)
-    most = plain[candidates[0]].mean_us
+    """Of `later`, what is worth planning, since that takes long, once the others are scored (`first`).
+
+    Not what rebalances so often that, for the host's work alone, even perfect balance would not make it faster than
+    what is planned once. Searched placements for the redundancies alone that are best without a search, and the
+    cheapest that is not told from the best.
+    """
+    if not later:
+        return []
     work_us = problem.layer_ms * 1e3 * problem.timing.model.moe_layers
-    return [c for c in candidates if c.interval is None or least + work_us / c.interval < most]
+    least = float(np.nanmean(ideal_us(problem, places, layers)))
+    fastest = [min(own.mean_us for one, own in first.items() if belongs(one)) for belongs in classes]
+    planned = sorted((one for one in first if one.stack.placement.needs_history), key=lambda one: first[one].mean_us)
+    alike = not_worse({one: first[one] for one in planned}, worth, problem.setting.seed) if planned else []
+    best = [one.redundant for one in (*planned, *later)]
+    searched = {*list(dict.fromkeys(best))[:SEARCHED], *(one.redundant for one in sorted(alike, key=cost)[:1])}
+    return [
+        one
+        for one in later
+        if (one.redundant in searched if one.interval is None else least + work_us / one.interval < max(fastest))
+    ]
 
 
 def _layers(problem: Problem, number: int) -> list[int]:

@@ -21,6 +21,7 @@ from epsim.placement.base import Cluster, Placement, PlacementPolicy
 from epsim.placement.contiguous import Contiguous
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.load import Load
+from epsim.policies.stack import PolicyStack
 from epsim.traces.select import take_steps
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
@@ -107,7 +108,7 @@ class _Walk:
         self.step_us: dict[Candidate, list[Floats]] = {candidate: [] for candidate in candidates}
         self._now = -1
         self._placement: Placement | None = None
-        self._bound: list[BoundStack] = []
+        self._bound: dict[PolicyStack, BoundStack] = {}
 
     def score(self, places: Ints, block: Block, on_load: OnLoad | None) -> None:
         """The next steps, at ascending places."""
@@ -115,8 +116,9 @@ class _Walk:
         for segment in np.unique(segments):
             self._go_to(int(segment))
             part = take_steps(block, segments == segment)
-            for candidate, bound in zip(self.candidates, self._bound, strict=True):
-                load = bound.load(part)
+            loads = {stack: bound.load(part) for stack, bound in self._bound.items()}
+            for candidate in self.candidates:
+                bound, load = self._bound[candidate.stack], loads[candidate.stack]
                 self.step_us[candidate].append(step_times(self.problem.timing, candidate, bound, load))
                 if on_load is not None:
                     on_load(candidate, bound, load, segments == segment)
@@ -165,7 +167,7 @@ class _Walk:
             taken = Placement(slots, placement.num_experts, placement.num_ranks, placement.num_nodes)
             layers = tuple(layers[layer] for layer in self.layers)
         setting = dataclasses.replace(problem.setting, layers=layers)
-        self._bound = [bind(candidate.stack, taken, setting) for candidate in self.candidates]
+        self._bound = {one.stack: bind(one.stack, taken, setting) for one in self.candidates}
 
 
 def step_times(timing: LayerTiming, candidate: Candidate, bound: BoundStack, load: Load) -> Floats:
@@ -193,6 +195,8 @@ def score(
         key = (candidate.stack.placement.name, candidate.redundant, candidate.interval)
         groups.setdefault(key, []).append(candidate)
     walks = [_Walk(problem, part, layers, group) for group in groups.values()]
+    if not walks:
+        return {}
     for here, block in chosen_blocks(problem.trace, places, layers, problem.base.num_ranks):
         block = changed(block)
         for _ in in_parallel(lambda walk: walk.score(here, block, on_load), walks):  # noqa: B023

@@ -1,0 +1,221 @@
+"""The parts of a search, by hand: memory, migration, windows, intervals, candidates, options of serving systems."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epsim.cost.hardware import load_hardware
+from epsim.cost.layer_time import LayerTiming
+from epsim.cost.model import load_model
+from epsim.placement import placement_policy
+from epsim.placement.base import Cluster, Placement
+from epsim.policies.apply import Setting
+from epsim.policies.stack import parse_stack
+from epsim.traces.trace import CountsBlock, RankCountsBlock, TokenBlock
+from epsim.tune.candidates import Candidate, all_candidates, possible_intervals, redundancies
+from epsim.tune.conditions import _permuted, _Resized
+from epsim.tune.ideal import ideal_us
+from epsim.tune.memory import Memory, parse_memory
+from epsim.tune.migration import migration
+from epsim.tune.race import Interval, change
+from epsim.tune.scorer import Part, Problem, score
+from epsim.tune.steps import WindowSums, chosen_blocks, evenly
+from epsim.tune.systems import Setup, sglang_command, sglang_lacks, vllm_command, vllm_lacks
+from tests.tune.cases import GPUS, MakeCounts, hot
+
+V3, H200 = load_model("deepseek-v3"), load_hardware("h200")
+SETUP = Setup("deepseek-ai/DeepSeek-V3", "t.parquet", 16, 2, 8, decode=False)
+
+
+def test_memory_of_deepseek_v3() -> None:
+    memory = Memory(V3, 141e9, 0.2)
+    expert = 3 * 7168 * 2048
+    # 16 of 256 experts and the shared one in 58 layers, 61 layers of attention, 3 dense ones; a byte a parameter.
+    by_hand = 58 * 17 * expert + 61 * 187e6 + 3 * 396e6
+    assert memory.used(16) == pytest.approx(by_hand)
+    assert memory.used(17, moving=True) == pytest.approx(by_hand + 58 * expert + 17 * expert)
+    most = memory.most_slots(16)
+    assert memory.used(most) <= memory.limit < memory.used(most + 1)
+    with pytest.raises(ValueError, match=r"DeepSeek-V3 needs 56\.0 GB of weights on each of 16 GPUs"):
+        Memory(V3, 60e9, 0.2).most_slots(16)
+
+
+@pytest.mark.parametrize(("text", "size"), [("141GB", 141e9), ("80GiB", 80 * 2**30), ("96", 96e9), (" 1.5 tb", 1.5e12)])
+def test_sizes(text: str, size: float) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-3GB", "12 kg", "1e400", "nan"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="--memory-per-gpu"):
+        parse_memory(text)
+
+
+def placed(slots: list[int], ranks: int, nodes: int = 1) -> Placement:
+    return Placement(torch.tensor([slots]), max(slots) + 1, ranks, nodes)
+
+
+def test_migration_by_hand() -> None:
+    old, new = placed([0, 1, 2, 3], 2), placed([0, 2, 1, 3], 2)
+    found = migration(old, new, H200, V3, layer_ms=10.0)
+    # One expert into each rank and out of it, 44 MB at 316 GB/s and beyond by the table's rates; 58 such layers.
+    assert found.bytes_moved == pytest.approx(58 * 3 * 7168 * 2048)
+    alone = (found.us - 58 * 10e3) / 58
+    assert 3 * 7168 * 2048 / 348e3 < alone < 3 * 7168 * 2048 / 290e3
+    across = migration(placed([0, 1, 2, 3], 2, 2), placed([0, 2, 1, 3], 2, 2), H200, V3, layer_ms=0.0)
+    assert across.us == pytest.approx(58 * 3 * 7168 * 2048 / 47.8e3)
+    assert migration(old, old, H200, V3, layer_ms=10.0).us == 0
+    # The same experts in other slots of their rank do not move.
+    assert migration(old, placed([1, 0, 3, 2], 2), H200, V3, layer_ms=10.0).bytes_moved == 0
+    # Where a rank sends one expert to three others, sending takes longest.
+    spread = migration(placed([0, 1, 2, 3], 4), placed([0, 0, 0, 0, 0, 1, 2, 3], 4), H200, V3, layer_ms=0.0)
+    assert spread.us > found.us - 58 * 10e3
+
+
+def test_windows_are_planned_on_as_they_are(make_counts: MakeCounts) -> None:
+    trace = make_counts(np.stack([hot(step % 16) for step in range(30)]))
+    counts = np.concatenate([block.counts for block in trace.blocks() if isinstance(block, CountsBlock)])
+    sums = WindowSums(trace, [5, 12, 20, 30])
+    assert sums.assignments(5, 20) == counts[5:20].sum()
+    cluster, policy = Cluster(GPUS), placement_policy("eplb")
+    whole = torch.from_numpy(counts[5:20].sum(0, keepdims=True))
+    assert sums.plan(policy, cluster, 5, 20).version == policy.plan(whole, cluster).version
+
+
+def test_chosen_steps_are_those(make_counts: MakeCounts) -> None:
+    trace = make_counts(np.stack([hot(step % 16) for step in range(30)]))
+    counts = np.concatenate([block.counts for block in trace.blocks() if isinstance(block, CountsBlock)])
+    places = np.array([3, 4, 11, 29])
+    ((at, block),) = chosen_blocks(trace, places, [1], GPUS)
+    assert at.tolist() == places.tolist()
+    assert isinstance(block, CountsBlock)
+    assert np.array_equal(block.counts, counts[places][:, [1]])
+    assert np.array_equal(block.steps, places)
+
+
+@given(st.integers(0, 50), st.integers(1, 400), st.integers(1, 60))
+def test_evenly(first: int, number: int, most: int) -> None:
+    places = evenly(first, first + number, most)
+    assert len(places) == min(number, most)
+    assert first <= places[0]
+    assert places[-1] < first + number
+    steps = np.diff(places)
+    assert not len(steps) or steps.min() >= 1
+    assert not len(steps) or steps.max() - steps.min() <= 1
+
+
+def test_intervals_and_segments() -> None:
+    assert possible_intervals(9) == ()
+    assert possible_intervals(350) == (10, 20, 50, 100, 200)
+    assert possible_intervals(10**4) == (500, 1000, 2000, 5000, 10000)
+    part = Part(30, 60)
+    assert [part.segment(place, 10) for place in (30, 39, 40, 59)] == [0, 0, 1, 2]
+    assert part.bounds([10]) == [20, 30, 40, 50, 60]
+
+
+def test_redundancies_divide_and_fit() -> None:
+    assert redundancies(256, 16, 19) == (0, 16, 32, 48)
+    assert redundancies(256, 12, 23) == (8, 20)
+    assert redundancies(4, 4, 100) == (0, 4, 8, 12)  # never more slots than there are experts
+
+
+def test_the_grid_has_no_candidate_twice_and_only_what_the_level_allows() -> None:
+    clusters = [Cluster(16, 2, redundant, 8) for redundant in (0, 16, 32)]
+    for level in ("counts", "rank_counts", "tokens"):
+        found = all_candidates(level, True, 256, clusters, (10, 100))
+        assert len({candidate.name for candidate in found}) == len(found)
+        for candidate in found:
+            candidate.stack.check_level(level, candidate.redundant > 0, True)
+        assert found[0].name == "contiguous r0"
+        assert {candidate.interval for candidate in found} == {None, 10, 100}
+        assert not any(candidate.interval and candidate.stack.placement.name == "searched" for candidate in found)
+
+
+def test_systems_are_told_what_they_can_run() -> None:
+    lp = Candidate(parse_stack("eplb+lplb"), 16, None, parse_stack("eplb+lplb-ipm"))
+    flags = shlex.split(sglang_command(lp, SETUP))
+    for name, value in (
+        ("--ep-num-redundant-experts", "16"),
+        ("--ep-dispatch-algorithm", "lp"),
+        ("--init-expert-location", "placement-sglang.json"),
+        ("--ep-size", "16"),
+        ("--nnodes", "2"),
+    ):
+        assert flags[flags.index(name) + 1] == value
+    assert "--enable-eplb" not in flags
+    assert "published one" in sglang_lacks(Candidate(parse_stack("eplb+lplb"), 16))
+    assert "load" in vllm_lacks(lp)
+    often = Candidate(parse_stack("eplb"), 32, 100)
+    flags = shlex.split(sglang_command(often, SETUP))
+    assert flags[flags.index("--eplb-rebalance-num-iterations") + 1] == "100"
+    assert "--enable-eplb" in flags
+    assert "--init-expert-location" not in flags
+    words = shlex.split(vllm_command(often, SETUP, 100))
+    config = json.loads(words[words.index("--eplb-config") + 1])
+    assert config == {"num_redundant_experts": 32, "window_size": 100, "step_interval": 100}
+    water = Candidate(parse_stack("eplb+random+waterfill(load=routed+local,counts=local)"), 16)
+    assert shlex.split(sglang_command(water, SETUP))[-1] == "--enable-waterfill"
+    assert not sglang_lacks(water)
+    assert sglang_lacks(Candidate(parse_stack("eplb+lplb+waterfill-joint"), 0))
+    assert vllm_lacks(Candidate(parse_stack("searched"), 0))
+    assert "router" in vllm_lacks(Candidate(parse_stack("eplb+oea(k0=4)"), 0))
+
+
+def test_a_change_of_times_as_a_gain() -> None:
+    base = np.full(40, 100.0)
+    found = change(base * 0.8, base, 0)
+    assert found.mean == pytest.approx(-0.2)
+    assert found.gain.mean == pytest.approx(0.25)
+    assert found.gain.low == pytest.approx(0.25)
+    assert not Interval(0.1, -0.1, 0.3).tells
+    assert Interval(0.1, None, None).gain.high is None
+    assert change(base[:1], base[:1], 0).low is None
+
+
+def test_nothing_beats_the_ideal(make_counts: MakeCounts, timing: LayerTiming) -> None:
+    trace = make_counts(np.stack([hot(step % 16) for step in range(24)]), tokens=512)
+    setting = Setting(0, 0.0, 2, trace.meta.layers, rows=True)
+    sums = WindowSums(trace, [8, 24])
+    problem = Problem(trace, trace.meta, Cluster(GPUS), timing, setting, sums, 0.0, 512.0)
+    candidates = [
+        Candidate(parse_stack(text), red) for text in ("contiguous", "eplb", "eplb+lplb") for red in (0, 4, 16)
+    ]
+    places = np.arange(8, 24)
+    best = ideal_us(problem, places)
+    for times in score(problem, candidates, Part(8, 24), places).values():
+        assert (times.step_us >= best * (1 - 1e-9)).all()
+
+
+def test_fewer_tokens_are_whole_ones_of_the_same_experts() -> None:
+    rng = np.random.default_rng(0)
+    counts = rng.multinomial(400, np.ones(8) / 8, size=(3, 2)).astype(np.int64)
+    block = CountsBlock(np.arange(3), counts)
+    for part in (block, RankCountsBlock(np.arange(3), counts[:, :, None])):
+        fewer = _Resized(1 / 4, 2, 0)(part)
+        assert not isinstance(fewer, TokenBlock)
+        assert (fewer.counts <= part.counts).all()
+        assert (fewer.counts.sum(-1) == 100).all()
+        more = _Resized(4, 2, 0)(part)
+        assert not isinstance(more, TokenBlock)
+        assert np.array_equal(more.counts, part.counts * 4)
+
+
+def test_permuted_experts_keep_their_skew() -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.permuted(np.tile(np.arange(6), (10, 2, 1)), axis=2)[:, :, :3].astype(np.int16)
+    ids[0, 0, 2] = -1
+    tokens = TokenBlock(np.array([4]), np.zeros(10, np.int64), np.zeros(10, np.int64), ids)
+    order = np.stack([rng.permutation(6), rng.permutation(6)])
+    moved = _permuted(tokens, order)
+    counts = _permuted(tokens.to_counts(6), order)
+    assert isinstance(moved, TokenBlock)
+    assert isinstance(counts, CountsBlock)
+    assert np.array_equal(moved.to_counts(6).counts, counts.counts)
+    assert np.array_equal(np.sort(counts.counts), np.sort(tokens.to_counts(6).counts))

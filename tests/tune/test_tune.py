@@ -1,0 +1,190 @@
+"""Answers on traces where the right one is known by construction, and what must hold of any answer."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from epsim.cost.layer_time import LayerTiming
+from epsim.placement.base import Cluster
+from epsim.policies.stack import parse_stack
+from epsim.replay import ReplayOptions, replay
+from epsim.report import write_report
+from epsim.results import check_results, read_results
+from epsim.tune.memory import Memory
+from tests.tune.cases import GPUS, Floats, MakeCounts, RunTune, answered, hot
+
+EPLB = (parse_stack("eplb"),)
+STATIONARY = np.tile(hot(0), (60, 1))
+
+
+def drifting(steps: int = 240, every: int = 60) -> Floats:
+    """Experts of weights 1 to 16, dealt anew every so many steps."""
+    rng = np.random.default_rng(5)
+    weights = np.stack([rng.permutation(np.arange(1.0, 17.0)) for _ in range(-(-steps // every))])
+    shares: Floats = np.repeat(weights / weights.sum(1, keepdims=True), every, axis=0)[:steps]
+    return shares
+
+
+def test_stationary_skew_is_planned_once(make_counts: MakeCounts, run_tune: RunTune, timing: LayerTiming) -> None:
+    trace = make_counts(STATIONARY)
+    results = run_tune(trace, redundant=(0,))
+    best = answered(results)
+    assert best["advised"]
+    assert (best["stack"], best["redundant"], best["interval"]) == ("eplb", 0, None)
+    # Four hot experts of 6/36 each in one place: 24/36 of the work on one rank, and 9/36 at best.
+    metrics = {entry["name"]: entry["metrics"] for entry in results["stacks"]}
+    assert metrics["contiguous r0"]["max_over_mean"]["mean"] == pytest.approx(4 * 24 / 36, rel=0.01)
+    assert metrics["eplb r0"]["max_over_mean"]["mean"] == pytest.approx(1.0, rel=0.01)
+    # The same steps by replay, planned on the same steps, take as long.
+    options = ReplayOptions(
+        Cluster(GPUS), (("", parse_stack("contiguous")), ("", parse_stack("eplb"))), plan_share=39 / 60, timing=timing
+    )
+    replayed = replay(trace, options)["stacks"]
+    for entry, name in zip(replayed, ("contiguous r0", "eplb r0"), strict=True):
+        assert entry["metrics"]["layer_time_us"]["mean"] == pytest.approx(metrics[name]["layer_time_us"]["mean"])
+    gain = replayed[1]["versus_first"]["throughput_gain"]["difference"]
+    assert best["throughput_gain"]["mean"] == pytest.approx(gain, rel=0.01)
+    assert best["throughput_gain"]["low"] < gain < best["throughput_gain"]["high"]
+
+
+def test_rebalancing_is_not_advised_where_nothing_moves(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    results = run_tune(make_counts(np.tile(hot(0), (120, 1))), policies=EPLB, redundant=(0,), layer_ms=0.1)
+    assert answered(results)["interval"] is None
+    found = results["tune"]["rebalancing"]
+    assert found["gain_over_planned_once"]["mean"] < 0  # it costs, and there is nothing to gain
+    text = next(line["text"] for line in results["tune"]["words"] if line["about"] == "rebalancing")
+    assert text.startswith("Not advised")
+
+
+def test_drifting_hot_experts_are_rebalanced(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    results = run_tune(make_counts(drifting()), policies=EPLB, redundant=(0,), layer_ms=0.01)
+    best = answered(results)
+    assert best["advised"]
+    assert best["interval"] is not None
+    found = results["tune"]["rebalancing"]
+    assert found["gain_over_planned_once"]["low"] > 0
+    assert 0 < found["payback_steps"] < found["interval"]  # it recovers its cost
+    for system, flag in (("sglang", "--eplb-rebalance-num-iterations"), ("vllm", '"step_interval": ')):
+        one = answered(results, system)
+        assert f"{flag}{'' if system == 'vllm' else ' '}{one['interval']}" in one["commands"][-1]
+
+
+def test_dearer_rebalances_never_come_more_often(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    trace = make_counts(drifting())
+    chosen = []
+    for layer_ms in (0.0, 1.0, 20.0, 1000.0):
+        interval = answered(run_tune(trace, policies=EPLB, redundant=(0,), layer_ms=layer_ms))["interval"]
+        chosen.append(np.inf if interval is None else interval)
+    assert chosen == sorted(chosen)
+    assert chosen[0] < np.inf
+    assert chosen[-1] == np.inf
+
+
+def test_uniform_routing_pays_for_nothing(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    results = run_tune(make_counts(np.full((60, 16), 1 / 16)))
+    assert not any(one["advised"] for one in results["tune"]["answers"])
+    assert results["verdict"].startswith("No difference")
+    assert results["setting"]["redundant"] == 0
+    assert answered(results, "sglang")["commands"][0].count("redundant") == 0
+
+
+def test_overhead_larger_than_the_gain_is_not_advised(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    stack = parse_stack("eplb+lplb")
+    few = run_tune(make_counts(STATIONARY, tokens=64), policies=(stack,), redundant=(4,))
+    rows = {row["name"]: row["gain_choosing"] for row in few["tune"]["candidates"]}
+    assert rows["eplb+lplb r4"] < min(rows["contiguous r0"], rows["eplb+lplb r0"])  # an all-reduce and a solve each
+    assert answered(few)["redundant"] == 0
+    many = run_tune(make_counts(STATIONARY, tokens=65536, name="many.parquet"), policies=(stack,), redundant=(4,))
+    rows = {row["name"]: row["gain_choosing"] for row in many["tune"]["candidates"]}
+    assert rows["eplb+lplb r4"] > 0.5
+    assert answered(many)["advised"]
+    # With fewer of these tokens it stops paying, somewhere between the two.
+    by_tokens = [one for one in many["tune"]["conditions"] if one["condition"].endswith("tokens")]
+    assert by_tokens[0]["gain"]["mean"] > by_tokens[-1]["gain"]["mean"]
+
+
+def test_memory_forbids_redundancy(make_counts: MakeCounts, run_tune: RunTune, timing: LayerTiming) -> None:
+    trace = make_counts(STATIONARY)
+    memory = Memory(timing.model, 1e9, 0.0)
+    exact = memory.used(4)
+    results = run_tune(trace, memory=exact, kv_share=0.0)
+    assert {row["redundant"] for row in results["tune"]["candidates"]} == {0}
+    assert all(row["memory_bytes"] <= exact for row in results["tune"]["candidates"])  # nor a buffer for rebalances
+    with pytest.raises(ValueError, match="give more --gpus or --memory-per-gpu"):
+        run_tune(trace, memory=exact - 1, kv_share=0.0)
+    with pytest.raises(ValueError, match=r"--redundant 4 makes 5 slots .* give at most 0"):
+        run_tune(trace, memory=exact, kv_share=0.0, redundant=(4,))
+
+
+def test_more_memory_is_never_worse(make_counts: MakeCounts, run_tune: RunTune, timing: LayerTiming) -> None:
+    trace = make_counts(np.tile(hot(0, number=1, times=12.0), (60, 1)))
+    memory, gains, used = Memory(timing.model, 1e9, 0.0), [], []
+    for slots in (4, 5, 6, 8, 16):
+        limit = memory.used(slots)
+        best = answered(run_tune(trace, memory=limit, kv_share=0.0))
+        assert best["memory_bytes"] <= limit
+        gains.append(best["throughput_gain"]["mean"])
+        used.append(best["memory_bytes"])
+    # One expert alone has 12/27 of the work, more than a rank's share: without a copy of it nothing is balanced.
+    assert gains[1] > gains[0] + 0.1
+    assert all(1 + later >= (1 + earlier) * 0.994 for earlier, later in pairwise(gains))
+    assert used[-1] < memory.used(16)  # what is not worth it is not taken
+
+
+def test_the_cheapest_of_those_alike_is_chosen(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    results = run_tune(make_counts(STATIONARY))
+    best = answered(results)
+    faster = [
+        row for row in results["tune"]["candidates"] if row["gain"] and row["memory_bytes"] > best["memory_bytes"]
+    ]
+    assert all(row["gain"]["mean"] < best["throughput_gain"]["mean"] + 0.02 for row in faster)
+    assert best["redundant"] == 0
+
+
+def test_results_are_the_projects_and_the_same_again(
+    make_counts: MakeCounts, run_tune: RunTune, tmp_path: Path
+) -> None:
+    trace = make_counts(STATIONARY)
+    first, again = (
+        run_tune(trace, seed=3, policies=(*EPLB, parse_stack("eplb+lplb")), redundant=(4,)) for _ in range(2)
+    )
+    assert json.dumps(first) == json.dumps(again)
+    check_results(first)
+    write_report(first, tmp_path / "out")
+    assert read_results(tmp_path / "out" / "results.json")["tune"]["baseline"] == "contiguous r0"
+    names = [entry["name"] for entry in first["stacks"]]
+    assert names[0] == "contiguous r0"
+    assert len(set(names)) == len(names)
+    assert first["trace"]["steps_scored"] == 60 - first["trace"]["steps_planned"] == 21
+    # Each finalist's gain is that of its entry, by another formula for the mean.
+    for row in first["tune"]["candidates"]:
+        if row["gain"] is not None and row["name"] in names:
+            entry = first["stacks"][names.index(row["name"])]
+            own = entry["metrics"]["throughput_gain"]["mean"]
+            assert row["gain"]["mean"] == pytest.approx(own, abs=0.01)
+
+
+def test_too_few_steps_empty_steps_and_an_empty_layer(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    with pytest.raises(ValueError, match="holds 1 step"):
+        run_tune(make_counts(STATIONARY[:1]))
+    with pytest.raises(ValueError, match="hold no tokens"):
+        run_tune(make_counts(STATIONARY, tokens=0, name="none.parquet"))
+    with pytest.raises(ValueError, match="--interval 50"):
+        run_tune(make_counts(STATIONARY), intervals=(50,))
+    few = run_tune(make_counts(STATIONARY[:6], name="few.parquet"), redundant=(0,))
+    assert "too short" in next(line["text"] for line in few["tune"]["words"] if line["about"] == "rebalancing")
+
+
+def test_routers_need_a_named_loss(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    trace = make_counts(STATIONARY)
+    with pytest.raises(ValueError, match="--quality-loss"):
+        run_tune(trace, policies=(parse_stack("eplb+oea(k0=1)"),))
+    with pytest.raises(ValueError, match="no router policy that acts"):
+        run_tune(trace, routers=("topk",), quality_loss="none")
+    with pytest.raises(ValueError, match="works on tokens"):
+        run_tune(trace, routers=("oea(k0=1)",), quality_loss="0.1 points of MMLU")
