@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -139,7 +140,8 @@ def _timings(grid: Grid) -> Callable[[Values, TraceMeta], LayerTiming | None]:
                 "tell: give it a model"
             )
         phase = point.get("only") or meta.phase
-        return load(point["hardware"], model, point["nodes"], phase, point["overlap"], point.get("expert_table"))
+        with _naming(grid, point):
+            return load(point["hardware"], model, point["nodes"], phase, point["overlap"], point.get("expert_table"))
 
     return timing
 
@@ -153,13 +155,14 @@ class _Traces:
         self._imported: dict[tuple[str, ImportOptions], Opening] = {}
         self._metas: dict[Opening, TraceMeta] = {}
 
-    def source(self, name: str) -> Source:
+    def source(self, point: Values, name: str) -> Source:
         if name not in self._sources:
-            self._sources[name] = find_source(name, self._grid.file(name))
+            with _naming(self._grid, point):
+                self._sources[name] = find_source(name, self._grid.file(name))
         return self._sources[name]
 
     def sources(self, point: Values) -> list[Source]:
-        return [self.source(name) for name in point.get("draw") or [point["path"]]]
+        return [self.source(point, name) for name in point.get("draw") or [point["path"]]]
 
     def meta(self, point: Values) -> TraceMeta:
         """Of what the point's trace is read from, as far as its model and phase go."""
@@ -176,7 +179,7 @@ class _Traces:
 
     def trace(self, point: Values) -> Opening:
         if "draw" not in point:
-            return self._selected(point, self.source(point["path"]))
+            return self._selected(point, self.source(point, point["path"]))
         reading = _reading(point, drawing=True)
         sources = tuple(self._open(point, source, reading) for source in self.sources(point))
         drawing = drawing_of(point)
@@ -186,7 +189,7 @@ class _Traces:
         return Opening(target, _reading(point))
 
     def history(self, point: Values) -> Opening | None:
-        return None if "history" not in point else self._selected(point, self.source(point["history"]))
+        return None if "history" not in point else self._selected(point, self.source(point, point["history"]))
 
     def _selected(self, point: Values, source: Source) -> Opening:
         reading = _reading(point)
@@ -210,17 +213,13 @@ class _Traces:
         return self._out / TRACES / f"{content_key({**content, 'version': epsim.__version__})}.parquet"
 
 
-class _naming:  # noqa: N801
+@contextmanager
+def _naming(grid: Grid, point: Values) -> Iterator[None]:
     """Errors of files name the trace of the grid that wants them."""
-
-    def __init__(self, grid: Grid, point: Values) -> None:
-        self._where = f"{grid.path}: [[trace]] {point['trace']}"
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ValueError) and self._where not in str(error):
-            raise ValueError(f"{self._where}: {error}") from None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{grid.path}: [[trace]] {point['trace']}: {error}") from None
 
 
 def _reading(point: Values, drawing: bool = False) -> ImportOptions:
@@ -257,7 +256,7 @@ def _cell(
         "reading": asdict(_reading(point)),
         "drawn": [asdict(drawing_of(point)), asdict(_reading(point, drawing=True))] if "draw" in point else None,
         "selected": [point.get("only"), point.get("min_tokens", 1)],
-        "history": None if history is None else [history_name, traces.source(point["history"]).digest],
+        "history": None if history is None else [history_name, traces.source(point, point["history"]).digest],
         "cluster": asdict(_cluster(point)),
         "policies": [[name, str(stack)] for name, stack in named],
         "setting": [point["seed"], point["plan_share"]],

@@ -143,7 +143,7 @@ def words_of(job: Job) -> str:
 
 
 def axes_words(axes: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in axes.items() if key in ("trace", "ranks", "redundant", "seed"))
+    return ", ".join(f"{key} {axes[key]}" for key in ("trace", "ranks", "redundant", "seed"))
 
 
 def cell_path(out: Path, key: str) -> Path:

@@ -72,11 +72,13 @@ def values_of(
         if not given:
             raise ValueError(f"{where}: {key} is an empty list: give at least one value, or leave {key} out")
     values = tuple(given) if isinstance(given, list) else (given,)
-    for place, value in enumerate(values):
+    seen = set()
+    for value in values:
         if not field.fits(value):
             raise ValueError(f"{where}: {key} {_shown(value)}: give {field.words}")
-        if any(value == other and type(value) is type(other) for other in values[:place]):
+        if (type(value), value) in seen:
             raise ValueError(f"{where}: {key} {_shown(value)} stands twice in its list: give it once")
+        seen.add((type(value), value))
     return values
 
 

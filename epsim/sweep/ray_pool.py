@@ -68,6 +68,10 @@ class RayWorkers:
                 line = message_line(str(error).splitlines()[0])
                 raise ValueError(f"--ray {address}: {line}: give a cluster's address, auto or local") from None
             there = int(ray.cluster_resources().get("CPU", 0))
+        # Ray prints what became of dead workers on stdout, which is the sweep's, and has no switch for it.
+        printing: Any = importlib.import_module("ray._private.worker")
+        if hasattr(printing, "_worker_logs_enabled"):
+            printing._worker_logs_enabled = False
         self._num_workers = num_workers or there
         if self._num_workers > there or there < 1:
             ray.shutdown()
