@@ -32,6 +32,7 @@ POINTERS = (
     "scores",
     "parts",
     "mapped",
+    "bins",
     "kept",
     "output",
     "arrived",
@@ -42,7 +43,7 @@ ARGUMENTS = np.dtype(
 """reader.cu's Arguments."""
 WARPS = 8
 THREADS = 32 * WARPS
-LONGEST, MOST_CHANNELS, MAP = 3072, 16384, 32
+LONGEST, MOST_CHANNELS, MAP, BINS, RIVALS = 3072, 16384, 32, 4096, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Sizes:
         own = -(-channels // THREADS) * WARPS
         screened = blocks * (7 * self.coordinates + 8)
         products = (blocks + 1) * 160 * 4
-        chosen = 2 * own * 4 + 2 * channels + 2048 * 4 + WARPS * 4 + 3 * 4
+        chosen = 2 * own * 4 + 2 * channels + 1024 * 4 + RIVALS * 8 + WARPS * 4 + 4 * 4
         sums = WARPS * (32 + self.hidden) * 4
         return screened + products + 2 * self.hidden + chosen + sums + 256
 
@@ -139,6 +140,12 @@ def _arrived(device: int) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
 
 
+@functools.cache
+def _bins(device: int, tokens: int) -> torch.Tensor:
+    """Every launch leaves them at zero."""
+    return torch.zeros(tokens, BINS, dtype=torch.int32, device=f"cuda:{device}")
+
+
 def argument_of(
     sizes: Sizes,
     sketch: LayerSketch,
@@ -173,7 +180,7 @@ def fused(
     """As `read`, by one launch. tensors: ids, weights, gate_up, down (transposed), kept_of."""
     device = x.device.index
     blocks = blocks_of(device)
-    tensors = {**tensors, "arrived": _arrived(device)}
+    tensors = {**tensors, "arrived": _arrived(device), "bins": _bins(device, 1 << max(len(x) - 1, 15).bit_length())}
     argument, held = argument_of(sizes, sketch, x, tensors, kept, blocks)
     stream = torch.cuda.current_stream().cuda_stream
     function = _kernel(device, sizes)

@@ -31,6 +31,7 @@ struct Arguments {
     float *scores;              // [tokens, COLUMNS, INTER]
     float *parts;               // [larger of blocks and tokens, HIDDEN]: sums of a block's kept channels
     float *mapped;              // [the same, RANK]: sums of a block's w b p
+    u32 *bins;                  // [tokens, BINS]: channels of a token by the upper bits of their scores; all 0, and left so
     u32 *kept;                  // [tokens, WORDS] bits, slot-major; or null
     u16 *output;                // [tokens, HIDDEN] bf16
     u64 *arrived;               // over all launches of as many blocks: 0 at first, then left alone
@@ -47,7 +48,8 @@ constexpr int CHANNELS = COLUMNS * INTER, WORDS = (CHANNELS + 31) / 32;
 constexpr int OWN = (CHANNELS + THREADS - 1) / THREADS;  // Keys of a thread.
 constexpr int VECTORS = (HIDDEN + 255) / 256;            // Of 8 values a lane has of a row.
 #define AT_ONCE (HIDDEN <= 2048)                         // Whether registers hold all three rows of a channel.
-constexpr int BINS = 2048;
+constexpr int BINS = 4096, FINE = 19;                    // Keys' upper bits are bins; so many are below.
+constexpr int RIVALS = 1024;                             // Most keys of a bin that are compared one by one.
 
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
 static_assert(CHANNELS <= 16384 && (RANK == 32 || RANK == 0), "shape");
@@ -67,16 +69,21 @@ struct Shared {
     u32 bits[OWN * WARPS];      // Which channels are kept.
     int before[OWN * WARPS];    // Kept channels before these 32.
     u16 list[CHANNELS];         // Of kept channels that are this block's.
-    int bin[BINS];
+    alignas(16) int bin[1 << 10];
+    u64 rival[RIVALS];
+    int rivals;
     int across[WARPS];
     int found[3];
-    float mapped[WARPS][32];
-    float sums[WARPS][HIDDEN];
+    alignas(16) float mapped[WARPS][32];
+    alignas(16) float sums[WARPS][HIDDEN];
 };
 
 __device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
 __device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
 __device__ __forceinline__ float wide(u16 bits) { return __int_as_float((u32)bits << 16); }
+
+// Of a channel that is there; 0 of one that is not. Scores are at least 0, so that their bits are in their order.
+__device__ __forceinline__ u32 key_of(float score) { return (u32)__float_as_int(score) + 1; }
 
 __device__ __forceinline__ float activation(float gate) {
 #if GELU
@@ -99,90 +106,115 @@ __device__ void meet_all(const Arguments &a) {
     __syncthreads();
 }
 
-// A block of 128 coordinates, 4 a lane: rotated, and the largest listed.
-__device__ void list_largest(const Arguments &a, int token, int block, int lane, Screened &to) {
-    float v[4];
-    const u16 *x = a.x + token * a.stride + block * 128 + lane * 4;
-    const signed char *signs = a.signs + block * 128 + lane * 4;
+// A warp's blocks of 128 coordinates, 4 a lane: rotated, and the largest listed. Step by step for all of them, so that one
+// does not wait for the other.
+__device__ void list_largest(const Arguments &a, int token, int warp, int lane, Screened *to) {
+    float v[ROUNDS][4];
+    u32 key[ROUNDS][4], most[ROUNDS], least[ROUNDS], beyond[ROUNDS];
+    int there[ROUNDS], past[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = wide(x[i]) * signs[i];
+    for (int round = 0; round < ROUNDS; ++round) {
+        const int at = (warp + round * WARPS) * 128 + lane * 4;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[round][i] = at < HIDDEN ? wide(a.x[token * a.stride + at + i]) * a.signs[at + i] : 0;
+    }
 #pragma unroll
     for (int far = 1; far < 4; far *= 2)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (!(i & far)) {
-                const float one = v[i], other = v[i | far];
-                v[i] = one + other, v[i | far] = one - other;
+        for (int j = 0; j < ROUNDS * 4; ++j)
+            if (!(j & far)) {
+                float &one = v[j / 4][j % 4], &other = v[j / 4][j % 4 | far];
+                const float sum = one + other;
+                other = one - other, one = sum;
             }
 #pragma unroll
     for (int far = 1; far < 32; far *= 2)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float other = __shfl_xor_sync(~0u, v[i], far);
-            v[i] = lane & far ? other - v[i] : v[i] + other;
+        for (int j = 0; j < ROUNDS * 4; ++j) {
+            float &own = v[j / 4][j % 4];
+            const float other = __shfl_xor_sync(~0u, own, far);
+            own = lane & far ? other - own : own + other;
         }
-    u32 key[4], most = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        v[i] *= 0.08838834764831845f;
-        key[i] = __float_as_int(v[i]) & 0x7fffffff;
-        most = key[i] > most ? key[i] : most;
-    }
-    most = __reduce_max_sync(~0u, most);
-    // COORDINATES keys or more are at least `least`, fewer are at least `beyond`.
-    u32 least = 0, beyond = most + 1;
-    int there = 128;
-    while (there != COORDINATES && beyond - least > 1) {
-        const u32 middle = least + (beyond - least) / 2;
-        int count = 0;
+    for (int round = 0; round < ROUNDS; ++round) {
+        most[round] = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) count += key[i] >= middle;
-        count = __reduce_add_sync(~0u, count);
-        if (count >= COORDINATES) least = middle, there = count;
-        else beyond = middle;
+        for (int i = 0; i < 4; ++i) {
+            v[round][i] *= 0.08838834764831845f;
+            key[round][i] = __float_as_int(v[round][i]) & 0x7fffffff;
+            most[round] = key[round][i] > most[round] ? key[round][i] : most[round];
+        }
+        most[round] = __reduce_max_sync(~0u, most[round]);
+        // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`.
+        least[round] = 0, beyond[round] = most[round] + 1, there[round] = 128, past[round] = 0;
     }
-    // Too many equals: the first of them.
+    // First guesses by a straight line between the two, then by halves of what is left of their bits.
+    for (int turn = 0;; ++turn) {
+        bool open = false;
+#pragma unroll
+        for (int round = 0; round < ROUNDS; ++round) {
+            if (there[round] == COORDINATES || beyond[round] - least[round] <= 1) continue;
+            open = true;
+            u32 middle = least[round] + (beyond[round] - least[round]) / 2;
+            if (turn < 8) {
+                const float low = __int_as_float(least[round]), high = __int_as_float(beyond[round]);
+                const float share = (there[round] - COORDINATES + 0.5f) / (there[round] - past[round]);
+                const u32 guess = __float_as_int(low + (high - low) * share);
+                if (guess > least[round] && guess < beyond[round]) middle = guess;
+            }
+            int count = 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) count += key[round][i] >= middle;
+            count = __reduce_add_sync(~0u, count);
+            if (count >= COORDINATES) least[round] = middle, there[round] = count;
+            else beyond[round] = middle, past[round] = count;
+        }
+        if (!open) break;
+    }
     const u32 before = (1u << lane) - 1;
-    int surplus = there - COORDINATES, ties = 0, own = 0;
-    bool taken[4];
-    if (surplus) {
-        int all = 0;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round) {
+        const int block = warp + round * WARPS;
+        if (block >= BLOCKS) break;
+        // Too many equals: the first of them are taken.
+        const bool tied = there[round] != COORDINATES;
+        int ties = 0, all = 0, own = 0;
+        if (tied) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const u32 equal = __ballot_sync(~0u, key[round][i] == least[round]);
+                ties += __popc(equal & before), all += __popc(equal);
+            }
+        }
+        const int room = all - (there[round] - COORDINATES);
+        // Halves hold up to 65,504 units.
+        const int found = most[round] >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
+        const float one_over = __int_as_float((254 - exponent) << 23);
+        int place = 0;
+        float sum = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 equal = __ballot_sync(~0u, key[i] == least);
-            ties += __popc(equal & before), all += __popc(equal);
+            const bool equal = key[round][i] == least[round];
+            const bool taken = key[round][i] >= least[round] && !(tied && equal && ties + own >= room);
+            own += equal;
+            const u32 everyone = __ballot_sync(~0u, taken);
+            if (taken) {
+                const int at = place + __popc(everyone & before);
+                const float whole = v[round][i] * one_over;
+                const u16 first = to_half(whole);
+                const float rest = (whole - from_half(first)) * 2048;
+                const u16 second = to_half(rest);
+                to[block].coordinate[at] = lane * 4 + i;
+                to[block].part[0][at] = first, to[block].part[1][at] = second;
+                to[block].part[2][at] = to_half((rest - from_half(second)) * 2048);
+                sum += v[round][i];
+            }
+            place += __popc(everyone);
         }
-        surplus = all - surplus;  // Equals that are taken.
-    }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const bool equal = key[i] == least;
-        taken[i] = key[i] >= least && !(there != COORDINATES && equal && ties + own >= surplus);
-        own += equal;
+        for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
+        if (lane == 0) to[block].unit = __int_as_float(exponent << 23), to[block].sum = sum;
     }
-    const int exponent = most >> 23;  // Halves hold up to 65,504 units.
-    const float unit = __int_as_float((exponent < 1 ? 1 : exponent > 253 ? 253 : exponent) << 23);
-    const float one_over = __int_as_float((254 - (exponent < 1 ? 1 : exponent > 253 ? 253 : exponent)) << 23);
-    int place = 0;
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const u32 all = __ballot_sync(~0u, taken[i]);
-        if (taken[i]) {
-            const int at = place + __popc(all & before);
-            const float whole = v[i] * one_over;
-            const u16 first = to_half(whole);
-            const float rest = (whole - from_half(first)) * 2048;
-            const u16 second = to_half(rest);
-            to.coordinate[at] = lane * 4 + i;
-            to.part[0][at] = first, to.part[1][at] = second, to.part[2][at] = to_half((rest - from_half(second)) * 2048);
-            sum += v[i];
-        }
-        place += __popc(all);
-    }
-#pragma unroll
-    for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
-    if (lane == 0) to.unit = unit, to.sum = sum;
     __syncwarp();
 }
 
@@ -265,9 +297,7 @@ __device__ void screen(const Arguments &a, Shared &shared, int warp, int lane) {
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block)
             scale[block] = there ? a.scales[((expert * BLOCKS + block) * 2 + kind) * INTER + channel] : 0;
-        if (token != listed)
-            for (int block = warp; block < BLOCKS; block += WARPS)
-                list_largest(a, token, block, lane, shared.screened[block]);
+        if (token != listed) list_largest(a, token, warp, lane, shared.screened);
         listed = token;
         const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
         u32 words[ROUNDS][STEPS][4];
@@ -294,8 +324,10 @@ __device__ void screen(const Arguments &a, Shared &shared, int warp, int lane) {
             const float active = activation(shared.pair[value]) * shared.pair[value + 5];
             const long long at = (long long)pair * INTER + channel;
             const float size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
+            const float score = size * (active < 0 ? -active : active);
             a.estimates[at] = active;
-            a.scores[at] = size * (active < 0 ? -active : active);
+            a.scores[at] = score;
+            atomicAdd(a.bins + token * BINS + (key_of(score) >> FINE), 1u);
         }
     }
 }
@@ -314,28 +346,39 @@ __device__ __forceinline__ int sum_upto(Shared &shared, int value, int warp, int
     return value;
 }
 
-// Of the keys whose bits above `shift + width` are those of `prefix`, the one `wanted`th from the top: its next bits are
-// added to the prefix. Returns how many of the keys with these bits are still wanted; `equal`: how many there are.
-__device__ int narrow(Shared &shared, const u32 (&key)[OWN], u32 &prefix, int shift, int width, int wanted, int &equal, int warp, int lane) {
-    const u32 bins = 1u << width;
-    for (int i = threadIdx.x; i < BINS; i += THREADS) shared.bin[i] = 0;
-    __syncthreads();
+// Counts of bins from the top down, EACH a thread: where the `wanted`th is. found: its bin, how many of the bin are wanted,
+// how many there are.
+template <int EACH>
+__device__ void find_bin(Shared &shared, const int (&count)[EACH], int wanted, int top, int warp, int lane) {
+    int total = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i)
-        if (shift + width == 32 || key[i] >> (shift + width) == prefix) atomicAdd(&shared.bin[key[i] >> shift & (bins - 1)], 1);
-    __syncthreads();
-    constexpr int EACH = BINS / THREADS;
-    int count[EACH], total = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) total += count[i] = shared.bin[BINS - 1 - (threadIdx.x * EACH + i)];
+    for (int i = 0; i < EACH; ++i) total += count[i];
     int before = sum_upto(shared, total, warp, lane) - total;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        if (before < wanted && wanted <= before + count[i])
-            shared.found[0] = BINS - 1 - (threadIdx.x * EACH + i), shared.found[1] = wanted - before, shared.found[2] = count[i];
+        if (before < wanted && wanted <= before + count[i]) {
+            shared.found[0] = top - (threadIdx.x * EACH + i);
+            shared.found[1] = wanted - before, shared.found[2] = count[i];
+        }
         before += count[i];
     }
     __syncthreads();
+}
+
+// Of the keys whose upper bits are `prefix`, the one `wanted`th from the top: its next `width` bits, down to `shift`, are
+// added to the prefix. Returns how many of the keys with these bits are still wanted; `equal`: how many there are.
+__device__ int narrow(Shared &shared, const u32 (&key)[OWN], u32 &prefix, int shift, int width, int wanted, int &equal, int warp, int lane) {
+    constexpr int ALL = 1 << 10, EACH = ALL / THREADS;
+    for (int i = threadIdx.x; i < ALL; i += THREADS) shared.bin[i] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+        if (key[i] >> (shift + width) == prefix) atomicAdd(&shared.bin[key[i] >> shift & ((1u << width) - 1)], 1);
+    __syncthreads();
+    int count[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) count[i] = shared.bin[ALL - 1 - (threadIdx.x * EACH + i)];
+    find_bin(shared, count, wanted, ALL - 1, warp, lane);
     prefix = prefix << width | (u32)shared.found[0];
     equal = shared.found[2];
     const int left = shared.found[1];
@@ -343,30 +386,8 @@ __device__ int narrow(Shared &shared, const u32 (&key)[OWN], u32 &prefix, int sh
     return left;
 }
 
-// The `wanted` channels of the largest scores, ties to the lower: bits, and how many come before each 32.
-__device__ void choose(const Arguments &a, Shared &shared, int token, int warp, int lane) {
-    const long long *ids = a.ids + (long long)token * COLUMNS;
-    int experts = 0;
-    for (int i = 0; i < COLUMNS; ++i) experts += ids[i] >= 0;
-    const int wanted = a.kept_of[experts];
-    u32 key[OWN];
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        // Keys of a thread lie THREADS apart. Scores are at least 0: their bits are in their order.
-        const int channel = i * THREADS + threadIdx.x;
-        const bool there = channel < CHANNELS && ids[channel / INTER] >= 0;
-        key[i] = there ? (u32)__float_as_int(__ldcg(a.scores + (long long)token * CHANNELS + channel)) + 1 : 0;
-    }
-    u32 least = 0;
-    int equal = 0, left = wanted;
-    if (wanted > 0 && wanted < experts * INTER) {
-        left = narrow(shared, key, least, 21, 11, left, equal, warp, lane);
-        left = narrow(shared, key, least, 10, 11, left, equal, warp, lane);
-        left = narrow(shared, key, least, 0, 10, left, equal, warp, lane);
-    } else {
-        least = wanted > 0 ? 1 : 0xffffffffu, equal = left = 0;
-    }
-    const bool tied = equal != left;
+// Bits of the channels whose keys are above `least`, and of the first `left` of those that are equal.
+__device__ void mark(Shared &shared, const u32 (&key)[OWN], u32 least, int left, bool tied, int warp, int lane) {
     if (tied) {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
@@ -375,8 +396,7 @@ __device__ void choose(const Arguments &a, Shared &shared, int token, int warp, 
         }
         __syncthreads();
     }
-    int earlier = 0;  // Ties before this thread's i-th key.
-    int done = 0;
+    int earlier = 0, done = 0;  // Equals before this thread's i-th key.
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         bool taken = key[i] >= least;
@@ -389,6 +409,65 @@ __device__ void choose(const Arguments &a, Shared &shared, int token, int warp, 
         if (lane == 0) shared.bits[i * WARPS + warp] = bits;
     }
     __syncthreads();
+}
+
+// The first `left` of the keys of one bin, ties to the lower channel, each compared with all others.
+__device__ void add_best(Shared &shared, const u32 (&key)[OWN], u32 bin, int left, int lane) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+        if (key[i] >> FINE == bin)
+            shared.rival[atomicAdd(&shared.rivals, 1)] = (u64)key[i] << 16 | (u32)(65535 - (i * THREADS + threadIdx.x));
+    __syncthreads();
+    const int number = shared.rivals;
+    for (int i = threadIdx.x; i < number; i += THREADS) {
+        const u64 own = shared.rival[i];
+        int better = 0;
+        for (int other = 0; other < number; ++other) better += shared.rival[other] > own;
+        const int channel = 65535 - (int)(own & 65535);
+        if (better < left) atomicOr(&shared.bits[channel / 32], 1u << channel % 32);
+    }
+    __syncthreads();
+}
+
+// The `wanted` channels of the largest scores, ties to the lower: bits, and how many come before each 32.
+__device__ void choose(const Arguments &a, Shared &shared, int token, int warp, int lane) {
+    const long long *ids = a.ids + (long long)token * COLUMNS;
+    int experts = 0;
+    for (int i = 0; i < COLUMNS; ++i) experts += ids[i] >= 0;
+    const int wanted = a.kept_of[experts];
+    u32 key[OWN];
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        // Keys of a thread lie THREADS apart.
+        const int channel = i * THREADS + threadIdx.x;
+        const bool there = channel < CHANNELS && ids[channel / INTER] >= 0;
+        key[i] = there ? key_of(__ldcg(a.scores + (long long)token * CHANNELS + channel)) : 0;
+    }
+    if (wanted > 0 && wanted < experts * INTER) {
+        constexpr int EACH = BINS / THREADS;
+        int count[EACH];
+        const uint4 *bins = (const uint4 *)(a.bins + token * BINS) + (THREADS - 1 - threadIdx.x) * (EACH / 4);
+#pragma unroll
+        for (int i = 0; i < EACH / 4; ++i) {
+            const uint4 four = __ldcg(bins + EACH / 4 - 1 - i);
+            count[4 * i] = four.w, count[4 * i + 1] = four.z, count[4 * i + 2] = four.y, count[4 * i + 3] = four.x;
+        }
+        if (threadIdx.x == 0) shared.rivals = 0;
+        find_bin(shared, count, wanted, BINS - 1, warp, lane);
+        u32 bin = shared.found[0];
+        int left = shared.found[1], equal = shared.found[2];
+        if (equal <= RIVALS) {
+            mark(shared, key, (bin + 1) << FINE, 0, false, warp, lane);
+            add_best(shared, key, bin, left, lane);
+        } else {
+            __syncthreads();
+            left = narrow(shared, key, bin, 9, 10, left, equal, warp, lane);
+            left = narrow(shared, key, bin, 0, 9, left, equal, warp, lane);
+            mark(shared, key, bin, left, equal != left, warp, lane);
+        }
+    } else {
+        mark(shared, key, wanted > 0 ? 1 : ~0u, 0, false, warp, lane);
+    }
     constexpr int ALL = OWN * WARPS, EACH = (ALL + THREADS - 1) / THREADS;
     int count = 0;
     for (int i = 0; i < EACH; ++i)
@@ -537,18 +616,24 @@ __device__ void gather(const Arguments &a, Shared &shared, int token, int part, 
 
 // 32 columns of a token at a time: its blocks' sums and the map.
 __device__ void finish(const Arguments &a, Shared &shared, int warp, int lane) {
-    constexpr int UNITS = HIDDEN / 32;
+    constexpr int UNITS = HIDDEN / 32, AHEAD = 17;
+    for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.tokens * BINS; i += gridDim.x * THREADS) a.bins[i] = 0;
     const bool shared_out = a.tokens <= (int)gridDim.x;
     for (int unit = blockIdx.x; unit < a.tokens * UNITS; unit += gridDim.x) {
         const int token = unit / UNITS, column = unit % UNITS * 32 + lane;
         const int first = shared_out ? (int)((long long)token * gridDim.x / a.tokens) : token;
         const int last = shared_out ? (int)((long long)(token + 1) * gridDim.x / a.tokens) : token + 1;
         float sum = 0, through = 0;
-        for (int row = first + warp; row < last; row += WARPS) {
-            sum += __ldcg(a.parts + (long long)row * HIDDEN + column);
-#if RANK
-            through += __ldcg(a.mapped + row * 32 + lane);
-#endif
+        for (int begin = first + warp; begin < last; begin += AHEAD * WARPS) {
+            float part[AHEAD], some[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const int row = begin + i * WARPS;
+                part[i] = row < last ? __ldcg(a.parts + (long long)row * HIDDEN + column) : 0;
+                some[i] = RANK && row < last ? __ldcg(a.mapped + row * 32 + lane) : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) sum += part[i], through += some[i];
         }
         shared.sums[warp][lane] = sum;
         shared.mapped[warp][lane] = through;

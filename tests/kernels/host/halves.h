@@ -31,6 +31,11 @@ static int atomicAdd(int *at, int more) {
     *at += more;
     return old;
 }
+static unsigned atomicAdd(unsigned *at, unsigned more) {
+    const unsigned old = *at;
+    *at += more;
+    return old;
+}
 static void multiply_halves(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const u32 own[6] = {a0, a1, a2, a3, b0, b1};
     for (int i = 0; i < 6; ++i) put(own[i], i);

@@ -50,11 +50,12 @@ def run_on_host(
         source = source.replace(header.read_text(), "")
     run = on_host(source, "halves.h", "reader", sizes.definitions)
     tensors = {"ids": ids, "weights": weights, "gate_up": layer.gate_up, "down": layer.down, "kept_of": layer.kept_of}
-    tensors["arrived"] = torch.zeros(1, dtype=torch.int64)
+    tensors |= {"arrived": torch.zeros(1, dtype=torch.int64), "bins": torch.zeros(len(x), cuda.BINS, dtype=torch.int32)}
     kept = torch.full((len(x), sizes.words), -1, dtype=torch.int32)
     argument, held = cuda.argument_of(sizes, layer.sketch, x, tensors, kept, blocks)
     held["output"].fill_(torch.nan)
     run(argument, blocks, cuda.THREADS, sizes.shared, backwards)
+    assert not held["bins"].any()
     return held
 
 
