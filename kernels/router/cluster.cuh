@@ -1,0 +1,31 @@
+// What blocks of a cluster do together, and kernels that follow each other.
+
+// Until the kernel before has ended, and what it wrote is seen.
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The kernel behind may be launched; it waits as above.
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+#if CLUSTER > 1
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+
+// What a thread wrote before is seen by the cluster's threads that are past the end.
+__device__ __forceinline__ void meet_begin() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void meet_end() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Bits join the word at the same place in another block's shared memory.
+__device__ __forceinline__ void add_to(unsigned &word, int block, unsigned bits) {
+    const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n red.shared::cluster.or.b32 [there], %2;\n}"
+        ::"r"(here), "r"(block), "r"(bits) : "memory");
+}
+#else
+#define CLUSTERED
+__device__ __forceinline__ void meet_begin() {}
+
+__device__ __forceinline__ void meet_end() {}
+
+__device__ __forceinline__ void add_to(unsigned &, int, unsigned) {}
+#endif

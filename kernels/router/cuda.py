@@ -1,0 +1,155 @@
+"""router.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.kernels.split.launch import launch
+
+WARPS, MOST_STEPS, MOST_EXPERTS, MOST_TOKENS, LANES = 16, 8, 512, 512, 32
+POINTERS = ("scores", "weighs", "own", "own_weights", "acting", "ids", "weights", "active")
+NUMBERS = ("renormalise", "tokens", "experts", "top_k", "width", "most", "maxp", "steps")
+ARGUMENTS = np.dtype(
+    [(name, np.uint64) for name in POINTERS]
+    + [("p", np.float32), ("scaling", np.float32)]
+    + [(name, np.int32) for name in NUMBERS]
+    + [("size", np.int32, MOST_STEPS), ("k0", np.int32, MOST_STEPS)],
+    align=True,
+)
+"""router.cu's Arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What `oea(k0, p, kmax, maxp)` says (epsim/policies/routing/oea.py).
+
+    steps: (least batch size, k0), ascending; smaller batches take the model's own choice. kmax, maxp: None for k and
+    for all experts.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    p: float = 1.0
+    kmax: int | None = None
+    maxp: int | None = None
+
+
+@functools.cache
+def available(device: int) -> bool:
+    """Whether CuPy is installed and the device has clusters of blocks (compute capability 9.0)."""
+    return importlib.util.find_spec("cupy") is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def uncovered(rule: Rule, tokens: int, experts: int, top_k: int) -> str | None:
+    """Why router.cu cannot, or None."""
+    if experts > MOST_EXPERTS or tokens > MOST_TOKENS or not tokens:
+        return f"{experts} experts and {tokens} tokens, not up to {MOST_EXPERTS} and 1 to {MOST_TOKENS}"
+    if max(top_k, rule.kmax or 0) > LANES or len(rule.steps) > MOST_STEPS:
+        return f"k {top_k}, kmax {rule.kmax} and {len(rule.steps)} steps, more than {LANES}, {LANES} and {MOST_STEPS}"
+    return None
+
+
+def source() -> str:
+    """router.cu with its header in place: CuPy looks up binaries by the text that it is given."""
+    folder = Path(__file__).parent
+    return (folder / "router.cu").read_text().replace('#include "cluster.cuh"', (folder / "cluster.cuh").read_text())
+
+
+def definitions(tokens: int, experts: int) -> dict[str, int]:
+    """What router.cu is compiled for. A cluster has as many blocks as give each warp a token, up to 8."""
+    blocks = next(size for size in (1, 2, 4, 8) if size == 8 or tokens <= size * WARPS)
+    return {"EXPERTS": -(-experts // 32) * 32, "CLUSTER": blocks, "ONE": int(tokens <= blocks * WARPS)}
+
+
+def threads_of(tokens: int) -> int:
+    """Of a block: a warp a token where one block is enough."""
+    return 32 * min(tokens, WARPS)
+
+
+@functools.cache
+def _kernel(device: int, wanted: tuple[tuple[str, int], ...]) -> Any:
+    import cupy
+
+    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in wanted))
+    with cupy.cuda.Device(device):
+        return cupy.RawModule(code=source(), options=options).get_function("oea").kernel.ptr
+
+
+def arguments_of(
+    rule: Rule, scores: torch.Tensor, top_k: int, scaling: float, renormalise: bool, tensors: dict[str, torch.Tensor]
+) -> Any:
+    """router.cu's one argument; tensors by the pointers' names."""
+    tokens, experts = scores.shape[-2:]
+    width = tensors["ids"].shape[-1]
+    sizes, k0 = np.zeros(MOST_STEPS, np.int32), np.zeros(MOST_STEPS, np.int32)
+    for place, step in enumerate(rule.steps):
+        sizes[place], k0[place] = step
+    pointers = [tensors[name].data_ptr() if name in tensors else 0 for name in POINTERS]
+    most = top_k if rule.kmax is None else rule.kmax
+    maxp = experts if rule.maxp is None else rule.maxp
+    numbers = (renormalise, tokens, experts, top_k, width, most, maxp, len(rule.steps))
+    return np.array([(*pointers, rule.p, scaling, *numbers, sizes, k0)], ARGUMENTS)
+
+
+def _run(
+    rule: Rule, scores: torch.Tensor, top_k: int, scaling: float, renormalise: bool, given: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *lead, tokens, experts = scores.shape
+    reason = uncovered(rule, tokens, experts, top_k)
+    if reason is not None:
+        raise ValueError(f"the router kernel does not cover this: {reason}")
+    width = min(max(rule.kmax or 0, top_k), experts)
+    ids = torch.empty(*lead, tokens, width, dtype=torch.int64, device=scores.device)
+    weights = torch.empty(*lead, tokens, width, dtype=torch.float32, device=scores.device)
+    active = torch.empty(lead, dtype=torch.int64, device=scores.device)
+    tensors = {name: tensor.contiguous() for name, tensor in ({"scores": scores} | given).items()}
+    tensors |= {"ids": ids, "weights": weights, "active": active}
+    argument = arguments_of(rule, scores, top_k, scaling, renormalise, tensors)
+    wanted = definitions(tokens, experts)
+    function = _kernel(scores.device.index, tuple(wanted.items()))
+    batches = active.numel()
+    if batches:
+        stream = torch.cuda.current_stream().cuda_stream
+        blocks, threads = batches * wanted["CLUSTER"], threads_of(tokens)
+        launch(function, (blocks,), threads, 256, stream, argument, early=True)
+    return ids, weights, active
+
+
+def reroute(
+    rule: Rule,
+    scores: torch.Tensor,
+    weighs: torch.Tensor,
+    expert_ids: torch.Tensor,
+    weights: torch.Tensor,
+    decode: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The model's choice made anew, as `Oea.route` has it (RouterWork's tensors, all tokens of the batch here).
+
+    -> expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, to rounding; active [...]
+    int64: experts that are read.
+    """
+    given = {"weighs": weighs.float(), "own": expert_ids, "own_weights": weights.float(), "acting": decode}
+    return _run(rule, scores.float(), expert_ids.shape[-1], 1.0, True, given)
+
+
+def route_logits(
+    rule: Rule,
+    logits: torch.Tensor,
+    top_k: int,
+    renormalise: bool = True,
+    scaling: float = 1.0,
+    live: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From a softmax router's logits [..., B, E] float32 to the choice of `oea`, in one launch; as `reroute`.
+
+    Experts are ordered by logit, ties by id; weights are softmax probabilities over what is kept, summing to `scaling`,
+    or without renormalise to `scaling` times the probability of the k best. live [..., B] bool: rows that are no
+    padding.
+    """
+    return _run(rule, logits, top_k, scaling, renormalise, {} if live is None else {"acting": live})
