@@ -18,7 +18,7 @@ from epsim.policies.one_copy import OneCopy, held_by_rank
 from epsim.policies.rounding import ONE, fixed_point
 from epsim.policies.routing.block import Rerouted, reroute_block
 from epsim.policies.routing.ranks import OeaEp
-from epsim.policies.rows import RowCounts, expected_rows, token_rows
+from epsim.policies.rows import expected_rows, quota_rows, token_rows
 from epsim.policies.shared import Local
 from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
@@ -176,7 +176,8 @@ class BoundStack:
         fixed = counts.new_empty(0) if fractions is None else fixed_point(fractions, copies)
         ids = None
         of_tokens = not split.by_rank or (self.has_shared and self.stack.shared.level == "tokens")
-        if of_tokens or (self.setting.rows and batch is not None):
+        dispatched = self.has_shared and not isinstance(self.stack.shared, Local)
+        if of_tokens or (self.setting.rows and dispatched and batch is not None):
             assert batch is not None
             ids = split.physical_ids(batch, rank_counts, fixed, copies, self.setting.seed)
         if ids is None or batch is None:
@@ -189,11 +190,22 @@ class BoundStack:
         if fractions is not None:
             real = copies.per_rank(fractions * copies.per_slot(counts))
         tokens = self._tokens(rank_counts, batch)
-        shared = torch.zeros_like(by_source)
+        shared, shared_ranks = torch.zeros_like(by_source), None
         work = self._shared_work(steps, by_source, tokens, batch, ids) if self.has_shared else None
-        if work is not None:
+        if work is not None and self.setting.rows and dispatched and batch is not None:
+            shared_ranks = self.stack.shared.token_ranks(work)
+            shared = self._by_source(batch, shared_ranks[:, :, None], copies.placement.num_ranks)
+        elif work is not None:
             shared = self.stack.shared.served(work)
-        rank_rows, node_rows = self._rows(by_source, tokens, shared, work, batch, ids)
+        rank_rows, node_rows = None, None
+        if self.setting.rows and batch is None:
+            moved = shared if dispatched else None
+            rank_rows, node_rows = expected_rows(by_source, tokens, self.setting.top_k, moved, copies.node_of_rank)
+        elif self.setting.rows and batch is not None:
+            if ids is None:
+                rank_rows, node_rows = quota_rows(batch, served, copies)
+            else:
+                rank_rows, node_rows = token_rows(batch, self._ranks(ids), shared_ranks, copies.node_of_rank)
         per_slot = served.sum(2)
         return Load(
             routed=routed,
@@ -219,24 +231,10 @@ class BoundStack:
             return None
         return self.copies.per_rank((per_slot / self.setting.tile).ceil())
 
-    def _rows(
-        self,
-        by_source: torch.Tensor,
-        tokens: torch.Tensor,
-        shared: torch.Tensor,
-        work: SharedWork | None,
-        batch: Batch | None,
-        ids: torch.Tensor | None,
-    ) -> RowCounts | tuple[None, None]:
-        """A shared expert that stays local is not dispatched."""
-        if not self.setting.rows:
-            return None, None
-        nodes, dispatched = self.copies.node_of_rank, work is not None and not isinstance(self.stack.shared, Local)
-        if batch is None or ids is None:
-            return expected_rows(by_source, tokens, self.setting.top_k, shared if dispatched else None, nodes)
-        ranks = torch.where(ids >= 0, ids // self.copies.placement.slots_per_rank, -1)
-        shared_ranks = self.stack.shared.token_ranks(work) if work is not None and dispatched else None
-        return token_rows(batch, ranks, shared_ranks, nodes)
+    def _ranks(self, ids: torch.Tensor) -> torch.Tensor:
+        """Physical experts [...], -1 for none -> the ranks that hold them."""
+        # Rounded down, so that -1 stays.
+        return torch.div(ids, self.copies.placement.slots_per_rank, rounding_mode="floor")
 
     def _tokens(self, rank_counts: torch.Tensor, batch: Batch | None) -> torch.Tensor:
         """[S, L, R]: tokens of each source rank; int64, or float64 where nothing needs them whole."""
@@ -262,9 +260,6 @@ class BoundStack:
         batch: Batch | None,
         ids: torch.Tensor | None,
     ) -> SharedWork:
-        ranks = None
-        if ids is not None:
-            ranks = torch.where(ids >= 0, ids // self.copies.placement.slots_per_rank, -1)
         return SharedWork(
             cost=self.setting.shared_cost,
             seed=self.setting.seed,
@@ -276,7 +271,7 @@ class BoundStack:
             tokens=tokens,
             node_of_rank=self.copies.node_of_rank,
             batch=batch,
-            expert_ranks=ranks,
+            expert_ranks=None if ids is None else self._ranks(ids),
         )
 
     def _by_source(self, batch: Batch, ids: torch.Tensor, width: int) -> torch.Tensor:

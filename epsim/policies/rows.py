@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from epsim.policies.base import Batch
+from epsim.policies.copies import Copies
 
 RowCounts: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """[S, L, R, R] by source rank and rank that serves, [S, L, R, N] by source rank and node that does; float64."""
@@ -35,6 +36,26 @@ def token_rows(
     )
     device = expert_ranks.device
     return torch.from_numpy(rank_rows).to(device), torch.from_numpy(node_rows).to(device)
+
+
+def quota_rows(batch: Batch, quotas: torch.Tensor, copies: Copies) -> RowCounts:
+    """Counted, of a split that fixes how many of a source rank's tokens each copy takes: tokens of an expert fill its
+    copies in order, so that nobody need know which slot a token has. quotas [S, L, R, P] int64, used up to the last."""
+    num_nodes = copies.placement.num_nodes
+    num_steps, num_layers, num_ranks, _ = quotas.shape
+    rank_rows = np.zeros((num_steps, num_layers, num_ranks, num_ranks))
+    node_rows = np.zeros((num_steps, num_layers, num_ranks, num_nodes))
+    fill: Any = _fill
+    fill(
+        *(part.cpu().numpy() for part in (batch.token_step, batch.source_rank, batch.expert_ids)),
+        *(part.cpu().numpy() for part in (copies.first, copies.number, copies.slot)),
+        quotas.cpu().to(torch.int32).numpy(),
+        copies.placement.slots_per_rank,
+        num_ranks // num_nodes,
+        rank_rows,
+        node_rows,
+    )
+    return torch.from_numpy(rank_rows).to(quotas.device), torch.from_numpy(node_rows).to(quotas.device)
 
 
 def expected_rows(
@@ -77,3 +98,49 @@ def _count(step: Any, source: Any, ranks: Any, node: Any, rank_rows: Any, node_r
                 if last_node[node[rank]] != here:
                     last_node[node[rank]] = here
                     node_rows[step[token], layer, source[token], node[rank]] += 1.0
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill(
+    step: Any,
+    source: Any,
+    ids: Any,
+    first: Any,
+    number: Any,
+    slot: Any,
+    left: Any,
+    per_rank: int,
+    per_node: int,
+    rank_rows: Any,
+    node_rows: Any,
+) -> None:
+    """left [S, L, R, P]: quotas, counted down to 0."""
+    num_tokens, num_layers, width = ids.shape
+    num_steps, _, num_ranks, _ = left.shape
+    num_experts = first.shape[1]
+    current = np.empty((num_steps, num_ranks, num_experts), dtype=np.int32)
+    last_rank = np.full(num_ranks, -1, dtype=np.int64)
+    last_node = np.full(num_ranks // per_node, -1, dtype=np.int64)
+    for layer in range(num_layers):
+        for expert in range(num_experts):
+            current[:, :, expert] = first[layer, expert]
+        for token in range(num_tokens):
+            here = layer * num_tokens + token
+            at, own = step[token], source[token]
+            for place in range(width):
+                expert = ids[token, layer, place]
+                if expert < 0:
+                    continue
+                copy = current[at, own, expert]
+                if number[layer, expert] > 1:
+                    while left[at, layer, own, slot[layer, copy]] == 0:
+                        copy += 1
+                    current[at, own, expert] = copy
+                    left[at, layer, own, slot[layer, copy]] -= 1
+                rank = slot[layer, copy] // per_rank
+                if last_rank[rank] != here:
+                    last_rank[rank] = here
+                    rank_rows[at, layer, own, rank] += 1.0
+                    if last_node[rank // per_node] != here:
+                        last_node[rank // per_node] = here
+                        node_rows[at, layer, own, rank // per_node] += 1.0
