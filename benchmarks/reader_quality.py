@@ -86,10 +86,10 @@ class Bench:
     def reading(self, reader: TopkChannels | SparseInputs, **options: Any) -> Reading:
         return Reading(self.layers, reader, **options)
 
-    def payable(self, reader: TopkChannels) -> bool:
-        """Whether the budget pays for the screen."""
-        sizes = reader.sizes(self.sizes.hidden, self.sizes.intermediate)
-        return sizes.token(self.top_k, 0) <= reader.budget * self.top_k * sizes.expert
+    def payable(self, reader: TopkChannels, num_experts: int = 0) -> bool:
+        """Whether the budget pays for the screen of so many experts, by default the model's k."""
+        sizes, number = reader.sizes(self.sizes.hidden, self.sizes.intermediate), num_experts or self.top_k
+        return sizes.token(number, 0) <= reader.budget * number * sizes.expert
 
     def kept(self, reader: TopkChannels) -> int:
         return reader.sizes(self.sizes.hidden, self.sizes.intermediate).kept(reader.budget, self.top_k)
@@ -249,15 +249,16 @@ class Bench:
         budget = next((b for b in (0.178, 0.28, 0.5) if self.payable(TopkChannels(b))), None)
         if budget is None:
             return
+        trials.setdefault(f"partial on {budget}", Trial(self.reading(TopkChannels(budget))))
         num_experts = self.report["num_experts"]
         for ranks in (r for r in (2, 4, 8) if num_experts % r == 0):
             for quota in ("experts", "weights"):
                 reader = TopkChannels(budget, quota=quota)
                 trials[f"{ranks} ranks by {quota} {budget}"] = Trial(self.reading(reader, num_ranks=ranks))
-        k0 = self.top_k // 2
-        batch = min(16, len(self.mixed))
+        k0, batch = max(self.top_k // 2, 1), min(16, len(self.mixed))
         trials[f"oea(k0={k0})"] = Trial(None, f"oea(k0={k0})", batch)
-        trials[f"oea(k0={k0})+reader {budget}"] = Trial(self.reading(TopkChannels(budget)), f"oea(k0={k0})", batch)
+        if self.payable(TopkChannels(budget), k0):
+            trials[f"oea(k0={k0})+reader {budget}"] = Trial(self.reading(TopkChannels(budget)), f"oea(k0={k0})", batch)
 
     def kept_and_loss(self, budgets: Sequence[float]) -> None:
         """Whether a threshold keeps more where the next token is hard."""
@@ -281,7 +282,7 @@ class Bench:
     def generation(self, budgets: Sequence[float]) -> None:
         """Sampled continuations under the threshold, top-k and the plain model: repetition, and what a threshold keeps
         along them."""
-        each = max(32 // len(self.text), 1)
+        each = min(max(32 // len(self.text), 1), self.arguments.sequences)
         prompts = torch.cat([rows[:each, :PROMPT] for rows in self.text.values()])
         names = [name for name in self.text for _ in range(each)]
         length = min(prompts.shape[1] + self.arguments.generated, self.model.config.max_position_embeddings)

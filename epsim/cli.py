@@ -22,6 +22,7 @@ from epsim.cli_calibrate import calibrate_command
 from epsim.cli_compare import compare_command, report_command
 from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, reproduce_app, timing_of
 from epsim.cli_model import app as model_app
+from epsim.cli_reader import app as reader_app
 from epsim.cli_run import run_command
 from epsim.cli_sweep import sweep_command
 from epsim.cli_traces import (
@@ -49,6 +50,7 @@ app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions
 app.add_typer(traces_app, name="traces")
 app.add_typer(model_app, name="model")
 app.add_typer(reproduce_app, name="reproduce")
+app.add_typer(reader_app, name="reader")
 
 # Far beyond any cluster, and small enough that what is made for each rank or slot fits the memory.
 MOST_SLOTS = 1 << 16

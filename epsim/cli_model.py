@@ -92,7 +92,10 @@ def record_command(
 
 @app.command("evaluate")
 def evaluate_command(
-    policy: Annotated[str, typer.Option("--policy", metavar="STACK", help="The router of this stack acts.")] = "topk",
+    policy: Annotated[str, typer.Option("--policy", metavar="STACK", help="Its router and its reader act.")] = "topk",
+    sketch: Annotated[
+        Path | None, typer.Option("--sketch", help="Of `epsim reader build`, for a reader. Default: built in memory.")
+    ] = None,
     cache: CacheOption = None,
     device: DeviceOption = None,
     seed: SeedOption = 0,
@@ -107,7 +110,7 @@ def evaluate_command(
     ranks: Annotated[int, typer.Option("--ranks", help="Ranks of the experts, in contiguous shares.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", help="JSON file for the figures.")] = None,
 ) -> None:
-    """What a router policy costs the model: cross-entropy, KL to the plain model, repetition."""
+    """What a router policy or a channel reader costs the model: cross-entropy, KL to the plain model, repetition."""
     _need_models_extra()
     from epsim.quality.evaluate import EvaluateOptions, evaluate
 
@@ -123,6 +126,7 @@ def evaluate_command(
         cache=cache,
         device=device,
         out=out,
+        sketch=sketch,
         **({"batch_sizes": tuple(batch_size)} if batch_size else {}),
     )
     _print_evaluation(evaluate(options))
@@ -185,13 +189,15 @@ def _print_evaluation(result: dict[str, Any]) -> None:
 
     ranks = result["ranks"]
     active = ["active"] if ranks == 1 else ["active", f"most of {ranks}"]
-    losses = Table("domain", "batch", "loss", "plain", "KL", *active, "kept")
+    reader = any("share_read" in one for sizes in result["loss"].values() for one in sizes.values())
+    losses = Table("domain", "batch", "loss", "plain", "KL", *active, "kept", *(["read"] if reader else []))
     repetition = Table("domain", "repetition", "plain")
     for name, sizes in result["loss"].items():
         for size, one in sizes.items():
             read = [f"{number:.1f}" for number in one["active_experts"].values()]
             shown = [f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}"]
-            losses.add_row(name, str(size), *shown, *read, f"{one['kept_mass']:.4f}")
+            kept = [f"{one['kept_mass']:.4f}", *([f"{one['share_read']:.4f}"] if reader else [])]
+            losses.add_row(name, str(size), *shown, *read, *kept)
     for name, rates in result["repetition"].items():
         repetition.add_row(name, f"{rates['policy']:.3f}", f"{rates['plain']:.3f}")
     console = Console()
@@ -201,7 +207,8 @@ def _print_evaluation(result: dict[str, Any]) -> None:
     console.print(
         f"{result['policy']} on {result['device']}; loss: cross-entropy, nats a token; active: experts read a layer; "
         "kept: probability of the experts taken over that of the model's choice; "
-        "repetition: share of a continuation's 4-grams that it has held before"
+        + ("read: bytes that a token alone reads over those of its experts; " if reader else "")
+        + "repetition: share of a continuation's 4-grams that it has held before"
     )
 
 

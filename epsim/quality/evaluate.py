@@ -1,4 +1,4 @@
-"""Cross-entropy, KL to the plain model, and repetition of the small model under a router policy."""
+"""Cross-entropy, KL to the plain model, and repetition of the small model under a router policy and a reader."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from epsim.kernels.reader.store import load_sketches
 from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import generate
 from epsim.quality.hook import Reroute, check_rules, contiguous_ranks, keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
+from epsim.quality.reader import Reading, reading_of, reads
 from epsim.traces.files import check_target, whole_file
 from epsim.traces.model import tokens
-from epsim.traces.model.train import choose_device, device_name, load_model
+from epsim.traces.model.train import choose_device, device_name, load_model, model_folder
 
 MIXED = "mixed"
 NGRAM = 4
+CALIBRATION = 32
+"""Sequences of training text that a reader's threshold is fitted on."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluateOptions:
-    """policy: a stack; only its router acts on the model. sequences of `length` tokens a domain are read in batches of
-    each of `batch_sizes`, which divide `sequences`; `generations` continuations of `generated` tokens a domain.
+    """policy: a stack; its router and its reader act on the model. sketch: a file of `epsim reader build` for the
+    reader, None to build in memory. sequences of `length` tokens a domain are read in batches of each of `batch_sizes`,
+    which divide `sequences`; `generations` continuations of `generated` tokens a domain.
     ranks: among which the experts lie in contiguous shares, for policies that look at ranks."""
 
     policy: str = "topk"
@@ -42,6 +47,7 @@ class EvaluateOptions:
     cache: Path | None = None
     device: str | None = None
     out: Path | None = None
+    sketch: Path | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("sequences", 1), ("generations", 0), ("ranks", 1), ("seed", 0)):
@@ -68,13 +74,15 @@ class Loss:
 
 
 @torch.no_grad()
-def loss_in_batches(model: Any, reroute: Reroute, text: torch.Tensor, batch_size: int) -> Loss:
+def loss_in_batches(
+    model: Any, reroute: Reroute, text: torch.Tensor, batch_size: int, reading: Reading | None = None
+) -> Loss:
     """text [sequences, length + 1]: teacher-forced; the t-th tokens of batch_size sequences are routed as one batch."""
     sums = torch.zeros(3, dtype=torch.float64)
     for first in range(0, len(text), batch_size):
         batch = text[first : first + batch_size].to(model.device)
         plain = model(input_ids=batch[:, :-1], use_cache=False).logits
-        with rerouted(model, reroute, whole_sequences=True):
+        with rerouted(model, reroute, whole_sequences=True), reads(reading, model, whole_sequences=True):
             own = model(input_ids=batch[:, :-1], use_cache=False).logits
         # Sequence by sequence: a whole batch in double precision is a gigabyte.
         for p, q, target in zip(plain, own, batch[:, 1:], strict=True):
@@ -110,10 +118,15 @@ def evaluation_text(
 
 
 def evaluate_model(
-    model: Any, reroute: Reroute, heldout: dict[str, tokens.Tokens], options: EvaluateOptions
+    model: Any,
+    reroute: Reroute,
+    heldout: dict[str, tokens.Tokens],
+    options: EvaluateOptions,
+    reading: Reading | None = None,
 ) -> dict[str, Any]:
     """{"loss": {domain: {batch size: {cross_entropy, plain, kl, active_experts, kept_mass}}}, "repetition": {domain:
-    {policy, plain}}}; active_experts: {ranks: most of a rank}, means over steps and layers."""
+    {policy, plain}}}; active_experts: {ranks: most of a rank}, means over steps and layers. With a reader also
+    kept_channels, of a token in a layer, and their share_read of the bytes of the token's experts."""
     domains = tuple(dict.fromkeys(options.domains)) or tuple(heldout)
     if unknown := sorted(set(domains) - set(heldout)):
         raise ValueError(f"no held-out text of domain {unknown[0]!r}: there is {', '.join(heldout)}")
@@ -130,20 +143,24 @@ def evaluate_model(
         loss[name] = {}
         for batch_size in options.batch_sizes:
             meter = Meter(reroute, tuple(dict.fromkeys((1, options.ranks))))
-            one = loss_in_batches(model, meter, rows, batch_size)
+            if reading is not None:
+                reading.counts.zero_()
+            one = loss_in_batches(model, meter, rows, batch_size, reading)
             loss[name][batch_size] = {
                 "cross_entropy": one.cross_entropy,
                 "plain": one.plain,
                 "kl": one.kl,
                 "active_experts": meter.active_experts(),
                 "kept_mass": meter.kept_mass(),
+                **({} if reading is None else reading.described()),
             }
         if options.generations:
             prompts = rows[: options.generations, : min(64, options.length)]
             plain = repetition_rate(generate(model, keep, prompts, options.generated, options.seed))
             own = plain
-            if reroute is not keep:
-                own = repetition_rate(generate(model, reroute, prompts, options.generated, options.seed))
+            if reroute is not keep or reading is not None:
+                with reads(reading, model, whole_sequences=False):
+                    own = repetition_rate(generate(model, reroute, prompts, options.generated, options.seed))
             repetition[name] = {"policy": own, "plain": plain}
     return {"loss": loss, "repetition": repetition}
 
@@ -159,12 +176,24 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     contiguous_ranks(model.config.num_experts, options.ranks, torch.device("cpu"))
     if stack.router.acts:
         check_rules(model)
+    corpus = tokens.load(options.cache)
+    reading = None
+    if stack.reader.acts:
+        sketches = None
+        named = str(dtype).removeprefix("torch.")
+        if options.sketch is not None:
+            sketches = load_sketches(options.sketch, model_folder(options.cache), named)
+        text = evaluation_text(corpus.train, tuple(corpus.train), CALIBRATION, options.length)
+        mixed = text.get(MIXED, next(iter(text.values())))
+        reading = reading_of(model, stack.reader, mixed[:, :-1], sketches, options.ranks)
+    elif options.sketch is not None:
+        raise ValueError(f"--sketch {options.sketch}: no reader in {str(stack)!r} takes it: add topk-channels(0.178)")
     result = {
         "policy": str(stack),
         "ranks": options.ranks,
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
-        **evaluate_model(model, reroute, tokens.load(options.cache).heldout, options),
+        **evaluate_model(model, reroute, corpus.heldout, options, reading),
     }
     if options.out is not None:
         with whole_file(options.out) as temporary:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from epsim.kernels.reader import (
 from epsim.kernels.reader.rivals import Inputs, int4_gate, sparse_inputs_output, sparse_inputs_share
 from epsim.kernels.reader.slots import slot_products
 from epsim.kernels.reader.store import build_named
+from epsim.policies.base import Reader
 from epsim.policies.reader import ThresholdChannels, TopkChannels
 
 MOST = 32
@@ -125,27 +126,30 @@ class Reading:
         if num_experts % self.num_ranks:
             raise ValueError(f"--ranks {self.num_ranks} do not divide the model's {num_experts} experts")
         reader, device = self.reader, sketch.signs.device
-        self.counts = torch.zeros(len(self.layers), 3, dtype=torch.float64, device=device)
-        """Of each layer: tokens read, channels kept, tokens whose experts are too few for the budget."""
+        self.counts = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=device)
+        """Of each layer: tokens read, channels kept, most experts of a token that the budget does not pay for, experts
+        of all tokens."""
         self.rank_of_expert = torch.arange(num_experts, device=device) // (num_experts // self.num_ranks)
         if isinstance(reader, SparseInputs):
             self.share = sparse_inputs_share(reader.budget, hidden, intermediate, reader.which)
             return
         if isinstance(reader, ThresholdChannels) and self.thresholds is None:
             raise ValueError(f"{reader.name} needs thresholds: fit them on text with `calibrated`")
-        sizes = reader.sizes(hidden, intermediate, rank=sketch.rank)
-        self._refusal = ""
+        sizes = self._sizes()
         # By the number of experts that a token takes; -1 where the budget does not pay for so few.
         allowed = [self.num_kept if self.num_kept is not None else self._allowed(sizes, n) for n in range(MOST + 1)]
         self.allowed = torch.tensor(allowed, device=device)
 
     def _allowed(self, sizes: ReadBytes, num_experts: int) -> int:
-        assert not isinstance(self.reader, SparseInputs)
         try:
             return sizes.kept(self.reader.budget, num_experts)
-        except ValueError as error:
-            self._refusal = self._refusal or str(error)
+        except ValueError:
             return -1
+
+    def _sizes(self) -> ReadBytes:
+        assert not isinstance(self.reader, SparseInputs)
+        sketch = self.layers[0].screen.sketch
+        return self.reader.sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
 
     def _output(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], ids and weights [T, k] -> [T, H]."""
@@ -171,8 +175,9 @@ class Reading:
         if isinstance(self.reader, ThresholdChannels):
             assert self.thresholds is not None
             return keep_above(scores, self.thresholds[number]) & (ids >= 0)[..., None]
-        allowed = self.allowed[(ids >= 0).sum(1)]
-        self.counts[number, 2] += (allowed < 0).sum()
+        experts = (ids >= 0).sum(1)
+        allowed = self.allowed[experts]
+        self.counts[number, 2] = torch.maximum(self.counts[number, 2], torch.where(allowed < 0, experts, 0).amax())
         allowed = allowed.clamp(min=0)
         if self.reader.quota != "token" and self.num_ranks > 1:
             by = self.reader.quota
@@ -183,12 +188,23 @@ class Reading:
     def _count(self, number: int, x: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> None:
         self.counts[number, 0] += (ids >= 0).any(1).sum()
         self.counts[number, 1] += kept.sum()
+        self.counts[number, 3] += (ids >= 0).sum()
         if self.record is not None:
             self.record(number, x, ids, kept)
 
     def kept_channels(self) -> float:
         """Channels kept of a token in a layer, mean over all read so far."""
         return float(self.counts[:, 1].sum() / self.counts[:, 0].sum())
+
+    def described(self) -> dict[str, float]:
+        """kept_channels of a token in a layer, and share_read: what tokens alone read over the bytes of their experts,
+        both in the mean."""
+        sizes, kept = self._sizes(), self.kept_channels()
+        experts = float(self.counts[:, 3].sum() / self.counts[:, 0].sum())
+        skipped = experts * sizes.intermediate - kept
+        read = experts * sizes.screen + kept * sizes.kept_channel + skipped * sizes.skipped_channel + sizes.once
+        share = 1.0 if self.reader.budget >= 1 else read / (experts * sizes.expert)
+        return {"kept_channels": kept, "share_read": share}
 
     @contextmanager
     def on(self, model: Any, whole_sequences: bool) -> Iterator[None]:
@@ -197,8 +213,8 @@ class Reading:
         budget did not pay for its screen."""
         with replaced(model, whole_sequences, self._output):
             yield
-        if bool(self.counts[:, 2].any()):
-            raise ValueError(self._refusal)
+        if short := int(self.counts[:, 2].amax()):
+            self._sizes().kept(self.reader.budget, short)  # raises, and says how much it takes
 
 
 @contextmanager
@@ -238,6 +254,28 @@ def replaced(model: Any, whole_sequences: bool, output: Any) -> Iterator[None]:
         handle.remove()
         for module in modules:
             del module.forward
+
+
+def reads(reading: Reading | None, model: Any, whole_sequences: bool) -> AbstractContextManager[None]:
+    """`Reading.on`, or nothing."""
+    return nullcontext() if reading is None else reading.on(model, whole_sequences)
+
+
+def reading_of(
+    model: Any,
+    reader: Reader,
+    calibration: torch.Tensor,
+    sketches: dict[int, LayerSketch] | None = None,
+    num_ranks: int = 1,
+) -> Reading:
+    """What a stack's reader does to a model. calibration [sequences, length]: text that a threshold is fitted on.
+    sketches: of the model, None to build them. num_ranks: for a quota of ranks."""
+    assert isinstance(reader, TopkChannels)
+    layers = layers_of(model, sketches or build_sketches(model), int4=reader.score == "int4-gate")
+    thresholds = None
+    if isinstance(reader, ThresholdChannels):
+        thresholds = calibrated(model, layers, reader, calibration, [reader.budget])[reader.budget]
+    return Reading(layers, reader, thresholds, num_ranks=num_ranks)
 
 
 @torch.no_grad()

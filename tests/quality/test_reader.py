@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +12,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+from epsim.cli import main
 from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import reroute_of, rerouted
 from epsim.quality.reader import Reading, SparseInputs, build_sketches, calibrated, layers_of
 from epsim.traces.model.config import ModelShape, build_model
+from tests.quality.test_evaluate import save_cache
 
 SHAPE = ModelShape(
     vocabulary=64, num_layers=2, hidden=128, num_heads=2, num_experts=8, top_k=3, intermediate=40, max_positions=128
@@ -98,7 +103,7 @@ def test_a_reader_after_a_router(model: Any, layers: Any, text: torch.Tensor) ->
 
 
 def test_a_budget_that_does_not_pay_is_refused(model: Any, layers: Any, text: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"a budget of 0.1 does not pay for choosing: of 1 experts of 128 x 40 0.4458"):
+    with pytest.raises(ValueError, match=r"a budget of 0.1 does not pay for choosing: of 3 experts of 128 x 40 0.2653"):
         logits(model, text, Reading(layers, TopkChannels(0.1)))
 
 
@@ -140,3 +145,45 @@ def test_quotas_of_ranks(model: Any, layers: Any, text: torch.Tensor) -> None:
 def test_models_without_experts() -> None:
     with pytest.raises(ValueError, match="needs a model whose experts hold gate_up_proj"):
         build_sketches(torch.nn.Linear(2, 2))
+
+
+def test_build_and_evaluate_by_command(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_cache(model, tmp_path)
+    capsys.readouterr()
+    sketch, out = tmp_path / "s.safetensors", tmp_path / "e.json"
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["epsim", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        printed = capsys.readouterr()
+        assert stop.value.code == (0 if not printed.err else 2), printed.err
+        return printed.out + printed.err
+
+    built = run("reader", "build", str(tmp_path / "model"), "--out", str(sketch), "--dtype", "float32")
+    held = [sketch.resident_bytes() for sketch in build_sketches(model).values()]
+    assert f"2 layers; sketch {sum(one['sketch'] for one in held) / 2**20:.1f} MiB (" in built
+
+    common = f"model evaluate --cache {tmp_path} --sketch {sketch} --sequences 4 --length 16 --batch-size 4"
+    common += f" --device cpu --generations 2 --generated 8 --out {out}"
+    shown = run(*common.split(), "--policy", "oea(k0=2)+topk-channels(0.5)")
+    result = json.loads(out.read_text())
+    assert result["policy"] == "contiguous+oea(k0=2)+topk-channels(budget=0.5)"
+    one = result["loss"]["a"]["4"]
+    assert one["kl"] > 0
+    assert 0.4 < one["share_read"] <= 0.5
+    assert f"{one['share_read']:.4f}" in shown
+    run(*common.split(), "--policy", "topk-channels(1)")
+    assert abs(json.loads(out.read_text())["loss"]["a"]["4"]["kl"]) < 1e-8
+    assert json.loads(out.read_text())["loss"]["a"]["4"]["share_read"] == 1
+    run(*common.split(), "--policy", "threshold-channels(0.5)")
+    assert json.loads(out.read_text())["loss"]["a"]["4"]["kl"] > 0
+    assert "no reader in 'contiguous' takes it" in run(*common.split())
+    other = copy.deepcopy(model)
+    torch.nn.init.normal_(next(iter(other.parameters())), std=0.2)
+    save_cache(other, tmp_path)
+    capsys.readouterr()
+    assert "made from another checkpoint" in run(*common.split(), "--policy", "topk-channels(0.5)")
+    assert "choose bfloat16" in run("reader", "build", str(tmp_path / "model"), "--out", str(sketch), "--dtype", "fp8")

@@ -1,0 +1,56 @@
+"""`epsim reader`: sketches for the channel reader (docs/reader.md)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build what the channel reader needs.")
+
+
+@app.command("build")
+def build_command(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder with *.safetensors.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The sketch to write (safetensors).")],
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="The type that weights are served in: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the map that restores skipped channels.")] = 32,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the rotations' signs.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="Where to build: cpu or cuda.")] = "cpu",
+) -> None:
+    """Build the sketch and map of every layer with experts from a checkpoint's weights, tied to it by hash."""
+    from epsim.kernels.reader.store import DTYPES, Checkpoint, build_checkpoint, save_sketches
+    from epsim.traces.files import check_target, whole_file
+
+    check_target(out)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {device}: choose cpu or cuda")
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU here")
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    total = len(Checkpoint(checkpoint).layers)
+    sketches, weights = {}, 0
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("building", total=total)
+        for layer, sketch in build_checkpoint(checkpoint, dtype, seed, rank, device):
+            sketches[layer] = sketch
+            weights += sketch.num_experts * 3 * sketch.hidden * sketch.intermediate * DTYPES[dtype].itemsize
+            bar.advance(task)
+    with whole_file(out) as temporary:
+        save_sketches(temporary, sketches, checkpoint, dtype, seed)
+    held = [sketch.resident_bytes() for sketch in sketches.values()]
+    parts = {name: sum(one[name] for one in held) for name in ("sketch", "map")}
+    shares = ", ".join(
+        f"{name} {size / 2**20:.1f} MiB ({size / weights:.2%} of the experts)" for name, size in parts.items()
+    )
+    print(f"{out}: {len(sketches)} layers; {shares}")
