@@ -52,7 +52,9 @@ TimeoutOption = Annotated[
 ]
 HardwareOption = Annotated[
     str | None,
-    typer.Option("--hardware", metavar="H", help="h100, h200, h800, b200 or a .toml file: predict layer times too."),
+    typer.Option(
+        "--hardware", metavar="H", help="h100, ..., a .toml file or a calibration's folder: predict layer times too."
+    ),
 ]
 TextOption = Annotated[str | None, typer.Option("--text", metavar="FILE", help="Trained model: the text it reads.")]
 SequenceOption = Annotated[

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from epsim.cost.calibrated import load_calibration
 from epsim.cost.experts_time import ExpertsTime
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming
 from epsim.cost.model import ModelSpec
 from epsim.launch.options import CONTEXT, RunOptions
@@ -157,7 +157,9 @@ def layer_timing(hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Clu
         groups=shape.groups,
         top_groups=shape.top_groups,
     )
-    timing = LayerTiming(ExpertsTime(load_hardware(hardware), model), cluster.num_nodes)
+    measured = load_calibration(hardware)
+    experts = ExpertsTime(measured.hardware, model, measured.table_for(model))
+    timing = LayerTiming(experts, cluster.num_nodes, measured=measured)
     timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
     return timing
 

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from epsim.cli_run import parse_arguments
+from epsim.launch.folder import clear
+from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
+from epsim.launch.store import connect, serve
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]
@@ -19,7 +23,7 @@ TraceMaker = Callable[..., StoredTrace]
 def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
     options = RunOptions(
         "some trace.parquet", "tiny", ("best=eplb+lplb(counts=gathered)", "contiguous"), tmp_path / "a b", 5, 4, 2, 8,
-        3, 1, "other.parquet", 0.25, 7, "torch", "cpu", "bfloat16", 9.5,
+        3, 1, "other.parquet", 0.25, 7, "torch", "cpu", "bfloat16", 9.5, "h200", "a text", 100, 32,
     )  # fmt: skip
     assert parse_arguments(options.arguments()) == options
     plain = RunOptions("sample", "tiny", ("eplb",), tmp_path)
@@ -34,6 +38,9 @@ def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
         (["--steps", "0"], "--steps 0: give at least 1"),
         (["--timeout", "0"], "--timeout 0: give 1 to 3600 seconds"),
         (["--steps", "many"], "--steps"),
+        (["--seed", "-1"], "--seed -1: give 0 to 2"),
+        (["--context", "0"], "--context 0: give at least 1"),
+        (["--device", "cuda", "--dtype", "float32"], "--dtype float32: on GPUs experts compute in bfloat16"),
         (["--nonsense"], "--nonsense"),
     ],
 )
@@ -54,6 +61,9 @@ def test_options_that_make_no_sense(arguments: list[str], words: str) -> None:
         ({"policies": ("eplb", "eplb")}, "--policy eplb is given twice"),
         ({"policies": ("eplb+nothing",)}, "unknown policy 'nothing'"),
         ({"trace": "nowhere.parquet"}, "no such file"),
+        ({"hardware": "abacus"}, "--hardware abacus: known are"),
+        ({"text": "some.txt"}, "--text, --sequence and --context say what a trained model reads"),
+        ({"policies": ("eplb+oea(k0=1)",)}, "router oea needs router scores, and .* holds none"),
     ],
 )
 def test_what_does_not_fit_the_trace(
@@ -63,6 +73,85 @@ def test_what_does_not_fit_the_trace(
     options: dict[str, Any] = {"trace": str(trace.path), "model": "tiny", "policies": ("eplb",), "out": tmp_path}
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         prepare(RunOptions(**options | changed), 2)
+
+
+def test_a_router_policy_finds_no_decode_step(make_trace: TraceMaker, tmp_path: Path) -> None:
+    trace = make_trace("tokens", phase="prefill")
+    with pytest.raises(ValueError, match=r"router oea acts on decode steps, and .* is of phase prefill"):
+        prepare(RunOptions(str(trace.path), "tiny", ("eplb+oea(k0=1)",), tmp_path), 2)
+
+
+def test_steps_without_a_token(make_trace: TraceMaker, tmp_path: Path) -> None:
+    trace = make_trace("tokens", steps=3, tokens=0)
+    with pytest.raises(ValueError, match="no token in the 2 steps to run"):
+        prepare(RunOptions(str(trace.path), "tiny", ("contiguous", "eplb"), tmp_path, plan_share=0.3), 2)
+
+
+def test_times_are_predicted_for_the_layers_that_run(make_trace: TraceMaker, tmp_path: Path) -> None:
+    """Weights of the shape, nothing beside the layers, the kernels that runs use."""
+    trace = make_trace("tokens", shared_cost=0.5)
+    timing = prepare(RunOptions(str(trace.path), "tiny", ("eplb",), tmp_path, hardware="h200"), 2).timing
+    assert timing is not None
+    assert (timing.kernels, timing.hardware.name, timing.model.moe_layers) == ("normal", "H200", 2)
+    assert (timing.model.expert_bytes, timing.model.shared_cost) == (3 * 64 * 32 * 2, 0.5)
+    assert timing.rest_us(torch.tensor([100.0])).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("cost", "width"), [(0.0, 0), (0.01, 8), (0.5, 16), (0.6, 16), (1.0, 32)])
+def test_a_shared_expert_as_wide_as_gpus_take_it(
+    make_trace: TraceMaker, tmp_path: Path, cost: float, width: int
+) -> None:
+    trace = make_trace("tokens", shared_cost=cost)
+    prepared = prepare(RunOptions(str(trace.path), "tiny", ("eplb",), tmp_path), 2)
+    assert prepared.shape.shared_intermediate == width
+    noted = [f"shared cost {width / 32:g} of tiny, not the trace's {cost:g}"] if width != cost * 32 else []
+    assert list(prepared.notes) == noted
+
+
+def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
+    written = [
+        "results.json",
+        "predicted.json",
+        "routed-0.parquet",
+        "routed-11.parquet",
+        "telemetry/rank-00007.parquet",
+    ]
+    written += ["telemetry/rank-00008.arrows", "telemetry/rank-00008.place", "logs/epsim-17_x/attempt_0/0/stderr.log"]
+    others = ["trace.parquet", "report.html", "telemetry/notes.txt", "telemetry/rank-1.parquet", "logs/mine.log"]
+    for name in (*written, *others):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    clear(tmp_path)
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(left) == sorted(others)
+    clear(tmp_path / "nothing here")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set: start this by torchrun"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a whole number"),
+        ({"RANK": "2"}, "RANK is 2, and WORLD_SIZE 2: ranks are 0 to WORLD_SIZE - 1"),
+        ({"RANK": "-1"}, "RANK is '-1', not a whole number"),
+    ],
+)
+def test_an_environment_that_is_not_torchruns(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], words: str
+) -> None:
+    sound = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    for name, value in (sound | changed).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=words):
+        Member.from_environment()
+
+
+def test_where_no_store_can_be() -> None:
+    with pytest.raises(OSError, match=r"to be on nowhere\.invalid: no such host"):
+        connect("nowhere.invalid", 29400)
+    held = serve("127.0.0.1")
+    with pytest.raises(OSError, match=r"port \d+ of 127\.0\.0\.1 cannot be listened on"):
+        serve("127.0.0.1", held.port)
 
 
 def test_counts_are_too_coarse_to_run(make_trace: TraceMaker, tmp_path: Path) -> None:

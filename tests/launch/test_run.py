@@ -129,8 +129,13 @@ def test_a_trained_models_router_chooses(make_trace: TraceMaker, tmp_path: Path)
 
     torch.manual_seed(0)
     shape = ModelShape(300, num_layers=2, hidden=32, num_heads=2, num_experts=8, top_k=2, intermediate=16)
-    build_model(shape).save_pretrained(tmp_path / "model")
-    trace = make_trace("tokens", steps=6, tokens=30, ranks=3, shared_cost=1.0)
+    model = build_model(shape)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if ".experts." in name:
+                weights.mul_(20)  # what they give matters to the layer after
+    model.save_pretrained(tmp_path / "model")
+    trace = in_phases(make_trace("tokens", steps=6, tokens=30, ranks=3, shared_cost=1.0), tmp_path)
     out = tmp_path / "out"
     command: list[str | Path] = [
         *EPSIM,
@@ -142,19 +147,47 @@ def test_a_trained_models_router_chooses(make_trace: TraceMaker, tmp_path: Path)
         "2",
         "--launcher",
         "torchrun",
+        "--sequence",
+        "6",
+        "--context",
+        "5",
     ]
-    command += [*policies(["eplb", "eplb+lplb"]), "--ranks", "2", "--out", out]
+    stacks = ["eplb", "eplb+lplb", "eplb+pruned(k0=1)+lplb", "eplb+oea(k0=1,union=rank)"]
+    command += [*policies(stacks), "--ranks", "2", "--out", out]
     done = run(command, environment(EPSIM_CACHE=str(tmp_path / "nothing")))
     assert done.code == 0, done.err
     results = read_results(out / "results.json")
     assert results["run"]["equals_replay"] is True
-    assert results["run"]["input"] == "random token ids, as no corpus is prepared"
-    routed = StoredTrace(out / "routed.parquet")
-    (block,) = routed.blocks()
-    (given,) = trace.blocks(3)
-    assert block.steps.tolist() == [3, 4, 5]
-    assert np.array_equal(block.token_step, given.token_step)  # type: ignore[union-attr]
-    assert not np.array_equal(block.expert_ids, given.expert_ids)  # type: ignore[union-attr]
+    words = "random token ids, as no corpus is prepared, decode steps after 5 tokens of context"
+    assert results["run"]["input"] == words
+    assert results["stacks"][2]["metrics"]["kept_mass"]["mean"] < 1
+    given = trace.blocks(3)
+    sizes = np.concatenate([np.bincount(block.token_step) for block in given])  # type: ignore[union-attr]
+    chosen = []
+    for number in range(4):
+        (block,) = StoredTrace(out / f"routed-{number}.parquet").blocks()
+        assert isinstance(block, TokenBlock)
+        assert block.steps.tolist() == [3, 4, 5]
+        assert block.phase is not None
+        assert block.phase.tolist() == ["decode", "prefill", "decode"]
+        assert np.array_equal(np.bincount(block.token_step), sizes)
+        assert (block.scores is not None) == (number >= 2)
+        chosen.append(block.expert_ids)
+    # The first layer sees the same under every stack, the second what a policy left of its first.
+    assert np.array_equal(chosen[0], chosen[1])
+    assert np.array_equal(chosen[0][:, 0], chosen[2][:, 0])
+    assert not np.array_equal(chosen[0][:, 1], chosen[2][:, 1])
+
+
+def in_phases(trace: StoredTrace, folder: Path) -> StoredTrace:
+    """The trace with steps that are prefill and decode in turn."""
+    path = folder / "phases.parquet"
+    with TraceWriter(path, dataclasses.replace(trace.meta, phase="mixed")) as writer:
+        for block in trace.blocks():
+            assert isinstance(block, TokenBlock)
+            phases = np.array([("prefill", "decode")[step % 2] for step in block.steps.tolist()], dtype=object)
+            writer.append(dataclasses.replace(block, phase=phases))
+    return StoredTrace(path)
 
 
 @pytest.mark.slow

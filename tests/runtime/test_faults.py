@@ -64,11 +64,11 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     running.wait()
 
 
-def silent(watch: Watch, pid: int, seconds: float, **more: str) -> str | None:
+def silent(watch: Watch, pid: int, seconds: float, machine: str | None = None) -> str | None:
     """What is said of rank 0, a process of that number, which has not beaten for so long."""
     now = time.monotonic()
     own = beat_of(watch, "running", 3, "balance", 1)
-    watch._known = {0: dataclasses.replace(own, pid=pid, **more), 1: own}
+    watch._known = {0: dataclasses.replace(own, pid=pid, machine=own.machine if machine is None else machine), 1: own}
     watch._heard, watch._moved = {0: now - seconds, 1: now}, {0: now, 1: now}
     fault = watch._look()
     return fault.line if fault else None

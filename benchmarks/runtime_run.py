@@ -1,0 +1,88 @@
+"""`epsim run` as a user starts it, on one GPU: each layer's phases by device events, beside what is predicted.
+
+    python benchmarks/runtime_run.py [--out benchmarks/results/runtime_run.json]
+
+Tokens are drawn with a skewed popularity of experts that drifts from step to step. Microseconds, medians over steps and
+layers; `predicted` is the mean of the layer's time by `--hardware h200`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from epsim.results import read_results
+from epsim.runtime.shapes import shape_of
+from epsim.traces.store import TraceWriter
+from epsim.traces.trace import TokenBlock, TraceMeta
+
+RUNS: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
+    # shape, layers, tokens a step, stacks; 16 redundant experts
+    ("qwen3-30b-a3b-layer", 2, 256, ("contiguous", "eplb+lplb", "eplb+lplb(counts=gathered)")),
+    ("qwen3-30b-a3b-layer", 2, 4096, ("contiguous", "eplb+lplb", "eplb+lplb(counts=gathered)")),
+    ("deepseek-v3-layer", 1, 4096, ("contiguous", "eplb+lplb+waterfill")),
+)
+STEPS = 16
+
+
+def draw(path: Path, name: str, layers: int, tokens: int) -> None:
+    """Half of the steps are planned on."""
+    shape, rng = shape_of(name), np.random.default_rng(5)
+    liked = rng.normal(0, 0.9, (layers, shape.num_experts))
+    cost = shape.shared_cost
+    meta = TraceMeta(
+        "tokens", layers, shape.num_experts, shape.top_k, 1, cost, name, "prefill", "drawn", source="drawn"
+    )
+    source = np.zeros(tokens, dtype=np.int64)
+    with TraceWriter(path, meta) as writer:
+        for step in range(STEPS):
+            drifted = liked + 0.2 * rng.normal(size=liked.shape)
+            keys = drifted + rng.gumbel(size=(tokens, *liked.shape))
+            ids = np.argpartition(-keys, shape.top_k, axis=2)[..., : shape.top_k].astype(np.int16)
+            writer.append(TokenBlock(np.array([step]), source, source, ids))
+
+
+def measured(name: str, layers: int, tokens: int, stacks: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+    trace, out = folder / "trace.parquet", folder / "out"
+    draw(trace, name, layers, tokens)
+    policies = [part for stack in stacks for part in ("--policy", stack)]
+    options = [str(trace), "--model", name, *policies, "--redundant", "16", "--device", "cuda", "--hardware", "h200"]
+    subprocess.run([sys.executable, "-m", "epsim.cli", "run", *options, "--out", str(out)], check=True, stdout=2)
+    results = read_results(out / "results.json")
+    run = results["run"]
+    rows = []
+    for entry in results["stacks"]:
+        row = {"shape": name, "tokens": tokens, "stack": entry["stack"]}
+        row |= {"layer": entry["metrics"]["layer_time_us"]["p50"], "predicted": entry["predicted"]["layer_time_us"]}
+        row |= {phase: value["p50"] for phase, value in entry["phases_us"].items()}
+        row |= {key: run[key] for key in ("equals_replay", "exchange", "exchange_why", "device", "dtype", "torch")}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    shown = ("shape", "tokens", "stack", "layer", "predicted", "route", "balance", "dispatch", "experts", "combine")
+    for run in RUNS:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measured(*run, Path(folder))
+    for line in [dict(zip(shown, shown)), *rows]:
+        print("  ".join(f"{line[key]:.0f}" if isinstance(line[key], float) else str(line[key]) for key in shown))
+    if options.out:
+        report = {"command": shlex.join(["python", "benchmarks/runtime_run.py"]), "device": rows[0]["device"]}
+        options.out.write_text(json.dumps(report | {"runs": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
