@@ -36,7 +36,8 @@ def figures(results: Results) -> list[Figure]:
     hot = bool(results.get("scored", {}).get("hot_experts")) and _any(stacks, "hot_copies")
     every: list[tuple[bool, Drawing, str, str, str, tuple[float, float]]] = [
         (
-            True, _causes, "causes", "What peak over mean is made of",
+            any(entry["metrics"][key]["mean"] for entry in stacks for key in CAUSES), _causes, "causes",
+            "What peak over mean is made of",
             "x: peak over mean as the product of the mean gaps + 1, by cause (1: perfectly balanced); y: stacks", bars,
         ),
         (
@@ -164,6 +165,8 @@ def before_and_after(results: Results) -> tuple[int, int]:
 
 
 def _heat(results: Results, canvas: Canvas, narrow: bool) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     shown = list(dict.fromkeys(before_and_after(results)))
     maps = [np.array(results["stacks"][n].get("load_over_mean_by_step") or [[np.nan]], dtype=float).T for n in shown]
     # One colour scale for all, so that before and after can be compared.
@@ -183,6 +186,7 @@ def _heat(results: Results, canvas: Canvas, narrow: bool) -> None:
         axes.set_title(_name(results["stacks"][number], narrow))
         axes.set_xlabel("step")
         axes.set_ylabel("rank")
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axes.grid(visible=False)
     bar = canvas.colorbar(image, ax=list(every))
     bar.set_label("load / mean")
