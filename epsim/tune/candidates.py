@@ -101,7 +101,7 @@ def all_candidates(
     for cluster in clusters:
         placements = ["eplb"]
         sizes = (num_experts, cluster.num_physical(num_experts), cluster.num_groups, cluster.num_nodes)
-        if not prefers_global(*sizes, cluster.num_ranks):
+        if cluster.num_nodes > 1 and not prefers_global(*sizes, cluster.num_ranks):
             placements.append("eplb-global")
         placements.append("searched")
         if cluster is clusters[0]:

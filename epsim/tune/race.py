@@ -33,8 +33,6 @@ FIRST_STEPS, FEWEST_STEPS, FEWEST_LAYERS = 48, 8, 4
 GROWTH, KEPT = 4, 3
 """A round has GROWTH times the steps of the last and 1/KEPT of its candidates."""
 LEAST_KEPT = 6
-SEARCHED = 2
-"""Redundancies for which placements are searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +98,11 @@ def race(
         num_steps, num_layers = affordable(problem, len(left), min(steps, total))
         layers = None if num_layers == problem.meta.num_layers else _layers(problem, num_layers)
         places = evenly(part.first, part.last, num_steps)
+        times = score(problem, [one for one in left if one.interval is None], part, places, layers)
+        rebalancing = [one for one in left if one.interval is not None]
         if not rounds:
-            later = [one for one in left if one.interval is not None or one.stack.placement.name == "searched"]
-            times = score(problem, [one for one in left if one not in later], part, places, layers)
-            later = _hopeful(problem, later, times, classes, cost, worth, places, layers)
-            left = [one for one in left if one in times or one in later]
-            times |= score(problem, later, part, places, layers)
-        else:
-            times = score(problem, left, part, places, layers)
+            rebalancing = _hopeful(problem, rebalancing, times, classes, places, layers)
+        times |= score(problem, rebalancing, part, places, layers)
         rounds.append(Round(times, len(places), num_layers))
         progress(num_steps / total)
         enough = num_steps == total and num_layers == problem.meta.num_layers
@@ -117,7 +112,7 @@ def race(
         fewer = survivors(
             rounds[-1].times, classes, cost, worth, max(len(left) // KEPT, LEAST_KEPT), problem.setting.seed
         )
-        left = [one for one in left if one in fewer or one == candidates[0]]
+        left = [one for one in times if one in fewer or one == candidates[0]]
         steps = num_steps * GROWTH
 
 
@@ -162,34 +157,20 @@ def not_worse(times: Mapping[Candidate, Times], worth: float, seed: int) -> list
 
 def _hopeful(
     problem: Problem,
-    later: list[Candidate],
-    first: Mapping[Candidate, Times],
+    rebalancing: list[Candidate],
+    once: Mapping[Candidate, Times],
     classes: Sequence[Class],
-    cost: Cost,
-    worth: float,
     places: Ints,
     layers: Sequence[int] | None,
 ) -> list[Candidate]:
-    """Of `later`, what is worth planning, since that takes long, once the others are scored (`first`).
-
-    Not what rebalances so often that, for the host's work alone, even perfect balance would not make it faster than
-    what is planned once. Searched placements for the redundancies alone that are best without a search, and the
-    cheapest that is not told from the best.
-    """
-    if not later:
+    """Without those that rebalance so often that, for the host's work alone, even perfect balance would not make them
+    faster than what is planned once."""
+    if not rebalancing:
         return []
-    work_us = problem.layer_ms * 1e3 * problem.timing.model.moe_layers
     least = float(np.nanmean(ideal_us(problem, places, layers)))
-    fastest = [min(own.mean_us for one, own in first.items() if belongs(one)) for belongs in classes]
-    planned = sorted((one for one in first if one.stack.placement.needs_history), key=lambda one: first[one].mean_us)
-    alike = not_worse({one: first[one] for one in planned}, worth, problem.setting.seed) if planned else []
-    best = [one.redundant for one in (*planned, *later)]
-    searched = {*list(dict.fromkeys(best))[:SEARCHED], *(one.redundant for one in sorted(alike, key=cost)[:1])}
-    return [
-        one
-        for one in later
-        if (one.redundant in searched if one.interval is None else least + work_us / one.interval < max(fastest))
-    ]
+    fastest = [min(own.mean_us for one, own in once.items() if belongs(one)) for belongs in classes]
+    work_us = problem.layer_ms * 1e3 * problem.timing.model.moe_layers
+    return [one for one in rebalancing if one.interval is not None and least + work_us / one.interval < max(fastest)]
 
 
 def _layers(problem: Problem, number: int) -> list[int]:

@@ -133,6 +133,9 @@ def _gain(
     last = searched.rounds[-1].times
     choosing = last[base].mean_us / last[picked].mean_us - 1
     text += f" On the steps it was chosen on: {choosing:+.1%}."
+    if picked.shown_stack.shared.name != "local" and not problem.timing.hardware.shared_grouped:
+        fused = problem.timing.hardware.kernel_us
+        text += f" Of each layer's gain {fused:g} us is the shared expert's own kernel saved, whoever balances."
     faster = [c for c in searched.finalists if c != picked and gains[c].mean > gains[picked].mean]
     if faster:
         best = max(faster, key=lambda candidate: gains[candidate].mean)

@@ -19,6 +19,7 @@ from epsim.tune.memory import Memory
 from tests.tune.cases import GPUS, Floats, MakeCounts, RunTune, answered, hot
 
 EPLB = (parse_stack("eplb"),)
+STACKS = (*EPLB, parse_stack("eplb+lplb"))
 STATIONARY = np.tile(hot(0), (60, 1))
 
 
@@ -126,7 +127,7 @@ def test_more_memory_is_never_worse(make_counts: MakeCounts, run_tune: RunTune, 
     memory, gains, used = Memory(timing.model, 1e9, 0.0), [], []
     for slots in (4, 5, 6, 8, 16):
         limit = memory.used(slots)
-        best = answered(run_tune(trace, memory=limit, kv_share=0.0))
+        best = answered(run_tune(trace, memory=limit, kv_share=0.0, policies=STACKS))
         assert best["memory_bytes"] <= limit
         gains.append(best["throughput_gain"]["mean"])
         used.append(best["memory_bytes"])
@@ -137,7 +138,7 @@ def test_more_memory_is_never_worse(make_counts: MakeCounts, run_tune: RunTune, 
 
 
 def test_the_cheapest_of_those_alike_is_chosen(make_counts: MakeCounts, run_tune: RunTune) -> None:
-    results = run_tune(make_counts(STATIONARY))
+    results = run_tune(make_counts(STATIONARY), policies=STACKS)
     best = answered(results)
     faster = [
         row for row in results["tune"]["candidates"] if row["gain"] and row["memory_bytes"] > best["memory_bytes"]
@@ -150,9 +151,7 @@ def test_results_are_the_projects_and_the_same_again(
     make_counts: MakeCounts, run_tune: RunTune, tmp_path: Path
 ) -> None:
     trace = make_counts(STATIONARY)
-    first, again = (
-        run_tune(trace, seed=3, policies=(*EPLB, parse_stack("eplb+lplb")), redundant=(4,)) for _ in range(2)
-    )
+    first, again = (run_tune(trace, seed=3, policies=STACKS, redundant=(4,)) for _ in range(2))
     assert json.dumps(first) == json.dumps(again)
     check_results(first)
     write_report(first, tmp_path / "out")
