@@ -1,0 +1,185 @@
+"""`epsim calibrate` on CPUs: what it writes is what replay reads; and its parts against what they must find."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from epsim.calibrate import run
+from epsim.calibrate.experts import drawn_counts, received_of
+from epsim.calibrate.fit import fit_tiles, non_negative
+from epsim.calibrate.machine import Machine
+from epsim.calibrate.run import Request, calibrate
+from epsim.cli import main
+from epsim.cost.calibrated import load_calibration
+from epsim.cost.experts_time import ExpertsTime, ExpertTable
+from epsim.cost.hardware import load_hardware
+from epsim.cost.model import load_model
+from epsim.cost.tiled import TiledFit
+from tests.calibrate import programs
+from tests.runtime.worlds import launch
+
+CPU = Machine(torch.device("cpu"))
+MODEL = """\
+name = "tiny"
+source = "none"
+hidden = 64
+intermediate = 32
+shared_intermediate = 32
+num_experts = 8
+top_k = 2
+moe_layers = 1
+weight_bytes = 2.0
+compute = "bf16"
+dispatch = "bf16"
+rest_parameters = 0
+rest_us = 0
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.toml"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def nothing(text: str) -> None: ...
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 24), st.floats(1, 300), st.floats(0, 1.5), st.integers(0, 99))
+def test_drawn_loads_have_their_mean_and_rows_hold_them(slots: int, mean: float, spread: float, seed: int) -> None:
+    counts = drawn_counts(slots, mean, spread, seed)
+    assert int(counts.sum()) == max(round(slots * mean), slots)
+    assert int(counts.min()) >= 1
+    received = received_of(CPU, counts, 8, 4, seed)
+    found = received.slots
+    assert torch.equal(torch.bincount(found[found >= 0], minlength=slots), counts)
+    ordered = found.sort(1).values
+    assert not bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any()), "a row has a slot twice"
+
+
+def test_tiles_are_found_from_times_that_obey_them() -> None:
+    model, hardware = load_model("deepseek-v3-bf16"), load_hardware("h200")
+    truth = TiledFit(256, 128, 132, (60.0, 0.02, 5.0, 20.0, 15.0, 10.0, 0.0, 8.0))
+    sizes, actives = (1.0, 16.0, 100.0, 200.0, 400.0, 900.0), (1.0, 4.0, 5.0, 12.0, 19.0, 40.0)
+
+    def draws(active: int, size: float) -> list[torch.Tensor]:
+        return [drawn_counts(active, size, 0.5, draw) for draw in range(2)]
+
+    def time(active: float, size: float) -> float:
+        loads = torch.stack(draws(int(active), size)).double()
+        tiles = (loads / truth.rows).ceil().sum(1)
+        return float(truth.us(loads.sum(1), torch.full_like(tiles, active), tiles, model).mean())
+
+    us = tuple(tuple(time(active, size) for active in actives) for size in sizes)
+    table = ExpertTable("GPU", "by formula", "bf16", 7168, 2048, sizes, actives, us)
+    found = fit_tiles(table, model, draws, 132)
+    assert found is not None
+    # Half as many tiles of twice the columns make the same waves.
+    assert (found.rows, found.columns * found.at_once) == (256, 128 * 132)
+    # Sizes between the grid's.
+    experts = ExpertsTime(hardware, model, ExpertTable(**{**table.__dict__, "fit": found}))
+    counts = drawn_counts(17, 333.0, 0.8, 9).double()
+    tiles = (counts / 256).ceil().sum()
+    args = counts.sum()[None], torch.tensor([17.0]).double(), tiles[None]
+    assert float(experts.us(*args)) == pytest.approx(float(truth.us(*args, model)), rel=0.02)
+    few = ExpertTable("GPU", "few", "bf16", 7168, 2048, sizes[:2], actives[:2], tuple(row[:2] for row in us[:2]))
+    assert fit_tiles(few, model, draws, 132) is None
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 10**6))
+def test_non_negative_least_squares_are_optimal(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    matrix, target = rng.normal(size=(20, 5)), rng.normal(size=20)
+    found = non_negative(matrix, target)
+    assert (found >= 0).all()
+    gradient = matrix.T @ (target - matrix @ found)
+    # The conditions of Karush, Kuhn and Tucker.
+    assert (gradient <= 1e-6).all()
+    assert np.abs(gradient[found > 0]).max(initial=0) <= 1e-6
+
+
+def test_a_folder_of_this_machine_is_read_by_replay_and_kept(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "here"
+    lines = calibrate(Request(out, "cpu", (tiny,)), nothing, CPU)
+    assert any("exchange: not measured, there is one rank" in line for line in lines)
+    found = load_calibration(str(out))
+    table = found.table_for(load_model(tiny))
+    assert table is not None
+    assert (table.active, table.dtype, table.implementation) == ((1.0, 2.0, 8.0), "bf16", "runtime")
+    assert table.date
+    assert table.versions.startswith("torch")
+    assert found.policies is not None
+    assert {"even", "lplb", "lplb+waterfill-joint", "lplb(objective=time)", "oea", "oea-ep"} <= {
+        cost.policy for cost in found.policies.costs
+    }
+    # Finished parts stay: none is measured again, but the one that is missing.
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    (out / "policies-4.json").unlink()
+    monkeypatch.setattr(run, "expert_table", None)
+    calibrate(Request(out, "cpu", (tiny,)), nothing, CPU)
+    after = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert before.keys() == after.keys()
+    assert before["experts-tiny.json"] == after["experts-tiny.json"]
+
+
+def test_what_cannot_be_measured_is_one_line(tmp_path: Path, tiny: str) -> None:
+    with pytest.raises(ValueError, match="--part kernels: choose experts, exchange, all-reduce, policies"):
+        Request(tmp_path, parts=("kernels",))
+    with pytest.raises(
+        ValueError, match=r"DeepSeek-V3 computes in fp8, .* give a model that does \(deepseek-v3-bf16\)"
+    ):
+        calibrate(Request(tmp_path / "x", "cpu", ("deepseek-v3",)), nothing, CPU)
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        calibrate(Request(file, "cpu", (tiny,)), nothing, CPU)
+    out = tmp_path / "other"
+    out.mkdir()
+    table = ExpertTable("another GPU", "", "bf16", 64, 32, (1.0,), (1.0,), ((1.0,),))
+    (out / "experts-tiny.json").write_text(json.dumps(table.__dict__))
+    with pytest.raises(
+        ValueError, match=r"experts-tiny\.json was measured on another GPU, this is .*: give another --out"
+    ):
+        calibrate(Request(out, "cpu", (tiny,), ("experts",)), nothing, CPU)
+
+
+@pytest.mark.parametrize("arguments", [["--out", "x", "--part", "all"], ["--out", "x", "--device", "tpu"], []])
+def test_mistakes_cost_one_line_and_code_2(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["epsim", "calibrate", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("epsim: ")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ranks_measure_their_exchange_together(tmp_path: Path, tiny: str) -> None:
+    out = tmp_path / "group"
+    launch(4, programs.measure, str(out), tiny)
+    found = load_calibration(str(out))
+    assert sorted(table.ranks for table in found.exchange) == [2, 4]
+    for table in found.exchange:
+        assert table.implementation == "torch"
+        # The first size is 4 tokens a rank, each of which goes to one rank at least and at most to two: 128 bytes each.
+        assert 4 * 128 <= table.dispatch_bytes[0] <= 4 * table.ranks * 128
+    assert found.policies is not None
+    assert sorted((one.name, one.ranks) for one in found.policies.collectives) == sorted(
+        (name, ranks) for name in ("all_reduce", "all_gather") for ranks in (2, 4)
+    )

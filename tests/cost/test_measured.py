@@ -1,0 +1,213 @@
+"""Curves, fits by tiles and calibrated folders: by hand, and with what is wrong in them told in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from epsim.calibrate.folder import write_hardware, write_table
+from epsim.cost.calibrated import (
+    CollectiveCost,
+    ExchangeTable,
+    PolicyCost,
+    PolicyTable,
+    load_calibration,
+    read_table,
+)
+from epsim.cost.curve import curve
+from epsim.cost.experts_time import ExpertsTime, ExpertTable
+from epsim.cost.hardware import load_hardware
+from epsim.cost.layer_time import load_timing
+from epsim.cost.model import load_model
+from epsim.cost.policy_time import policy_us
+from epsim.cost.tiled import TiledFit
+from epsim.policies.stack import parse_stack
+
+H200, V3 = load_hardware("h200"), load_model("deepseek-v3-bf16")
+FIT = TiledFit(256, 256, 66, (50.0, 0.1, 3.0, 10.0, 20.0, 12.0, 5.0, 6.0))
+EXPERTS = ExpertTable("GPU", "by hand", "bf16", 7168, 2048, (16.0, 256.0), (2.0, 8.0), ((100.0, 400.0), (300.0, None)))
+EXCHANGE = ExchangeTable(
+    "GPU", "by hand", "deep_ep", "bf16", 4, 1, (1e6, 1e7, 1e8), (30.0, 40.0, 300.0), (1e6, 1e8), (20.0, 260.0)
+)
+POLICIES = PolicyTable(
+    "GPU",
+    "by hand",
+    tuple(
+        PolicyCost(name, 16, 32, (128.0, 4096.0), times)
+        for name, times in (("even", (8.0, 12.0)), ("lplb", (19.0, 23.0)), ("oea", (100.0, 100.0)))
+    ),
+    (CollectiveCost("all_reduce", 16, 2, 25.0),),
+)
+
+
+def numbers(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_a_curve_has_a_kink_where_its_neighbours_meet() -> None:
+    # 10 + x up to 40, then 50 + 3 (x - 40); measured at 10, 20, 60, 100.
+    at, times = (10.0, 20.0, 60.0, 100.0), (20.0, 30.0, 110.0, 230.0)
+    found = curve(at, times, numbers(1, 15, 30, 40, 50, 80, 200))
+    assert found.tolist() == pytest.approx([20, 25, 40, 50, 80, 170, 530])
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(0.1, 1e5)), min_size=1, max_size=9, unique_by=lambda p: p[0]))
+def test_a_curve_never_falls_and_stays_above_0(points: list[tuple[float, float]]) -> None:
+    points.sort()
+    found = curve([p[0] for p in points], [p[1] for p in points], torch.linspace(0, 2e6, 5000).double())
+    assert bool((found > 0).all())
+    assert bool((found.diff() >= -1e-9 * found[1:]).all())
+
+
+def test_tiles_and_waves_by_hand() -> None:
+    # 5 experts, 6 tiles of rows: the first product is 6 x 16 tiles, two waves of 66; the second 6 x 28, three waves.
+    found = FIT.us(numbers(800), numbers(5), numbers(6), V3)
+    assert float(found) == pytest.approx(50 + 80 + 15 + 60 + 40 + 36 + 5 + 6)
+    # One expert fills a quarter of the first wave, and 28 of 66 places of the second's.
+    found = FIT.us(numbers(10), numbers(1), numbers(1), V3)
+    assert float(found) == pytest.approx(50 + 1 + 3 + 10 + 20 + 12 + 5 * 16 / 66 + 6 * 28 / 66)
+    assert FIT.expected_tiles(numbers(512, 1), numbers(2, 1)).tolist() == [3.0, 1.0]
+
+
+def test_a_fit_takes_the_place_of_cells_and_goes_on_beyond_them() -> None:
+    experts = ExpertsTime(H200, V3, dataclasses.replace(EXPERTS, fit=FIT))
+    assert experts.tile == 256
+    tokens = torch.logspace(0, 7, 200, dtype=torch.float64)
+    time = experts.us(tokens, torch.full_like(tokens, 8.0))
+    assert bool((time.diff() > 0).all())
+    assert float(experts.us(numbers(0), numbers(0))) == 0
+
+
+def test_a_cell_not_measured_has_the_ratio_of_its_column() -> None:
+    experts, roofline = ExpertsTime(H200, V3, EXPERTS), ExpertsTime(H200, V3)
+    near, far = (numbers(16 * 8), numbers(8)), (numbers(256 * 8), numbers(8))
+    assert float(experts.us(*far) / roofline.us(*far)) == pytest.approx(float(experts.us(*near) / roofline.us(*near)))
+    one = dataclasses.replace(EXPERTS, tokens_per_expert=(16.0,), active=(2.0,), us=((100.0,),))
+    times = ExpertsTime(H200, V3, one).us(torch.logspace(0, 6, 50, dtype=torch.float64), numbers(2))
+    assert bool((times.diff() >= 0).all())  # a grid of one point: the roofline's shape
+
+
+def folder(tmp_path: Path, *tables: ExpertTable | ExchangeTable | PolicyTable) -> Path:
+    for table in tables:
+        write_table(table, tmp_path / f"{table.kind}-{table.device}.json")
+    write_hardware(tmp_path, H200, "mine", "Measured by hand.")
+    return tmp_path
+
+
+def test_a_folder_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    found = load_calibration(str(folder(tmp_path, dataclasses.replace(EXPERTS, fit=FIT), EXCHANGE, POLICIES)))
+    assert found.experts == (dataclasses.replace(EXPERTS, fit=FIT),)
+    assert found.exchange == (EXCHANGE,)
+    assert found.policies == POLICIES
+    assert found.hardware.policy.all_reduce_nodes_us == 25.0
+    assert found.hardware.policy.all_reduce_us == H200.policy.all_reduce_us
+    assert found.hardware.normal == H200.normal
+    assert load_calibration("h200").experts == ()
+
+
+def test_what_was_measured_is_used_where_it_fits(tmp_path: Path) -> None:
+    made = str(folder(tmp_path, EXPERTS, EXCHANGE, POLICIES))
+    timing = load_timing(made, "deepseek-v3-bf16", 1, "prefill")
+    assert timing.experts.table == EXPERTS
+    assert timing.measured is not None
+    assert "table measured on GPU (16 to 256 tokens an expert, 2 to 8 active experts" in timing.words()
+    assert timing.measured.exchange_for(V3, 4, 1) == EXCHANGE
+    assert timing.measured.exchange_for(V3, 8, 1) is None
+    rows = numbers(1e7 / V3.dispatch_row_bytes)
+    assert float(EXCHANGE.us(rows, V3)[0]) == pytest.approx(40.0)
+    # Models of other shapes have the roofline, of other types an error.
+    assert load_timing(made, "qwen3-30b-a3b", 1, "prefill").experts.table is None
+    with pytest.raises(ValueError, match="are of bf16, DeepSeek-V3 computes in fp8: give --model"):
+        load_timing(made, "deepseek-v3", 1, "prefill")
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "expected"),
+    [
+        ("eplb", 2, 10.0),
+        ("eplb+lplb", 2, 21.0 + 25.0),
+        ("eplb+lplb", 1, 21.0 + H200.policy.all_reduce_us),
+        ("eplb+oea(k0=2)", 2, 10.0 + 100.0 + 25.0),
+        # Not in the table: as the specification states.
+        (
+            "eplb+lplb(objective=time,a=1,b=9)",
+            1,
+            H200.policy.all_reduce_us + H200.policy.of_timed + H200.policy.assign_us,
+        ),
+        ("eplb+waterfill", 1, H200.policy.all_reduce_us + H200.policy.waterfill_us),
+    ],
+)
+def test_policies_cost_what_the_table_says(text: str, nodes: int, expected: float) -> None:
+    half = numbers((128 + 4096) / 2)
+    found = policy_us(H200.policy, POLICIES, parse_stack(text), True, 16, nodes, half)
+    assert float(found) == pytest.approx(expected)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"us": [[100.0, -1.0], [1.0, 1.0]]}, "us must be above 0"),
+    ({"us": [[100.0, 0.0], [1.0, 1.0]]}, "us must be above 0"),
+    ({"us": [[100.0, float("nan")], [1.0, 1.0]]}, "nan is not finite"),
+    ({"us": [[100.0], [1.0]]}, "us must be 2 x 2 numbers"),
+    ({"us": [[100.0, None], [1.0, None]]}, "us has no time of 8 active experts"),
+    ({"active": [8.0, 2.0]}, "active must be ascending"),
+    ({"tokens_per_expert": [16.0, 16.0]}, "tokens_per_expert must be ascending"),
+    ({"tokens_per_expert": []}, "tokens_per_expert must be ascending"),
+    ({"kind": "experiments"}, "kind 'experiments' is none of experts, exchange, policies"),
+    ({"colour": 1}, "unknown key 'colour'"),
+    ({"fit": {"rows": 0, "columns": 1, "at_once": 1, "coefficients": [1.0] * 8}}, "must be at least 1"),
+    ({"fit": {"rows": 1, "columns": 1, "at_once": 1, "coefficients": [-1.0] * 8}}, "8 numbers of 0 or more"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG)
+def test_a_wrong_table_is_one_line(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "experts.json"
+    path.write_text(json.dumps(dataclasses.asdict(EXPERTS) | change))
+    with pytest.raises(ValueError, match=r"experts\.json") as found:
+        read_table(path)
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_wrong_exchanges_and_policies_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    for table, change, message in (
+        (EXCHANGE, {"ranks": 1}, "1 ranks on 1 nodes"),
+        (EXCHANGE, {"dispatch_us": [1.0]}, "dispatch_us must be 3 numbers"),
+        (EXCHANGE, {"combine_us": [1.0, -2.0]}, "combine_us must be above 0"),
+        (
+            POLICIES,
+            {"costs": [{"policy": "even", "ranks": 1, "redundant": 0, "tokens": [2, 1], "us": [1, 1]}]},
+            "ascending",
+        ),
+        (POLICIES, {"costs": 3}, "costs: 3 is no list"),
+    ):
+        path.write_text(json.dumps(dataclasses.asdict(table) | change))
+        with pytest.raises(ValueError, match=message):
+            read_table(path)
+    path.write_text('{"kind": "policies", "kind2": [')
+    with pytest.raises(ValueError, match=r"table\.json: not JSON"):
+        read_table(path)
+
+
+def test_a_folder_that_lacks_something_says_what(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a folder without hardware\.toml: give one that `epsim calibrate` wrote"):
+        load_calibration(str(tmp_path))
+    made = folder(tmp_path, EXPERTS)
+    (made / "experts-GPU.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"experts-GPU\.json: no such file"):
+        load_calibration(str(made))
+    toml = (made / "hardware.toml").read_text()
+    (made / "hardware.toml").write_text(toml.replace("sms = 132", "sms = = 132"))
+    with pytest.raises(ValueError, match=r"hardware\.toml: not TOML"):
+        load_calibration(str(made))
+    (made / "hardware.toml").write_text(toml.replace("shared_grouped = true", "shared_grouped = 1"))
+    with pytest.raises(ValueError, match="shared_grouped: 1 is not of type bool"):
+        load_calibration(str(made))
