@@ -18,6 +18,7 @@ replay: $(VENV)/.installed
 run: $(VENV)/.installed
 	$(BIN)/epsim run sample --model tiny --steps 24 --launcher torchrun --ranks 4 --redundant 8 --device cpu --out out/run \
 		--policy contiguous --policy eplb --policy eplb+lplb --policy "eplb+lplb(counts=gathered)+waterfill"
+	$(BIN)/epsim report out/run
 
 test: $(VENV)/.tested lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"

@@ -74,15 +74,28 @@ def report_command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where pages go. Default: beside the results.")
     ] = None,
+    quality: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--quality",
+            metavar="JSON",
+            help="Add frontiers that benchmarks/oea_quality.py or reader_quality.py wrote; repeatable.",
+        ),
+    ] = None,
 ) -> None:
     """Make report.html and report.md from a results.json of replay, run, compare, tune or sweep."""
     from epsim.cli import check_out
-    from epsim.report.write import write_pages
+    from epsim.report.frontiers import read_frontiers
+    from epsim.report.write import write_pages, write_report
     from epsim.results import read_results
 
     path = results / "results.json" if results.is_dir() else results
     found = read_results(path)
     folder = path.parent if out is None else out
     check_out(folder)
-    write_pages(found, folder)
+    if quality:
+        found["frontiers"] = [frontier for path in quality for frontier in read_frontiers(path)]
+        write_report(found, folder)
+    else:
+        write_pages(found, folder)
     print(f"{folder / 'report.html'}: {found['verdict']}")

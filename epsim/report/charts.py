@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE, Figure, colour
+from epsim.report.frontiers import frontier_figures
 from epsim.report.sweeps import sweep_figures
 from epsim.results import Results
 from epsim.verdict import best_of, label
@@ -28,8 +29,9 @@ MOST_MARKS = 128
 
 def figures(results: Results) -> list[Figure]:
     """Those that the results have values for, in the page's order."""
+    frontiers = frontier_figures(results)
     if "sweep" in results:
-        return sweep_figures(results)
+        return sweep_figures(results) + frontiers
     stacks = results["stacks"]
     bars = (1.1 + 0.42 * len(stacks), 1.6 + 0.42 * len(stacks))
     lines = (2.8 + 0.19 * -(-len(stacks) // 2), 3.1 + 0.19 * len(stacks))
@@ -88,7 +90,7 @@ def figures(results: Results) -> list[Figure]:
         Figure(key, title, axes, partial(draw, results), *size, live=draw is _heat)
         for there, draw, key, title, axes, size in every
         if there
-    ]
+    ] + frontiers
 
 
 def _any(stacks: Sequence[Any], key: str) -> bool:

@@ -1,0 +1,98 @@
+"""Frontiers of quality: what the model loses against what is read, as benchmarks/oea_quality.py and reader_quality.py
+measured it on the small model."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from epsim.report.draw import MARKERS, Figure, colour
+from epsim.results import Results
+from epsim.traces.files import check_source
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+LOSS = "cross-entropy above the plain model's, nats a token"
+MOST_POINTS = 2000
+LINEAR = 0.01
+"""Losses below this are on a linear scale, larger ones on a logarithmic one."""
+
+
+def read_frontiers(path: Path) -> list[Results]:
+    """Entries of `frontiers` of results.json from a file of either benchmark. Raises FileNotFoundError or ValueError in
+    one line."""
+    check_source(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        where = {"origin": f"measured on {content['machine']}", "command": content.get("command", "unknown")}
+        points = list(_of_routers(content)) if "points" in content else list(_of_readers(content))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: not what benchmarks/oea_quality.py or benchmarks/reader_quality.py writes ({error!r})"
+        ) from None
+    if not 0 < len(points) <= MOST_POINTS:
+        raise ValueError(f"{path}: {len(points)} points, from 1 to {MOST_POINTS} can be shown")
+    routers = "points" in content
+    title = "Routers: loss against active experts" if routers else "Channel readers: loss against bytes read"
+    x = "active experts a layer" if routers else "share of the experts' bytes read"
+    return [{"title": title, "x": x, "y": LOSS, **where, "points": points}]
+
+
+def _of_routers(content: Any) -> Any:
+    for point in content["points"]:
+        yield {
+            "family": f"{point['family']}, batch {int(point['batch_size'])}",
+            "label": str(point["router"]),
+            "x": float(point["active_experts"]["1"]),
+            "y": float(point["delta"]),
+            "error": _error(point["delta_standard_error"]),
+        }
+
+
+def _of_readers(content: Any) -> Any:
+    """Trials are named by reader and budget."""
+    for name, figures in content["trials"].items():
+        family, _, budget = name.rpartition(" ")
+        try:
+            share = float(budget)
+        except ValueError:
+            continue  # of another kind: a router beside a reader, quotas of ranks
+        loss, error = float(figures["loss"]), _error(figures["loss_standard_error"])
+        yield {"family": family, "label": name, "x": share, "y": loss, "error": error}
+
+
+def _error(value: Any) -> float:
+    """0 of a single sequence, whose error is not known."""
+    return float(value) if float(value) == float(value) else 0.0
+
+
+def frontier_figures(results: Results) -> list[Figure]:
+    found = []
+    for number, frontier in enumerate(results.get("frontiers", ())):
+        families = {point["family"] for point in frontier["points"]}
+        axes = f"x: {frontier['x']}; y: {frontier['y']} (bars: two standard errors; logarithmic above {LINEAR:g}); "
+        axes += f"{frontier['origin']} by {frontier['command']}"
+        size = (3.4 + 0.19 * -(-len(families) // 3), 3.4 + 0.19 * len(families))
+        found.append(Figure(f"frontier-{number}", frontier["title"], axes, partial(_draw, frontier), *size))
+    return found
+
+
+def _draw(frontier: Any, canvas: Canvas, narrow: bool) -> None:
+    axes = canvas.subplots()
+    families: dict[str, list[Any]] = {}
+    for point in frontier["points"]:
+        families.setdefault(point["family"], []).append(point)
+    for number, (family, points) in enumerate(families.items()):
+        points = sorted(points, key=lambda point: point["x"])
+        xs, ys = [point["x"] for point in points], [point["y"] for point in points]
+        errors = [2 * point["error"] for point in points]
+        style = {"marker": MARKERS[number % 8], "linewidth": 0.9, "elinewidth": 0.6}
+        axes.errorbar(xs, ys, yerr=errors, color=colour(number), label=family, **style)
+    axes.set_yscale("symlog", linthresh=LINEAR)
+    axes.set_xlabel(frontier["x"])
+    axes.set_ylabel("loss above plain, nats a token")
+    handles, names = axes.get_legend_handles_labels()
+    canvas.legend(handles, names, loc="outside lower left", ncols=1 if narrow else 3, borderaxespad=0)
