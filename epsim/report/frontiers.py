@@ -89,7 +89,7 @@ def _draw(frontier: Any, canvas: Canvas, narrow: bool) -> None:
         points = sorted(points, key=lambda point: point["x"])
         xs, ys = [point["x"] for point in points], [point["y"] for point in points]
         errors = [2 * point["error"] for point in points]
-        style = {"marker": MARKERS[number % 8], "linewidth": 0.9, "elinewidth": 0.6}
+        style: Any = {"marker": MARKERS[number % 8], "linewidth": 0.9, "elinewidth": 0.6}
         axes.errorbar(xs, ys, yerr=errors, color=colour(number), label=family, **style)
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.set_xlabel(frontier["x"])
