@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import epsim
 from epsim.cost.layer_time import LayerTiming, load_timing
@@ -120,17 +120,29 @@ def _cluster(point: Values) -> Cluster:
     return Cluster(point["ranks"], point["nodes"], point["redundant"], point["groups"])
 
 
-def _timings(grid: Grid) -> Callable[[Values, TraceMeta], LayerTiming | None]:
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """key: hash of all that the times are predicted from."""
+
+    timing: LayerTiming
+    key: str
+
+
+Timings: TypeAlias = Callable[[Values, TraceMeta], _Timing | None]
+
+
+def _timings(grid: Grid) -> Timings:
     @cache
-    def load(hardware: str, model: str, nodes: int, phase: str, overlap: bool, table: str | None) -> LayerTiming:
+    def load(hardware: str, model: str, nodes: int, phase: str, overlap: bool, table: str | None) -> _Timing:
         def place(name: str) -> str:
             return str(grid.file(name)) if name.endswith(".toml") or "/" in name else name
 
         model = str(grid.file(model)) if model.endswith(".toml") else model
         measured = None if table is None else grid.file(table)
-        return load_timing(place(hardware), model, nodes, phase, overlap, measured)
+        found = load_timing(place(hardware), model, nodes, phase, overlap, measured)
+        return _Timing(found, content_key(asdict(found)))
 
-    def timing(point: Values, meta: TraceMeta) -> LayerTiming | None:
+    def timing(point: Values, meta: TraceMeta) -> _Timing | None:
         if "hardware" not in point:
             return None
         model = point.get("model") or meta.model
@@ -241,7 +253,7 @@ def _cell(
     point: Values,
     policies: Sequence[tuple[str, NamedStack]],
     traces: _Traces,
-    timings: Callable[[Values, TraceMeta], LayerTiming | None],
+    timings: Timings,
 ) -> Cell:
     trace, history = traces.trace(point), traces.history(point)
     named = tuple(stack for _, stack in policies)
@@ -260,7 +272,7 @@ def _cell(
         "cluster": asdict(_cluster(point)),
         "policies": [[name, str(stack)] for name, stack in named],
         "setting": [point["seed"], point["plan_share"]],
-        "timing": None if timing is None else asdict(timing),
+        "timing": None if timing is None else timing.key,
     }
     options = ReplayOptions(
         _cluster(point),
@@ -269,7 +281,7 @@ def _cell(
         point.get("shared_cost"),
         point["plan_share"],
         command_of(point, [given for given, _ in policies], trace_name),
-        timing=timing,
+        timing=None if timing is None else timing.timing,
     )
     axes = {key: value for key, value in point.items() if key != "draw"}
     if "draw" in point:

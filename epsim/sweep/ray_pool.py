@@ -101,10 +101,8 @@ class RayWorkers:
             try:
                 found.append((worker, self._ray.get(reference)))
             except self._ray.exceptions.RayError as error:
-                actor = self._actors.pop(worker)
-                self._ray.kill(actor)
-                kind = type(error).__name__
-                found.append((worker, Died(f"its Ray worker is gone ({kind}), as where memory or a machine fails")))
+                self._ray.kill(self._actors.pop(worker))
+                found.append((worker, Died(_why(error))))
         return found
 
     def close(self) -> None:
@@ -117,3 +115,11 @@ class RayWorkers:
         if opening.path not in self._contents:
             self._contents[opening.path] = self._ray.put(opening.path.read_bytes())
         return self._contents[opening.path]
+
+
+def _why(error: Exception) -> str:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, Exception):
+        return message_line(f"its Ray worker failed: {type(cause).__name__}: {cause}")
+    kind = type(error).__name__
+    return f"its Ray worker is gone ({kind}), as where memory or a machine fails, or epsim is not installed there"

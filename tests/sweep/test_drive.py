@@ -6,9 +6,12 @@ import errno
 import itertools
 import json
 import os
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,8 +22,9 @@ from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.collect import collect
 from epsim.sweep.drive import Sweep, cell_path, finished_cells, locked_folder, run_sweep
 from epsim.sweep.grid import read_grid
+from epsim.sweep.ray_pool import SweepActor
 from epsim.sweep.sources import Making
-from epsim.sweep.work import Died, Job, Outcome, perform
+from epsim.sweep.work import Died, Job, Outcome, _opened, perform
 from epsim.traces.files import CannotWriteError
 from epsim.traces.store import StoredTrace
 from tests.sweep.conftest import Epsim
@@ -258,6 +262,31 @@ def test_a_full_disk_ends_the_sweep_and_leaves_no_half(
     assert len(list((out / "cells").iterdir())) == 2
     again, _ = swept(path, out)
     assert (again.computed, again.kept) == (4, 2)
+
+
+def test_a_machine_without_the_files_is_given_them(
+    write_grid: WriteGrid, make_trace: TraceMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = make_trace(steps=4)
+    text = 'policies = "eplb"\nranks = [2, 4]\n[[trace]]\npath = "trace.parquet"\nhistory = "trace.parquet"\n'
+    cells = list(planned(write_grid(text), tmp_path / "out").cells.values())
+    expected = [perform(cell) for cell in cells]
+    content = trace.path.read_bytes()
+    asked: list[bytes] = []
+
+    def get(sent: bytes) -> bytes:
+        asked.append(sent)
+        return sent
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get))
+    monkeypatch.setenv("EPSIM_THREADS", "1")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _opened.cache_clear()
+    trace.path.rename(tmp_path / "elsewhere.parquet")
+    actor = SweepActor(1)
+    files = [(cells[0].trace.path, content)] * 2
+    assert [actor.perform(cell, files) for cell in cells] == expected
+    assert len(asked) == 1, "once, for all its cells"
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -1,0 +1,186 @@
+"""How a sweep scales: cells a minute by processes and by Ray workers, and seconds a cell against ranks.
+
+    python benchmarks/sweep.py [--cells 24] [--workers 1 2] [--out benchmarks/results/sweep.json]
+
+The grid: token-level steps of 256 experts, top-8, drawn from skewed marginals, under three stacks at 16 and 32 ranks.
+Rates count from the first cell that is kept to the last, so that starting interpreters (or a cluster), which is given
+beside them, does not hide them; `whole` counts everything. Results are compared with those of cells replayed one after
+the other in one process, byte for byte. CPU seconds are those of the sweep and its workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LAYERS, EXPERTS, TOP_K, TOKENS = 8, 256, 8, 2048
+STACKS = ("eplb", "eplb+lplb", "eplb+lplb(counts=gathered)")
+RANKS = (16, 32, 64, 128, 256, 512, 1024)
+
+
+def write_source(path: Path) -> None:
+    """Counts with lognormal popularity: what the grid's traces are drawn from."""
+    from epsim.traces.store import TraceWriter
+    from epsim.traces.trace import CountsBlock, TraceMeta
+
+    rng = np.random.default_rng(0)
+    share = np.exp(0.7 * rng.normal(size=(LAYERS, EXPERTS)))
+    counts = rng.multinomial(1 << 20, share / share.sum(1, keepdims=True))
+    meta = TraceMeta("counts", LAYERS, EXPERTS, TOP_K, origin="drawn", source="lognormal marginals, seed 0")
+    with TraceWriter(path, meta) as writer:
+        writer.append(CountsBlock(np.array([0]), counts[None]))
+
+
+def write_grid(
+    folder: Path, name: str, ranks: tuple[int, ...], seeds: int, steps: int, stacks: tuple[str, ...]
+) -> Path:
+    path = folder / f"{name}.toml"
+    path.write_text(
+        f"policies = {json.dumps(list(stacks))}\nranks = {list(ranks)}\nranks_per_node = 8\n"
+        f"redundant = {'64' if max(ranks) <= 64 else chr(34) + 'fill' + chr(34)}\nseed = {list(range(seeds))}\n"
+        f'[[trace]]\ndraw = "source.parquet"\ndraw_seed = 0\nsteps = {steps}\nstep_tokens = {TOKENS}\n'
+    )
+    return path
+
+
+def sweep(grid: Path, out: Path, options: list[str]) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.time()
+    command = [sys.executable, "-m", "epsim.cli", "sweep", str(grid), "--out", str(out), *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    whole = time.time() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    stamps = sorted(path.stat().st_mtime for path in (out / "cells").iterdir())
+    return {
+        "options": shlex.join(options),
+        "cells": len(stamps),
+        "cells_per_minute": 60 * (len(stamps) - 1) / (stamps[-1] - stamps[0]),
+        "first_cell_s": stamps[0] - start,
+        "whole_s": whole,
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    }
+
+
+def one_by_one(grid: Path, out: Path) -> dict[str, Any]:
+    """The same cells in one process, with the threads of one worker; makes the trace, too."""
+    from epsim.cli import named_stack
+    from epsim.sweep.cells import plan_cells
+    from epsim.sweep.drive import keep_cell, locked_folder
+    from epsim.sweep.grid import read_grid
+    from epsim.sweep.work import replay_cell
+
+    rows = []
+    with locked_folder(out):
+        plan = plan_cells(read_grid(grid, named_stack), out.absolute())
+        for making in plan.makings.values():
+            making.target.parent.mkdir(exist_ok=True)
+            making.make()
+        replay_cell(next(iter(plan.cells.values())))  # compiles
+        for cell in plan.cells.values():
+            start, cpu = time.perf_counter(), time.process_time()
+            results = replay_cell(cell)
+            seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+            keep_cell(out, cell, results)
+            metrics = results["stacks"][-1]["metrics"]
+            rows.append(
+                {
+                    "ranks": cell.axes["ranks"],
+                    "redundant": cell.axes["redundant"],
+                    "seconds": seconds,
+                    "cpu_s": cpu,
+                    "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                    "max_over_mean": metrics["max_over_mean"]["mean"],
+                    "optimality_gap": metrics["optimality_gap"]["mean"],
+                }
+            )
+    return {"rows": rows}
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (out / "cells").iterdir()}
+
+
+def serial(grid: Path, out: Path) -> list[dict[str, Any]]:
+    limits = dict.fromkeys(("EPSIM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
+    command = [sys.executable, __file__, "--serial", str(grid), str(out)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **limits})
+    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    return rows
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=int, default=24)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sweep.json"))
+    parser.add_argument("--serial", nargs=2, type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serial:
+        print(json.dumps(one_by_one(*arguments.serial)))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_source(folder / "source.parquet")
+        grid = write_grid(folder, "grid", (16, 32), max(arguments.cells // 2, 1), 16, STACKS)
+        load = os.getloadavg()[0]
+        alone = serial(grid, folder / "serial")
+        expected = contents(folder / "serial")
+        for kind in ("processes", "Ray"):
+            for workers in arguments.workers:
+                out = folder / f"{kind}-{workers}"
+                options = ["--workers", str(workers)] + (["--ray", "local"] if kind == "Ray" else [])
+                rows.append({"kind": kind, "workers": workers, **sweep(grid, out, options)})
+                rows[-1]["equal"] = contents(out) == expected
+        by_ranks = serial(write_grid(folder, "ranks", RANKS, 1, 4, ("eplb", "eplb+lplb")), folder / "ranks")
+    found = {
+        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        "command": shlex.join(["python", *sys.argv]),
+        "shape": {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "tokens": TOKENS, "stacks": list(STACKS)},
+        "load_before": load,
+        "load_after": os.getloadavg()[0],
+        "serial_cells_per_minute": 60 * len(alone) / sum(row["seconds"] for row in alone),
+        "serial_cpu_s_per_cell": sum(row["cpu_s"] for row in alone) / len(alone),
+        "rows": rows,
+        "by_ranks": {"steps": 4, "stacks": ["eplb", "eplb+lplb"], "rows": by_ranks},
+    }
+    print(f"{found['machine']}; load {found['load_before']:.1f} before, {found['load_after']:.1f} after")
+    print(
+        f"one by one: {found['serial_cells_per_minute']:.0f} cells a minute, "
+        f"{found['serial_cpu_s_per_cell']:.2f} s CPU each"
+    )
+    for row in rows:
+        same = "same bytes" if row["equal"] else "RESULTS DIFFER"
+        print(
+            f"{row['kind']:>9} {row['workers']}: {row['cells_per_minute']:6.0f} cells a minute, first after "
+            f"{row['first_cell_s']:.1f} s, whole {row['whole_s']:.1f} s, CPU {row['cpu_s']:.1f} s; {same}"
+        )
+    for row in by_ranks:
+        print(
+            f"{row['ranks']:5} ranks, {row['redundant']:4} redundant: {row['seconds']:7.2f} s "
+            f"({row['cpu_s']:.2f} s CPU), {row['resident_mib'] / 1024:.1f} GiB resident so far, "
+            f"gap {row['optimality_gap']:.1%}"
+        )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
