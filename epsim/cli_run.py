@@ -101,12 +101,12 @@ def run_command(
 
     options = RunOptions(
         trace, model, tuple(policy), out, steps, ranks, nodes, redundant, groups, layers, history, plan_share, seed,
-        exchange, device, dtype, timeout, hardware, text, sequence, context_tokens,
+        exchange, device, dtype, timeout, hardware, text, sequence, context_tokens, launcher,
     )  # fmt: skip
     if isinstance(context.obj, list):  # a worker, started already
         context.obj.append(options)
     else:
-        _launch(options, launcher, gpus, cpus, restarts)
+        _launch(options, gpus, cpus, restarts)
 
 
 def parse_arguments(arguments: Sequence[str]) -> RunOptions:
@@ -125,12 +125,9 @@ def parse_arguments(arguments: Sequence[str]) -> RunOptions:
     return found[0]
 
 
-def _launch(options: RunOptions, launcher: str, gpus: int | None, cpus: int | None, restarts: int) -> None:
+def _launch(options: RunOptions, gpus: int | None, cpus: int | None, restarts: int) -> None:
     """Starts the job, waits for it, and prints what it found."""
-    from epsim.launch.options import LAUNCHERS
-
-    if launcher not in LAUNCHERS:
-        raise ValueError(f"--launcher {launcher}: choose {', '.join(LAUNCHERS)}")
+    launcher = options.launcher
     if launcher != "ray" and (gpus, cpus) != (None, None):
         raise ValueError("--gpus and --cpus are for --launcher ray: give --ranks")
     _check_out(options.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class RunOptions:
     hardware: what times are predicted for, None for no prediction of them.
     text, sequence, context: of a trained model: the file it reads (None: held-out text of the corpus), the most tokens
     of a sequence in a step that is no decode step (None: as many as the model reads), and the tokens that a decode
-    step's sequences have read before.
+    step's sequences have read before. launcher: what started, or is to start, the ranks.
     timeout: seconds that the rank furthest behind may stay in one phase before it is taken to hang.
     """
 
@@ -46,9 +47,11 @@ class RunOptions:
     text: str | None = None
     sequence: int | None = None
     context: int = CONTEXT
+    launcher: str = LAUNCHERS[0]
 
     def __post_init__(self) -> None:
-        for name, known in (("exchange", EXCHANGES), ("device", DEVICES), ("dtype", DTYPES)):
+        known_values = {"exchange": EXCHANGES, "device": DEVICES, "dtype": DTYPES, "launcher": LAUNCHERS}
+        for name, known in known_values.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} {getattr(self, name)}: choose {', '.join(known)}")
         for name in ("steps", "ranks", "layers", "sequence", "context"):
@@ -65,12 +68,12 @@ class RunOptions:
             raise ValueError("no policy to run: give --policy STACK at least once")
 
     def arguments(self) -> list[str]:
-        """The command line of the worker; the trace first."""
+        """The command line of `epsim run` and its worker; the trace first, defaults left out."""
         found = [self.trace]
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if name == "policies":
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "policies":
                 found += [part for policy in value for part in ("--policy", policy)]
-            elif name != "trace" and value is not None:
-                found += [f"--{name.replace('_', '-')}", str(value)]
+            elif field.name != "trace" and value != field.default:
+                found += [f"--{field.name.replace('_', '-')}", str(value)]
         return found

@@ -322,6 +322,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        options = dataclasses.replace(options, launcher="torchrun")
         member = Member.from_environment()
         results = run_rank(options, member)
     except (ValueError, OSError) as error:

@@ -23,10 +23,11 @@ TraceMaker = Callable[..., StoredTrace]
 def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
     options = RunOptions(
         "some trace.parquet", "tiny", ("best=eplb+lplb(counts=gathered)", "contiguous"), tmp_path / "a b", 5, 4, 2, 8,
-        3, 1, "other.parquet", 0.25, 7, "torch", "cpu", "bfloat16", 9.5, "h200", "a text", 100, 32,
+        3, 1, "other.parquet", 0.25, 7, "torch", "cpu", "bfloat16", 9.5, "h200", "a text", 100, 32, "ray",
     )  # fmt: skip
     assert parse_arguments(options.arguments()) == options
     plain = RunOptions("sample", "tiny", ("eplb",), tmp_path)
+    assert plain.arguments() == ["sample", "--model", "tiny", "--policy", "eplb", "--out", str(tmp_path)]
     assert parse_arguments(plain.arguments()) == plain
 
 
@@ -35,6 +36,7 @@ def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
     [
         (["--exchange", "smoke"], "--exchange smoke: choose auto, deep_ep, torch"),
         (["--device", "tpu"], "--device tpu: choose auto, cpu, cuda"),
+        (["--launcher", "moon"], "--launcher moon: choose inline, torchrun, ray"),
         (["--steps", "0"], "--steps 0: give at least 1"),
         (["--timeout", "0"], "--timeout 0: give 1 to 3600 seconds"),
         (["--steps", "many"], "--steps"),
