@@ -1,0 +1,149 @@
+"""decode.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.kernels.split.launch import launch
+
+POINTERS = ("hidden", "ids", "weights", "gate_up", "down", "rows", "activated", "output", "counts", "arrived")
+ARGUMENTS = np.dtype(
+    [(name, np.uint64) for name in POINTERS]
+    + [("stride", np.int64)]
+    + [(name, np.int32) for name in ("tokens", "experts", "columns")],
+    align=True,
+)
+"""decode.cu's Arguments."""
+WARPS, LONGEST, MOST_EXPERTS, MOST_PAIRS, MOST_STAGES = 8, 1024, 512, 1024, 8
+THREADS = 32 * (WARPS + 1)
+
+
+def pitch(inner: int) -> int:
+    """Bytes from row to row of a stage."""
+    size = 2 * min(inner, LONGEST)
+    return size + (64 if size % 128 == 0 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What decode.cu is compiled for. tokens: 8, 16, 32 or 64. experts: a multiple of 32. shared: bytes of a block."""
+
+    hidden: int
+    inter: int
+    tokens: int
+    experts: int
+    pairs: int
+    shared: int
+
+    @property
+    def stage(self) -> int:
+        return 16 * max(pitch(self.hidden), pitch(self.inter))
+
+    @property
+    def stages(self) -> int:
+        tiles = self.tokens // 8
+        partial = (2 if tiles <= 2 else 1) * WARPS * tiles * 512
+        scratch = max(partial, WARPS * self.tokens * 80)
+        routing = 14 * self.experts + 5 * self.pairs + 64 + 4 * MOST_STAGES
+        room = (self.shared - scratch - routing - 16 * MOST_STAGES) // self.stage
+        return min(room, MOST_STAGES)
+
+    @property
+    def definitions(self) -> dict[str, int]:
+        return {
+            "HIDDEN": self.hidden,
+            "INTER": self.inter,
+            "TOKENS": self.tokens,
+            "EXPERTS": self.experts,
+            "PAIRS": self.pairs,
+            "STAGES": self.stages,
+            "SHARED": self.shared,
+        }
+
+
+def sizes_of(tokens: int, columns: int, experts: int, hidden: int, inter: int, shared: int) -> Sizes:
+    most = next(size for size in (8, 16, 32, 64) if tokens <= size)
+    return Sizes(hidden, inter, most, -(-experts // 32) * 32, -(-most * columns // 16) * 16, shared)
+
+
+def source() -> str:
+    """decode.cu with its header in place: CuPy looks up binaries by the text that it is given."""
+    folder = Path(__file__).parent
+    return (folder / "decode.cu").read_text().replace('#include "hopper.cuh"', (folder / "hopper.cuh").read_text())
+
+
+@functools.cache
+def available(device: int) -> bool:
+    """Whether CuPy is installed and the device has what decode.cu uses (compute capability 9.0)."""
+    return importlib.util.find_spec("cupy") is not None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _properties(device: int) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a block may have."""
+    found: Any = torch.cuda.get_device_properties(device)
+    return found.multi_processor_count, found.shared_memory_per_block_optin
+
+
+@functools.cache
+def _kernel(device: int, sizes: Sizes) -> Any:
+    import cupy
+
+    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in sizes.definitions.items()))
+    with cupy.cuda.Device(device):
+        found = cupy.RawModule(code=source(), options=options).get_function("experts")
+        found.max_dynamic_shared_size_bytes = sizes.shared
+        return found.kernel.ptr
+
+
+@functools.cache
+def _arrived(device: int) -> torch.Tensor:
+    """decode.cu's counters. One pair for all launches: as each takes every multiprocessor whole, no two run at once."""
+    return torch.zeros(2, dtype=torch.int64, device=f"cuda:{device}")
+
+
+def uncovered(hidden: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, slots: int) -> str | None:
+    """Why decode.cu cannot, or None."""
+    size, inter = gate_up.shape[2], gate_up.shape[1] // 2
+    if size % 32 or inter % 32:
+        return f"hidden {size} and intermediate {inter} are not both multiples of 32"
+    if slots > MOST_EXPERTS or ids.numel() > MOST_PAIRS:
+        return f"{slots} experts and {ids.numel()} pairs, more than {MOST_EXPERTS} and {MOST_PAIRS}"
+    if hidden.dtype != torch.bfloat16 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
+        return "hidden states are not bfloat16 in rows at multiples of 16 bytes"
+    return None
+
+
+def fused(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    rows: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `decode`, by one launch."""
+    device = hidden.device.index
+    (tokens, columns), (_, size, inter) = ids.shape, down.shape
+    slots = len(gate_up) if rows is None else len(rows)
+    blocks, shared = _properties(device)
+    sizes = sizes_of(tokens, columns, slots, size, inter, shared)
+    function = _kernel(device, sizes)
+    output = torch.empty(tokens, size, dtype=torch.bfloat16, device=hidden.device)
+    activated = torch.empty(sizes.pairs, inter, dtype=torch.bfloat16, device=hidden.device)
+    pointers = [
+        0 if tensor is None else tensor.data_ptr()
+        for tensor in (hidden, ids, weights, gate_up, down, rows, activated, output, counts, _arrived(device))
+    ]
+    arguments = np.array([(*pointers, hidden.stride(0), tokens, slots, columns)], ARGUMENTS)
+    stream = torch.cuda.current_stream().cuda_stream
+    launch(function, (blocks,), THREADS, shared, stream, arguments, early=False, together=True)
+    return output

@@ -1,0 +1,409 @@
+// Experts of a small batch, in one launch that reads every active expert's weights once.
+//
+// Compiled for one shape: HIDDEN, INTER, TOKENS (most tokens: 8, 16, 32 or 64), EXPERTS (most, a multiple of 32), PAIRS
+// (most token-expert pairs), STAGES and SHARED (bytes). One block a multiprocessor, all at once: they wait for each other half way.
+//
+// The routing is sorted by expert, then token, in every block; a pair's number in this order is its row of `activated`.
+// First half: units of 8 columns of gate and the same 8 of up, 16 rows of weights; a part shared out, the rest drawn.
+// Second half: a block has 16 rows of every active expert's down projection, and sums over experts in an order of its
+// own, so that nothing is added by atomics and every run gives the same bits. One warp copies weights into a ring of stages
+// and goes on into the second half while the others still compute, or wait, in the first: memory never rests.
+//
+// Products are mma.m16n8k16 of 16 rows of weights and up to 8 tokens; the warps divide the inner dimension, blocks of
+// 32 in turn. Of a block a lane has 8 neighbouring values, 16 bytes, of rows g and g + 8: which inner index a value
+// stands for does not matter as long as weights and tokens agree.
+
+#include "hopper.cuh"
+
+struct Arguments {
+    const u16 *hidden;        // [tokens, stride] bf16
+    const long long *ids;     // [tokens, columns], -1 for none, different in a row
+    const float *weights;     // [tokens, columns]
+    const u16 *gate_up;       // [rows, 2 INTER, HIDDEN] bf16
+    const u16 *down;          // [rows, HIDDEN, INTER] bf16
+    const long long *row_of;  // [experts]: the expert's row in gate_up and down; null where it is its own
+    u16 *activated;           // [PAIRS, INTER] bf16, between the halves
+    u16 *output;              // [tokens, HIDDEN] bf16
+    long long *counts;        // [experts]: pairs of each; or null
+    u64 *arrived;             // blocks that came half way, over all launches; and units drawn: 0 at first, left alone
+    long long stride;
+    int tokens, experts, columns;
+};
+
+constexpr int WARPS = 8, COMPUTING = 32 * WARPS, THREADS = COMPUTING + 32;
+constexpr int LONGEST = 1024;  // Inner values of a stage's row.
+__host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
+__host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__host__ __device__ constexpr int span(int inner) { return smaller(inner, LONGEST); }
+__host__ __device__ constexpr int chunks(int inner) { return (inner + LONGEST - 1) / LONGEST; }
+// Bytes from row to row in shared memory: an odd number of half lines, so that two rows' 64 bytes share no bank.
+__host__ __device__ constexpr int pitch(int inner) { return span(inner) * 2 + (span(inner) * 2 % 128 == 0 ? 64 : 0); }
+__host__ __device__ constexpr int steps(int inner) { return (span(inner) / 32 + WARPS - 1) / WARPS; }  // Blocks of 32 a warp has of a row.
+
+constexpr int TILES = TOKENS / 8;
+constexpr int KEPT = smaller(TILES, 2);  // Tiles of 8 tokens that are fetched ahead.
+constexpr int UNITS = INTER / 8, STRIPS = HIDDEN / 16;
+constexpr int STAGE = 16 * larger(pitch(HIDDEN), pitch(INTER));
+constexpr int TURNS = TILES <= 2 ? 2 : 1;  // Buffers of partial sums in the first half.
+constexpr int PARTIAL = TILES * 32;        // float4 of a warp.
+constexpr int SUM_PITCH = 20;              // Floats of a token's 16 sums in the second half.
+constexpr int SCRATCH = larger(TURNS * WARPS * PARTIAL * 16, WARPS * TOKENS * SUM_PITCH * 4);
+// Whether a token tile's values stay in registers while units of one expert follow each other.
+constexpr bool RESIDENT = chunks(HIDDEN) * steps(HIDDEN) * KEPT * 4 <= 64;
+constexpr int HELD = RESIDENT ? chunks(HIDDEN) : 1;
+constexpr int AHEAD = TILES == 1 ? 4 : 3;  // Stages of the second half whose tokens are fetched ahead.
+
+struct Routing {
+    u64 mask[EXPERTS];     // Which tokens an expert has.
+    float weight[PAIRS];   // Of a sorted pair.
+    u16 expert[EXPERTS];   // The active ones, ascending.
+    u16 start[EXPERTS + 1];// First sorted pair of the active ones.
+    u16 place[EXPERTS];    // An expert's place among them.
+    u8 token[PAIRS];
+    int active;
+};
+
+struct Shared {
+    u8 stage[STAGES][STAGE];
+    u8 scratch[SCRATCH];
+    u64 full[STAGES], empty[STAGES];
+    int unit[STAGES];  // In the first half: what the stage is of, -1 for the end.
+    Routing routing;
+};
+
+static_assert(sizeof(Shared) <= SHARED, "shared memory");
+static_assert(HIDDEN % 32 == 0 && INTER % 32 == 0 && TOKENS % 8 == 0 && TOKENS <= 64 && EXPERTS % 32 == 0, "shape");
+
+// Where in the ring a warp is.
+struct Cursor {
+    int stage = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// 16 rows of `bytes`, lane r's from `from`, into the next stage.
+__device__ __forceinline__ void copy(
+    Shared &shared, Cursor &at, const u16 *from, u32 bytes, int pitch, int lane, u64 policy, int unit) {
+    wait(shared.empty[at.stage], at.parity ^ 1);
+    if (lane == 0) {
+        shared.unit[at.stage] = unit;
+        arrive_expecting(shared.full[at.stage], 16 * bytes);
+    }
+    __syncwarp();
+    if (lane < 16) copy_in(shared.stage[at.stage] + lane * pitch, from, bytes, shared.full[at.stage], policy);
+    at.next();
+}
+
+__device__ __forceinline__ long long row_of(const Arguments &a, int expert) {
+    return a.row_of ? a.row_of[expert] : expert;
+}
+
+// Units that every block has for itself; the others are drawn, since multiprocessors get memory at unlike rates.
+__device__ __forceinline__ int own_units(int units) { return units * 7 / 10 / gridDim.x; }
+
+// The i-th of the active experts in this block's order: blocks begin at different ones, lest all read the same at once.
+__device__ __forceinline__ int turned(int i, int active) {
+    return (i + (int)(blockIdx.x * active / gridDim.x)) % active;
+}
+
+__device__ void produce(const Arguments &a, Shared &shared, int lane) {
+    const u64 policy = read_once();
+    const Routing &routing = shared.routing;
+    Cursor at;
+    const int units = routing.active * UNITS, own = own_units(units), drawn = own * gridDim.x;
+    const int row = lane < 8 ? lane : INTER + lane - 8;
+    for (int i = 0;; ++i) {
+        int unit = blockIdx.x * own + i;
+        if (i >= own) {
+            // As late as it can be, so that a slow block draws few.
+            wait(shared.empty[at.stage], at.parity ^ 1);
+            u64 number = 0;
+            if (lane == 0) number = atomicAdd(a.arrived + 1, 1ull);
+            unit = drawn + (int)__shfl_sync(~0u, number, 0);
+            if (unit >= units) break;
+        }
+        const int expert = routing.expert[unit / UNITS];
+        const u16 *from = a.gate_up + (row_of(a, expert) * 2 * INTER + unit % UNITS * 8 + row) * HIDDEN;
+        for (int first = 0; first < HIDDEN; first += LONGEST)
+            copy(shared, at, from + first, smaller(LONGEST, HIDDEN - first) * 2, pitch(HIDDEN), lane, policy, unit);
+    }
+    if (lane == 0) shared.unit[at.stage] = -1, arrive(shared.full[at.stage]);
+    at.next();
+    for (int strip = blockIdx.x; strip < STRIPS; strip += gridDim.x)
+        for (int i = 0; i < routing.active; ++i) {
+            const int expert = routing.expert[turned(i, routing.active)];
+            const u16 *from = a.down + (row_of(a, expert) * HIDDEN + strip * 16 + lane) * INTER;
+            for (int first = 0; first < INTER; first += LONGEST)
+                copy(shared, at, from + first, smaller(LONGEST, INTER - first) * 2, pitch(INTER), lane, policy, 0);
+        }
+}
+
+// The warp is done with its stage. Only once its values have been used: a load may still be on its way when a barrier's
+// arrival overtakes it, and the copy engine would write first.
+__device__ __forceinline__ void release(Shared &shared, Cursor &at, int lane) {
+    __syncwarp();
+    if (lane == 0) arrive(shared.empty[at.stage]);
+    at.next();
+}
+
+// 32 inner values of rows g (low) and g + 8 (high) with those of token g.
+__device__ __forceinline__ void multiply(float4 &sum, const uint4 &low, const uint4 &high, const uint4 &token) {
+    multiply(sum, low.x, high.x, low.y, high.y, token.x, token.y);
+    multiply(sum, low.z, high.z, low.w, high.w, token.z, token.w);
+}
+
+__device__ __forceinline__ float4 add(const float4 &a, const float4 &b) {
+    return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// A warp's blocks of 32 inner values in a stage: block `warp + WARPS * i` of rows g and g + 8.
+template <int STEPS>
+__device__ __forceinline__ void read(const u8 *stage, int pitch, int blocks, int warp, int lane, uint4 (&low)[STEPS], uint4 (&high)[STEPS]) {
+    const u8 *from = stage + (lane / 4) * pitch + lane % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const int block = warp + WARPS * i;
+        if (block < blocks) {
+            low[i] = *(const uint4 *)(from + block * 64);
+            high[i] = *(const uint4 *)(from + 8 * pitch + block * 64);
+        } else {
+            low[i] = high[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+}
+
+// The same blocks of a token's row, zeros where there is no token. From L2: other blocks may have written it.
+template <int STEPS>
+__device__ __forceinline__ void fetch(const u16 *row, int blocks, int warp, uint4 (&values)[STEPS]) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const int block = warp + WARPS * i;
+        values[i] = row && block < blocks ? __ldcg((const uint4 *)(row + block * 32)) : make_uint4(0, 0, 0, 0);
+    }
+}
+
+__device__ __forceinline__ int blocks_of(int inner, int chunk) { return smaller(LONGEST, inner - chunk * LONGEST) / 32; }
+
+__device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int warp, int lane) {
+    constexpr int STEPS = steps(HIDDEN), CHUNKS = chunks(HIDDEN);
+    const Routing &routing = shared.routing;
+    float4 *partial = (float4 *)shared.scratch;
+    int place = -1, start = 0, pairs = 0, turn = 0;
+    uint4 held[HELD][KEPT][STEPS];
+    auto row = [&](int tile) -> const u16 * {
+        const int pair = tile * 8 + lane / 4;
+        return pair < pairs ? a.hidden + routing.token[start + pair] * a.stride + lane % 4 * 8 : nullptr;
+    };
+    auto chunk_of = [&](int tile, int chunk, uint4 (&values)[STEPS]) {
+        const u16 *from = row(tile);
+        fetch(from ? from + chunk * LONGEST : nullptr, blocks_of(HIDDEN, chunk), warp, values);
+    };
+    while (true) {
+        wait(shared.full[at.stage], at.parity);
+        const int unit = shared.unit[at.stage];
+        if (unit < 0) break;
+        if (unit / UNITS != place) {
+            place = unit / UNITS;
+            start = routing.start[place], pairs = routing.start[place + 1] - start;
+            if (RESIDENT)
+#pragma unroll
+                for (int chunk = 0; chunk < HELD; ++chunk)
+#pragma unroll
+                    for (int tile = 0; tile < KEPT; ++tile) chunk_of(tile, chunk, held[chunk][tile]);
+        }
+        float4 sum[TILES];
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) sum[tile] = make_float4(0, 0, 0, 0);
+#pragma unroll
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            if (!RESIDENT)
+#pragma unroll
+                for (int tile = 0; tile < KEPT; ++tile) chunk_of(tile, chunk, held[0][tile]);
+            uint4 low[STEPS], high[STEPS];
+            wait(shared.full[at.stage], at.parity);
+            read(shared.stage[at.stage], pitch(HIDDEN), blocks_of(HIDDEN, chunk), warp, lane, low, high);
+#pragma unroll
+            for (int tile = 0; tile < TILES; ++tile) {
+                if (tile * 8 >= pairs) break;
+                if (tile < KEPT) {
+#pragma unroll
+                    for (int i = 0; i < STEPS; ++i)
+                        multiply(sum[tile], low[i], high[i], held[RESIDENT ? chunk : 0][tile < KEPT ? tile : 0][i]);
+                } else {
+                    uint4 values[STEPS];
+                    chunk_of(tile, chunk, values);
+#pragma unroll
+                    for (int i = 0; i < STEPS; ++i) multiply(sum[tile], low[i], high[i], values[i]);
+                }
+            }
+            release(shared, at, lane);
+        }
+        // Sums over the warps' parts; rows g are gate, rows g + 8 up, of the same column.
+        float4 *mine = partial + (turn * WARPS + warp) * PARTIAL + lane;
+#pragma unroll
+        for (int tile = 0; tile < TILES; ++tile) mine[tile * 32] = sum[tile];
+        meet(COMPUTING);
+        for (int cell = warp * 32 + lane; cell < (pairs + 7) / 8 * 32; cell += COMPUTING) {
+            float4 whole = partial[turn * WARPS * PARTIAL + cell];
+#pragma unroll
+            for (int other = 1; other < WARPS; ++other)
+                whole = add(whole, partial[(turn * WARPS + other) * PARTIAL + cell]);
+            const int pair = cell / 32 * 8 + lane % 4 * 2;
+            u16 *to = a.activated + (long long)(start + pair) * INTER + unit % UNITS * 8 + lane / 4;
+            if (pair < pairs)
+                to[0] = rounded(whole.x / (1 + __expf(-whole.x)) * whole.z * routing.weight[start + pair]);
+            if (pair + 1 < pairs)
+                to[INTER] = rounded(whole.y / (1 + __expf(-whole.y)) * whole.w * routing.weight[start + pair + 1]);
+        }
+        if (TURNS == 1) meet(COMPUTING);
+        turn = (turn + 1) % TURNS;
+    }
+    release(shared, at, lane);
+}
+
+// All blocks' writes before it are seen by all blocks behind it.
+__device__ void half_way(const Arguments &a) {
+    meet(COMPUTING);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        const u64 before = atomicAdd(a.arrived, 1ull), goal = (before / gridDim.x + 1) * gridDim.x;
+        if (before + 1 == goal) a.arrived[1] = 0;  // All units are done: for the next launch.
+        if (blockIdx.x < STRIPS) {
+            while (newest(a.arrived) < goal) {}
+        }
+        __threadfence();
+    }
+    meet(COMPUTING);
+}
+
+__device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int warp, int lane) {
+    constexpr int STEPS = steps(INTER), CHUNKS = chunks(INTER);
+    const Routing &routing = shared.routing;
+    float *sums = (float *)shared.scratch, *mine = sums + warp * TOKENS * SUM_PITCH;
+    const int items = routing.active * CHUNKS, g = lane / 4, t = lane % 4;
+    uint4 ahead[AHEAD][KEPT][STEPS];
+    auto chunk_of = [&](int item, int tile, uint4 (&values)[STEPS]) {
+        const int place = turned(item / CHUNKS, routing.active), chunk = item % CHUNKS;
+        const int pair = routing.start[place] + tile * 8 + g;
+        const u16 *from = a.activated + (long long)pair * INTER + chunk * LONGEST + t * 8;
+        fetch(pair < routing.start[place + 1] ? from : nullptr, blocks_of(INTER, chunk), warp, values);
+    };
+    auto prefetch = [&](int item, uint4 (&values)[KEPT][STEPS]) {
+        if (item < items)
+#pragma unroll
+            for (int tile = 0; tile < KEPT; ++tile) chunk_of(item, tile, values[tile]);
+    };
+    for (int strip = blockIdx.x; strip < STRIPS; strip += gridDim.x) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) prefetch(i, ahead[i]);
+        for (int cell = lane; cell < TOKENS * SUM_PITCH; cell += 32) mine[cell] = 0;
+        __syncwarp();
+        for (int first = 0; first < items; first += AHEAD)
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const int item = first + i;
+                if (item >= items) break;
+                const int place = turned(item / CHUNKS, routing.active);
+                const int start = routing.start[place], pairs = routing.start[place + 1] - start;
+                uint4 low[STEPS], high[STEPS];
+                wait(shared.full[at.stage], at.parity);
+                read(shared.stage[at.stage], pitch(INTER), blocks_of(INTER, item % CHUNKS), warp, lane, low, high);
+#pragma unroll
+                for (int tile = 0; tile < TILES; ++tile) {
+                    if (tile * 8 >= pairs) break;
+                    float4 sum = make_float4(0, 0, 0, 0);
+                    if (tile < KEPT) {
+#pragma unroll
+                        for (int j = 0; j < STEPS; ++j)
+                            multiply(sum, low[j], high[j], ahead[i][tile < KEPT ? tile : 0][j]);
+                    } else {
+                        uint4 values[STEPS];
+                        chunk_of(item, tile, values);
+#pragma unroll
+                        for (int j = 0; j < STEPS; ++j) multiply(sum, low[j], high[j], values[j]);
+                    }
+                    // Different tokens in different lanes: no two write one cell.
+                    const int pair = tile * 8 + t * 2;
+                    if (pair < pairs) {
+                        float *to = mine + routing.token[start + pair] * SUM_PITCH + g;
+                        to[0] += sum.x, to[8] += sum.z;
+                    }
+                    if (pair + 1 < pairs) {
+                        float *to = mine + routing.token[start + pair + 1] * SUM_PITCH + g;
+                        to[0] += sum.y, to[8] += sum.w;
+                    }
+                    __syncwarp();
+                }
+                release(shared, at, lane);
+                prefetch(item + AHEAD, ahead[i]);
+            }
+        meet(COMPUTING);
+        for (int cell = warp * 32 + lane; cell < a.tokens * 16; cell += COMPUTING) {
+            float whole = 0;
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other)
+                whole += sums[(other * TOKENS + cell / 16) * SUM_PITCH + cell % 16];
+            a.output[(long long)(cell / 16) * HIDDEN + strip * 16 + cell % 16] = rounded(whole);
+        }
+        meet(COMPUTING);
+    }
+}
+
+// The active experts, ascending, and where their sorted pairs begin. One warp.
+__device__ void list_active(const Arguments &a, Routing &routing, int lane) {
+    int active = 0, pairs = 0;
+    for (int base = 0; base < a.experts; base += 32) {
+        const int expert = base + lane;
+        const u64 mask = routing.mask[expert];
+        const int own = __popcll(mask);
+        const u32 found = __ballot_sync(~0u, own > 0);
+        int upto = own;
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2) {
+            const int other = __shfl_up_sync(~0u, upto, far);
+            if (lane >= far) upto += other;
+        }
+        if (own) {
+            const int place = active + __popc(found & ((1u << lane) - 1));
+            routing.expert[place] = expert, routing.place[expert] = place, routing.start[place] = pairs + upto - own;
+        }
+        if (a.counts && blockIdx.x == 0 && expert < a.experts) a.counts[expert] = own;
+        active += __popc(found), pairs += __shfl_sync(~0u, upto, 31);
+    }
+    if (lane == 0) routing.active = active, routing.start[active] = pairs;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    Shared &shared = *(Shared *)memory;
+    Routing &routing = shared.routing;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pairs = a.tokens * a.columns;
+    for (int i = threadIdx.x; i < EXPERTS; i += THREADS) routing.mask[i] = 0;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < STAGES; ++i) {
+            start(shared.full[i], 1);
+            start(shared.empty[i], WARPS);
+        }
+        started();
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < pairs; i += THREADS)
+        if (a.ids[i] >= 0) atomicOr(&routing.mask[a.ids[i]], 1ull << (i / a.columns));
+    __syncthreads();
+    if (warp == 0) list_active(a, routing, lane);
+    __syncthreads();
+    if (warp == WARPS) return produce(a, shared, lane);
+    for (int i = threadIdx.x; i < pairs; i += COMPUTING)
+        if (a.ids[i] >= 0) {
+            const int expert = a.ids[i], token = i / a.columns;
+            const int at = routing.start[routing.place[expert]] + __popcll(routing.mask[expert] & ((1ull << token) - 1));
+            routing.token[at] = token, routing.weight[at] = a.weights[i];
+        }
+    meet(COMPUTING);
+    Cursor at;
+    first_half(a, shared, at, warp, lane);
+    half_way(a);
+    if (blockIdx.x < STRIPS) second_half(a, shared, at, warp, lane);
+}

@@ -1,0 +1,61 @@
+"""Experts of a small batch, by the form that fits the device and the shape."""
+
+from __future__ import annotations
+
+import torch
+
+from epsim.kernels.experts import cuda
+from epsim.kernels.experts.plain import plain
+
+MOST_TOKENS = 64
+
+
+def decode(
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token's weighted sum of its experts' outputs, down(silu(gate) * up); experts without tokens are not read.
+
+    hidden [B, H] bfloat16, B <= 64; ids [B, k] int64: experts, different in a row, -1 for none (a row of -1 is padding
+    and gives zeros); weights [B, k] float32. gate_up [E, 2 I, H] (gate's I rows, then up's), down [E, H, I] bfloat16.
+    rows [S] int64: where ids name slots, each slot's row in gate_up and down. counts [S] int64: tokens of each are
+    written there.
+    -> [B, H] bfloat16. Sums are in float32; activated values are weighed, then rounded to bfloat16. The same bits in
+    every run on one form. Nothing waits on a GPU, and it can be captured in a CUDA graph.
+    Raises ValueError for what does not fit.
+    """
+    _check(hidden, ids, weights, gate_up, down)
+    slots = len(gate_up) if rows is None else len(rows)
+    ids, weights = ids.contiguous(), weights.contiguous()
+    if not hidden.is_cuda:
+        if counts is not None:
+            counts.copy_(torch.bincount(ids[ids >= 0], minlength=slots))
+        return plain(hidden, ids, weights, gate_up, down, rows)
+    gate_up, down = gate_up.contiguous(), down.contiguous()
+    if cuda.available(hidden.device.index) and cuda.uncovered(hidden, ids, gate_up, slots) is None:
+        return cuda.fused(hidden, ids, weights, gate_up, down, rows, counts)
+    from epsim.kernels.experts.tiles import tiled
+
+    return tiled(hidden, ids, weights, gate_up, down, rows, counts)
+
+
+def _check(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> None:
+    if len(hidden) > MOST_TOKENS:
+        raise ValueError(f"{len(hidden)} tokens: `decode` is for at most {MOST_TOKENS}, use grouped products")
+    size, inter = down.shape[1:]
+    if tuple(gate_up.shape) != (len(down), 2 * inter, size) or hidden.shape[1] != size:
+        raise ValueError(
+            f"shapes do not go together: hidden {list(hidden.shape)}, gate_up {list(gate_up.shape)}, "
+            f"down {list(down.shape)}, not [B, H], [E, 2 I, H], [E, H, I]"
+        )
+    if ids.shape != weights.shape or len(ids) != len(hidden) or ids.dtype != torch.int64:
+        raise ValueError(f"ids are {list(ids.shape)} {ids.dtype}, weights {list(weights.shape)}, not [B, k] int64")
+    if weights.dtype != torch.float32:
+        raise ValueError(f"weights are {weights.dtype}, not float32")

@@ -1,0 +1,71 @@
+// Hopper's instructions that CUDA C++ has no words for.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+// A barrier in shared memory that `arrivals` complete, and the bytes that these announce.
+__device__ __forceinline__ void start(u64 &barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
+}
+
+// The copy engine sees started barriers.
+__device__ __forceinline__ void started() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Until the barrier's phase of this parity is complete.
+__device__ __forceinline__ void wait(u64 &barrier, u32 parity) {
+    asm volatile(
+        "{\n .reg .pred done;\n again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        " @!done bra again;\n}" ::"r"(address(&barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void arrive(u64 &barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
+}
+
+__device__ __forceinline__ void arrive_expecting(u64 &barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
+}
+
+// For data that no one reads again: it leaves L2 first.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// From global to shared memory by the copy engine; 16 divides all three.
+__device__ __forceinline__ void copy_in(void *to, const void *from, u32 bytes, u64 &barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(&barrier)), "l"(policy) : "memory");
+}
+
+// Of the block's first `threads` threads.
+__device__ __forceinline__ void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+__device__ __forceinline__ u64 newest(const u64 *at) {
+    u64 now;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(at) : "memory");
+    return now;
+}
+
+// sum [16, 8] += a [16, 16] b [16, 8] in bf16, spread over a warp.
+__device__ __forceinline__ void multiply(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u16 rounded(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
