@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from epsim.policies.base import Routed, RouterWork
+from epsim.kernels import router
+from epsim.policies.base import Routed, RouterWork, alone
 from epsim.policies.routing.choose import preference, take
 from epsim.policies.routing.schedule import parse_schedule
 from epsim.policies.routing.union import union
@@ -83,6 +84,12 @@ class Oea:
         schedule.check(top_k, f"{self.name}(k0={self.k0})")
         if self.kmax is not None and self.kmax > num_experts:
             raise ValueError(f"oea: kmax={self.kmax}, but the model has {num_experts} experts")
+        if work.scores.is_cuda and work.total is alone:
+            rule = router.Rule(schedule.steps, self.p, self.kmax, self.maxp)
+            tokens, device = work.scores.shape[-2], work.scores.device.index
+            if router.available(device) and router.uncovered(rule, tokens, num_experts, top_k) is None:
+                tensors = (work.scores, work.weighs, work.expert_ids, work.weights, work.decode)
+                return Routed(*router.reroute(rule, *tensors)[:2])
         wish = preference(work)
         found = union(work, wish, schedule, self.p)
         within = wish.position < (num_experts if self.maxp is None else self.maxp)
