@@ -29,6 +29,10 @@ def clear(out: Path) -> None:
     for path in found:
         with contextlib.suppress(FileNotFoundError):  # ranks of several machines may share the folder
             path.unlink()
+
+
+def clear_logs(out: Path) -> None:
+    """Those of an earlier run's workers; before this run's workers are started, which write there from the first."""
     for path in (out / LOGS).glob("epsim-*"):
         shutil.rmtree(path, ignore_errors=True)
 

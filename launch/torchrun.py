@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from epsim.launch.folder import LOGS, RESULTS, clear
+from epsim.launch.folder import LOGS, RESULTS, clear, clear_logs
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
@@ -38,6 +38,7 @@ def run_torchrun(options: RunOptions) -> Results:
     num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS
     prepare(options, num_ranks)
     clear(options.out)
+    clear_logs(options.out)
     store = serve("127.0.0.1")
     logs = options.out / LOGS
     environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from epsim.cli_run import parse_arguments
-from epsim.launch.folder import clear
+from epsim.launch.folder import clear, clear_logs
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
@@ -124,9 +124,12 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     clear(tmp_path)
+    assert (tmp_path / written[-1]).exists()
+    clear_logs(tmp_path)
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == sorted(others)
     clear(tmp_path / "nothing here")
+    clear_logs(tmp_path / "nothing here")
 
 
 @pytest.mark.parametrize(
