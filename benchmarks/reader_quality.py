@@ -255,6 +255,10 @@ class Bench:
             for quota in ("experts", "weights"):
                 reader = TopkChannels(budget, quota=quota)
                 trials[f"{ranks} ranks by {quota} {budget}"] = Trial(self.reading(reader, num_ranks=ranks))
+        for size in (4, 16, 64):
+            if size <= len(self.mixed):
+                reading = self.reading(TopkChannels(budget, quota="batch"), batch_size=size)
+                trials[f"one set for {size} tokens {budget}"] = Trial(reading)
         k0, batch = max(self.top_k // 2, 1), min(16, len(self.mixed))
         trials[f"oea(k0={k0})"] = Trial(None, f"oea(k0={k0})", batch)
         if self.payable(TopkChannels(budget), k0):

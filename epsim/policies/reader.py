@@ -29,7 +29,9 @@ class TopkChannels:
     restore: whether skipped channels are restored by the low-rank map (of the sketch's estimates alone).
     units: `output`, a channel's score is what it adds to the layer's output; `raw`, the size of the activation.
     quota: `token`, the best k of all its experts, on whichever ranks; `experts` or `weights`, each rank its own best,
-    as many as its share of the token's experts or of their weights, for which ranks need not ask each other.
+    as many as its share of the token's experts or of their weights, for which ranks need not ask each other; `batch`,
+    one set of channels and of coordinates for all tokens of a batch, best by the sum of their scores, so that the bytes
+    which the whole batch reads are within the budget, a share of those of its active experts.
     Raises ValueError where these do not go together.
     """
 
@@ -38,7 +40,7 @@ class TopkChannels:
     screen: Literal["partial", "full"] = "partial"
     restore: Literal["on", "off"] = "on"
     units: Literal["output", "raw"] = "output"
-    quota: Literal["token", "experts", "weights"] = "token"
+    quota: Literal["token", "experts", "weights", "batch"] = "token"
     name: ClassVar[str] = "topk-channels"
     level: ClassVar[Level] = "counts"
     acts: ClassVar[bool] = True
@@ -59,7 +61,8 @@ class TopkChannels:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (f"{self.name} acts on every step, as if all were decode steps", INDEPENDENT)
+        every = f"{self.name} acts on every step, as if all were decode steps"
+        return (every,) if self.quota == "batch" else (every, INDEPENDENT)
 
     def sizes(self, hidden: int, intermediate: int, weight_bytes: float = 2, rank: int = 32) -> ReadBytes:
         """What its reads are made of. rank: of the map."""
@@ -86,6 +89,12 @@ class TopkChannels:
         all_kept = active * float(sizes.expert)
         if self.budget >= 1:
             return all_kept
+
+        if self.quota == "batch":
+            screens = active * (sizes.screen + intermediate * sizes.skipped_channel) + sizes.once * (active > 0)
+            cost = sizes.kept_channel - sizes.skipped_channel
+            number = torch.floor((self.budget * all_kept - screens) / cost).clamp(min=0)
+            return torch.minimum(screens + number * cost, all_kept)
 
         def union(share: float) -> torch.Tensor:
             return 1 - torch.pow(torch.full_like(each, 1 - share), each)

@@ -10,25 +10,25 @@ from typing import Any, TypeAlias
 import torch
 
 from epsim.kernels.reader import (
+    Batches,
     Experts,
     LayerSketch,
     ReadBytes,
     Screen,
     keep_above,
     keep_by_rank,
+    keep_for_batch,
     keep_top,
     output_scores,
     rank_quotas,
     read_output,
 )
 from epsim.kernels.reader.rivals import Inputs, int4_gate, sparse_inputs_output, sparse_inputs_share
+from epsim.kernels.reader.select import ShareBy
 from epsim.kernels.reader.slots import slot_products
 from epsim.kernels.reader.store import build_named
 from epsim.policies.base import Reader
 from epsim.policies.reader import ThresholdChannels, TopkChannels
-
-MOST = 32
-"""Experts of a token."""
 
 Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -61,10 +61,12 @@ class Layer:
     def norms(self) -> torch.Tensor:
         return self.screen.sketch.norms
 
-    def estimates(self, reader: TopkChannels, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def estimates(
+        self, reader: TopkChannels, x: torch.Tensor, ids: torch.Tensor, batches: Batches | None = None
+    ) -> torch.Tensor:
         """[T, k, I] float32: what the reader takes the activations for, by which it chooses."""
         if reader.score == "sketch":
-            gate, up = self.screen.estimates(x, ids, reader.coordinates)
+            gate, up = self.screen.estimates(x, ids, reader.coordinates, batches)
             return self.experts.activation(gate) * up
         if reader.score == "int4-gate":
             assert self.int4 is not None
@@ -110,6 +112,7 @@ class Reading:
 
     reader: with a threshold, `thresholds` of the layers (`calibrated`). num_kept: channels that a token keeps, in place
     of those that the budget allows. num_ranks: of the experts, in contiguous shares, where each rank has its quota.
+    batch_size: sequences whose t-th tokens are a batch, for readers that choose for batches; None for all of a pass.
     record: sees (layer, x, ids, kept) of every read.
     """
 
@@ -119,6 +122,7 @@ class Reading:
     num_kept: int | None = None
     num_ranks: int = 1
     record: Record | None = None
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         sketch = self.layers[0].screen.sketch
@@ -136,8 +140,9 @@ class Reading:
         if isinstance(reader, ThresholdChannels) and self.thresholds is None:
             raise ValueError(f"{reader.name} needs thresholds: fit them on text with `calibrated`")
         sizes = self._sizes()
-        # By the number of experts that a token takes; -1 where the budget does not pay for so few.
-        allowed = [self.num_kept if self.num_kept is not None else self._allowed(sizes, n) for n in range(MOST + 1)]
+        # By the number of experts of a token, or of a batch that chooses as one; -1 where the budget does not pay.
+        fixed = self.num_kept
+        allowed = [self._allowed(sizes, n) if fixed is None else fixed for n in range(num_experts + 1)]
         self.allowed = torch.tensor(allowed, device=device)
 
     def _allowed(self, sizes: ReadBytes, num_experts: int) -> int:
@@ -151,8 +156,10 @@ class Reading:
         sketch = self.layers[0].screen.sketch
         return self.reader.sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
 
-    def _output(self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [T, H], ids and weights [T, k] -> [T, H]."""
+    def _output(
+        self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, length: int
+    ) -> torch.Tensor:
+        """x [T, H], ids and weights [T, k], tokens of sequences of `length` -> [T, H]."""
         layer, reader = self.layers[number], self.reader
         # A slot of no weight is no expert: fillers of router policies repeat one that is there.
         ids = torch.where(weights > 0, ids, -1)
@@ -162,25 +169,49 @@ class Reading:
             kept = (ids >= 0)[..., None].expand(-1, -1, layer.norms.shape[1])
             self._count(number, x, ids, kept)
             return read_output(x, ids, weights, layer.experts, kept)
-        estimates = layer.estimates(reader, x, ids)
-        kept = self.keep(number, ids, weights, layer.scores(reader, ids, weights, estimates))
+        batches = self._batches(x, length) if reader.quota == "batch" else None
+        estimates = layer.estimates(reader, x, ids, batches)
+        kept = self.keep(number, ids, weights, layer.scores(reader, ids, weights, estimates), batches)
         self._count(number, x, ids, kept)
         restored = reader.restore == "on"
         sketch = layer.screen.sketch if restored else None
         return read_output(x, ids, weights, layer.experts, kept, estimates if restored else None, sketch)
 
-    def keep(self, number: int, ids: torch.Tensor, weights: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def _batches(self, x: torch.Tensor, length: int) -> Batches:
+        """The t-th tokens of `batch_size` sequences are a batch."""
+        sequences = len(x) // length
+        together = min(self.batch_size or sequences, sequences)
+        first = torch.arange(sequences, device=x.device) // together * length
+        of_token = (first[:, None] + torch.arange(length, device=x.device)).flatten()
+        return Batches(of_token, -(-sequences // together) * length)
+
+    def keep(
+        self,
+        number: int,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        scores: torch.Tensor,
+        batches: Batches | None = None,
+    ) -> torch.Tensor:
         """scores [T, k, I] of a layer -> [T, k, I] bool."""
         assert not isinstance(self.reader, SparseInputs)
         if isinstance(self.reader, ThresholdChannels):
             assert self.thresholds is not None
             return keep_above(scores, self.thresholds[number]) & (ids >= 0)[..., None]
-        experts = (ids >= 0).sum(1)
+        num_experts = len(self.rank_of_expert)
+        if batches is None:
+            experts = (ids >= 0).sum(1)
+        else:
+            found = torch.zeros(batches.total, num_experts + 1, dtype=torch.bool, device=ids.device)
+            found[batches.of_token[:, None], torch.where(ids >= 0, ids, num_experts)] = True
+            experts = found[:, :num_experts].sum(1)
         allowed = self.allowed[experts]
         self.counts[number, 2] = torch.maximum(self.counts[number, 2], torch.where(allowed < 0, experts, 0).amax())
         allowed = allowed.clamp(min=0)
-        if self.reader.quota != "token" and self.num_ranks > 1:
-            by = self.reader.quota
+        if batches is not None:
+            return keep_for_batch(scores, ids, num_experts, allowed, batches.of_token)
+        if self.reader.quota in ("experts", "weights") and self.num_ranks > 1:
+            by: ShareBy = "experts" if self.reader.quota == "experts" else "weights"
             quotas = rank_quotas(allowed, ids, weights, self.rank_of_expert, self.num_ranks, by)
             return keep_by_rank(scores, ids, quotas, self.rank_of_expert)
         return keep_top(scores, allowed)
@@ -219,7 +250,8 @@ class Reading:
 
 @contextmanager
 def replaced(model: Any, whole_sequences: bool, output: Any) -> Iterator[None]:
-    """Inside, output(layer, x [T, H], ids [T, k], weights [T, k]) -> [T, H] takes the place of the experts' forward."""
+    """Inside, output(layer, x [T, H], ids [T, k], weights [T, k], length of sequences) -> [T, H] takes the place of the
+    experts' forward."""
     modules = expert_modules(model)
     length = [1]
 
@@ -244,7 +276,7 @@ def replaced(model: Any, whole_sequences: bool, output: Any) -> Iterator[None]:
                 every: torch.Tensor = plain(hidden_states, top_k_index, top_k_weights)
                 return every
             x = hidden_states.reshape(-1, hidden_states.shape[-1])
-            own: torch.Tensor = output(number, x, top_k_index, top_k_weights)
+            own: torch.Tensor = output(number, x, top_k_index, top_k_weights, length[0])
             return own.to(hidden_states.dtype).view_as(hidden_states)
 
         module.forward = forward
@@ -287,7 +319,7 @@ def calibrated(
     sketch = layers[0].screen.sketch
     found: dict[float, list[float]] = {budget: [] for budget in budgets}
 
-    def watch(number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def watch(number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, length: int) -> torch.Tensor:
         layer = layers[number]
         scores = layer.scores(reader, ids, weights, layer.estimates(reader, x, ids)).flatten()
         numbers = []

@@ -304,6 +304,18 @@ def _beyond(report: Mapping[str, Any]) -> list[Row]:
                     None,
                 )
             )
+        if name.startswith("one set for"):
+            size, budget = name.split()[3], name.split()[-1]
+            union = report.get("batches", {}).get(size) or report.get("batches", {}).get(int(size))
+            reads = f" that reads {union['union']:.3f} of the experts active" if union else ""
+            rows.append(
+                Row(
+                    f"one set of channels for {size} tokens, {float(budget):.1%} of the experts active (KL)",
+                    "future work",
+                    f"{one['kl']:.4f}; each token its own {whole[budget]['kl']:.4f}{reads}",
+                    None,
+                )
+            )
         if "+reader" in name:
             router, budget = name.split("+")[0], name.split()[-1]
             rows.append(

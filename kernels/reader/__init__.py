@@ -7,16 +7,18 @@ screen, select, read, restore; bytes counts what is read, rivals is what it is c
 from epsim.kernels.reader.build import RANK, LayerSketch, build_layer
 from epsim.kernels.reader.bytes import ReadBytes, token_bytes, union_bytes
 from epsim.kernels.reader.read import Experts, read_output
-from epsim.kernels.reader.screen import COORDINATES, Screen, coordinates
+from epsim.kernels.reader.screen import COORDINATES, Batches, Screen, batch_coordinates, coordinates
 from epsim.kernels.reader.select import keep_above, keep_by_rank, keep_for_batch, keep_top, output_scores, rank_quotas
 
 __all__ = [
     "COORDINATES",
     "RANK",
+    "Batches",
     "Experts",
     "LayerSketch",
     "ReadBytes",
     "Screen",
+    "batch_coordinates",
     "build_layer",
     "coordinates",
     "keep_above",

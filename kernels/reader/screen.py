@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +18,23 @@ COORDINATES = 80
 """Of 128, those that a partial screen reads."""
 
 
+class Batches(NamedTuple):
+    """of_token [T] int64: which of `total` batches each token belongs to."""
+
+    of_token: torch.Tensor
+    total: int
+
+
 def coordinates(rotated_x: torch.Tensor, number: int) -> torch.Tensor:
     """rotated_x [T, H] -> [T, H] bool: in each block the `number` coordinates of largest size, ties to the lower."""
     return top_mask(in_blocks(rotated_x.abs()), number).flatten(-2)
+
+
+def batch_coordinates(rotated_x: torch.Tensor, number: int, batch: torch.Tensor, count: int) -> torch.Tensor:
+    """rotated_x [T, H], batch [T] of `count` -> [T, H] bool: one set for each batch, the `number` coordinates of each
+    block with the largest sum of squares over its tokens."""
+    squares = rotated_x.new_zeros(count, rotated_x.shape[1]).index_add_(0, batch, rotated_x.square())
+    return coordinates(squares, number)[batch]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +50,16 @@ class Screen:
         return self.sketch.decoded(self.dtype)
 
     def estimates(
-        self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES
+        self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES, batches: Batches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], ids [T, k] -> gate and up estimates [T, k, I] of the token's experts, from the `number` largest
-        coordinates of each block of Rx; 128 is the full screen."""
+        coordinates of each block of Rx; 128 is the full screen. batches: whose tokens share their coordinates."""
         rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
-        read = rotated_x * coordinates(rotated_x, number)
-        gate, up = slot_products(read, ids, self.decoded).chunk(2, -1)
+        if batches is None:
+            read = coordinates(rotated_x, number)
+        else:
+            read = batch_coordinates(rotated_x, number, batches.of_token, batches.total)
+        gate, up = slot_products(rotated_x * read, ids, self.decoded).chunk(2, -1)
         return gate, up
 
     def error_bounds(

@@ -47,13 +47,28 @@ def keep_above(scores: torch.Tensor, threshold: float | torch.Tensor) -> torch.T
     return scores > threshold
 
 
-def keep_for_batch(scores: torch.Tensor, ids: torch.Tensor, num_experts: int, number: int) -> torch.Tensor:
-    """One set of `number` channels for the whole batch -> [T, k, I] bool: those of the greatest sum of scores over the
-    batch's tokens, each of them used by every token that has the expert. ids [T, k] int64, -1 for none."""
-    total = scores.new_zeros(num_experts + 1, scores.shape[-1])
-    total.index_add_(0, torch.where(ids >= 0, ids, num_experts).flatten(), scores.flatten(0, 1))
-    chosen = top_mask(total[:num_experts].flatten(), number).view(num_experts, -1)
-    return chosen[ids.clamp(min=0)] & (ids >= 0)[..., None] & (scores > 0)
+def keep_for_batch(
+    scores: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    number: int | torch.Tensor,
+    batch: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One set of `number` channels for each batch -> [T, k, I] bool: those of the greatest sum of scores over the
+    batch's tokens, each of them kept by every token that has the expert. ids [T, k] int64, -1 for none. batch [T]:
+    which of n each token belongs to, `number` then [n]; None for all to one."""
+    where = torch.where(ids >= 0, ids, num_experts)
+    count = 1
+    if batch is not None:
+        count = len(number) if isinstance(number, torch.Tensor) else int(batch.max()) + 1
+        where = where + batch[:, None] * (num_experts + 1)
+    total = scores.new_zeros(count * (num_experts + 1), scores.shape[-1])
+    total.index_add_(0, where.flatten(), scores.flatten(0, 1))
+    known = total.view(count, num_experts + 1, -1)[:, :num_experts]
+    several = number if isinstance(number, int) else number.view(count)
+    chosen = torch.zeros_like(total, dtype=torch.bool).view(count, num_experts + 1, -1)
+    chosen[:, :num_experts] = top_mask(known.flatten(1), several).view_as(known)
+    return chosen.flatten(0, 1)[where]
 
 
 ShareBy = Literal["experts", "weights"]

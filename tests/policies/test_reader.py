@@ -96,6 +96,14 @@ def test_a_batch_reads_the_union_of_independent_choices() -> None:
     assert found[-1] == read(Dense(), 160, 4)
 
 
+def test_a_batch_that_chooses_as_one_reads_its_budget() -> None:
+    reader, sizes = TopkChannels(0.178, quota="batch"), ReadBytes(2048, 768)
+    for active in (1, 8, 40):
+        exact = sizes.token(active, sizes.kept(0.178, active))
+        assert read(reader, 3 * active, active) == read(reader, 90 * active, active) == pytest.approx(exact, rel=1e-12)
+    assert not any("independently" in note for note in reader.notes)
+
+
 def test_nothing_is_read_where_nothing_is_served() -> None:
     assert read(TopkChannels(0.178), 0, 0) == 0
 

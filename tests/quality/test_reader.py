@@ -142,6 +142,25 @@ def test_quotas_of_ranks(model: Any, layers: Any, text: torch.Tensor) -> None:
         Reading(layers, TopkChannels(0.5), num_ranks=3)
 
 
+def test_one_set_for_a_batch(model: Any, layers: Any, text: torch.Tensor) -> None:
+    """Tokens of a batch share channels; a batch of one token is that token."""
+    own = logits(model, text, Reading(layers, TopkChannels(0.5)))
+    reader = TopkChannels(0.5, quota="batch")
+    torch.testing.assert_close(logits(model, text, Reading(layers, reader, batch_size=1)), own)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    reading = Reading(layers, reader, batch_size=3, record=lambda number, x, ids, kept: seen.append((ids, kept)))
+    logits(model, text, reading)
+    for ids, kept in seen:
+        for first, t in ((0, 0), (0, 19), (3, 7)):
+            chosen: dict[int, list[bool]] = {}
+            for sequence in range(first, first + 3):
+                token = sequence * 20 + t
+                for e, mask in zip(ids[token].tolist(), kept[token].tolist(), strict=True):
+                    assert chosen.setdefault(e, mask) == mask
+            allowed = reader.sizes(128, 40).kept(0.5, len(chosen))
+            assert sum(map(sum, chosen.values())) == allowed
+
+
 def test_models_without_experts() -> None:
     with pytest.raises(ValueError, match="needs a model whose experts hold gate_up_proj"):
         build_sketches(torch.nn.Linear(2, 2))

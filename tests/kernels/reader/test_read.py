@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from epsim.kernels.reader import (
+    Batches,
     Experts,
     ReadBytes,
     Screen,
+    batch_coordinates,
     build_layer,
     coordinates,
     keep_by_rank,
@@ -302,6 +304,31 @@ def test_one_set_for_a_batch() -> None:
     sizes = ReadBytes(128, 2, rank=0)
     read = torch.zeros(2, 128, dtype=torch.bool)
     assert union_bytes(sizes, ids, kept, read, 3) == 3 * sizes.beside_codes + sizes.once + 3 * sizes.kept_channel
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10**6), st.sampled_from([0.5, 0.8]), st.sampled_from([80, 128]))
+def test_a_batch_that_chooses_as_one_reads_within_its_budget(seed: int, budget: float, number: int) -> None:
+    """Bytes of the union, for two batches of three and two tokens at once, and each as if it were alone."""
+    world = make_world(tokens=5, seed=seed)
+    sizes = ReadBytes(256, 24, coordinates=number, rank=4)
+    of_token = torch.tensor([0, 0, 0, 1, 1])
+    turned = rotated(world.x, world.sketch.signs)
+    read = batch_coordinates(turned, number, of_token, 2)
+    active = [len(torch.unique(world.ids[of_token == b])) for b in (0, 1)]
+    numbers = torch.tensor([sizes.kept(budget, n) for n in active])
+    batches = Batches(of_token, 2)
+    gate, up = Screen(world.sketch, torch.float64).estimates(world.x, world.ids, number, batches)
+    scores = output_scores(world.weights, world.sketch.norms[world.ids], F.silu(gate) * up)
+    kept = keep_for_batch(scores, world.ids, 6, numbers, of_token)
+    for b in (0, 1):
+        own = of_token == b
+        used = union_bytes(sizes, world.ids[own], kept[own], read[own], 6)
+        assert used == sizes.token(active[b], int(numbers[b])) <= budget * active[b] * sizes.expert
+        assert torch.equal(kept[own], keep_for_batch(scores[own], world.ids[own], 6, int(numbers[b])))
+        squares = turned[own].square().sum(0, keepdim=True).sqrt()
+        assert torch.equal(read[own][:1], coordinates(squares, number))
+        assert torch.equal(read[own][0], read[own][1])
 
 
 def test_world_is_not_trivial() -> None:
