@@ -57,8 +57,8 @@ def _cells(results: Results) -> list[str]:
     said = []
     for winner, cells in sorted(ahead.items(), key=lambda item: -len(item[1])):
         # What all its cells share, where that is not what every cell has.
-        shared = {key: {str(cell.get(key)) for cell in cells} for key in axes}
-        told = [f"{key} {' or '.join(sorted(own))}" for key, own in shared.items() if len(own) < len(axes[key])]
+        shared = {key: [value for value in axes[key] if value in {cell.get(key) for cell in cells}] for key in axes}
+        told = [f"{key} {' or '.join(map(str, own))}" for key, own in shared.items() if 0 < len(own) < len(axes[key])]
         where = f", all with {', '.join(told)}" if told else ""
         said.append(f"{winner} is ahead in {len(cells)} of {len(results['sweep']['cells'])} cells{where}.")
     return said
