@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from epsim.cost.layer_time import LayerTiming
+from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.report import write_report
 from epsim.results import check_results, read_results
+from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.trace import TokenBlock
 from epsim.tune.memory import Memory
+from epsim.tune.tune import TuneOptions, tune
 from tests.tune.cases import GPUS, Floats, MakeCounts, RunTune, answered, hot
 
 EPLB = (parse_stack("eplb"),)
@@ -187,3 +192,55 @@ def test_routers_need_a_named_loss(make_counts: MakeCounts, run_tune: RunTune) -
         run_tune(trace, routers=("topk",), quality_loss="none")
     with pytest.raises(ValueError, match="works on tokens"):
         run_tune(trace, routers=("oea(k0=1)",), quality_loss="0.1 points of MMLU")
+
+
+@pytest.mark.parametrize(
+    ("level", "text"),
+    [
+        ("rank_counts", "eplb+lplb(counts=gathered)+waterfill-joint"),
+        ("tokens", "eplb+random+waterfill(load=routed+local,counts=local)"),
+        ("tokens", "searched+lplb-ipm"),
+    ],
+)
+def test_finer_levels_are_replayed_as_replay_does(
+    make_trace: Callable[..., StoredTrace], model: Path, level: str, text: str
+) -> None:
+    with_shared = model.read_text() + "shared_intermediate = 2048\n"
+    model.write_text(with_shared)
+    timing = load_timing("h200", str(model), 1, "prefill")
+    trace = make_trace(level, steps=24, experts=16, tokens=512, shared_cost=1.0)
+    asked = TuneOptions(GPUS, 1, 1, 141e9, policies=(parse_stack(text),), redundant=(4,), seed=7)
+    results = tune(trace, asked, timing)
+    planned = results["trace"]["steps_planned"]
+    policies = (("", parse_stack("contiguous")), ("", parse_stack(text)))
+    replayed = replay(
+        trace, ReplayOptions(Cluster(GPUS, 1, 4), policies, seed=7, plan_share=planned / 24, timing=timing)
+    )
+    own = next(entry for entry in results["stacks"] if entry["name"] == f"{text} r4")
+    for key in ("layer_time_us", "max_over_mean", "bytes_read"):
+        assert own["metrics"][key] == pytest.approx(replayed["stacks"][1]["metrics"][key]), key
+    assert own["metrics"]["gap_rounding"] == replayed["stacks"][1]["metrics"]["gap_rounding"]
+
+
+def test_a_router_that_is_accepted_is_tried_and_its_loss_told(
+    make_trace: Callable[..., StoredTrace], timing: LayerTiming, tmp_path: Path
+) -> None:
+    plain = make_trace("tokens", steps=12, experts=16, tokens=64, phase="decode")
+    rng = np.random.default_rng(0)
+    meta = dataclasses.replace(plain.meta, num_scores=16)
+    with TraceWriter(tmp_path / "scored.parquet", meta) as writer:
+        for block in plain.blocks():
+            assert isinstance(block, TokenBlock)
+            scores = rng.random((len(block.token_step), 2, 16)).astype(np.float16)
+            chosen = np.argsort(-scores.astype(np.float32), axis=2)[:, :, :2].astype(np.int16)
+            writer.append(dataclasses.replace(block, scores=scores, expert_ids=chosen))
+    asked = TuneOptions(
+        GPUS, 1, 1, 141e9, policies=(parse_stack("contiguous+oea(k0=1)"),), redundant=(0,), quality_loss="0.3 points"
+    )
+    results = tune(StoredTrace(tmp_path / "scored.parquet"), asked, timing)
+    assert [entry["name"] for entry in results["stacks"]] == ["contiguous r0", "contiguous+oea(k0=1) r0"]
+    assert results["stacks"][1]["metrics"]["kept_mass"]["mean"] < 1
+    assert not any("oea" in one["name"] for one in results["tune"]["answers"][1:])  # no system runs it
+    first = answered(results)
+    if first["advised"]:
+        assert "0.3 points" in next(line["text"] for line in results["tune"]["words"] if line["about"] == "run")
