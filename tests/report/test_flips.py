@@ -105,7 +105,7 @@ def test_sweeps() -> None:
     assert found["lplb"] == {0.0: [0.0], 8.0: [pytest.approx(-0.25)], 16.0: [pytest.approx(-0.2)]}
     shown = {row[0].text: row for row in cells(results, memory=True)}
     # against the first of the same cell, with the cell's own redundancy
-    assert shown["lplb [redundant 8]"][-2].text == "-25.0% (-31.2% to -18.8%)"
+    assert shown["lplb [redundant 8]"][-2].text == "-25.0% (-31.3% to -18.8%)"
     assert shown["lplb [redundant 8]"][-1].text == "6 experts"
     assert shown["eplb [redundant 16]"][-2].text == "-"
     assert title(results) == "epsim sweep: 3 cells"
