@@ -66,6 +66,7 @@ class Sizes:
             "COORDINATES": self.coordinates,
             "RANK": self.rank,
             "GELU": int(self.gelu),
+            "SHARED": self.shared,
         }
 
     @property
@@ -77,12 +78,12 @@ class Sizes:
     def shared(self) -> int:
         """Bytes of a block, as reader.cu's Shared."""
         channels, blocks = self.columns * self.inter, self.hidden // BLOCK
+        gathering = WARPS if self.hidden <= 2048 else 5
         own = -(-channels // THREADS) * WARPS
-        screened = blocks * (7 * self.coordinates + 8)
-        products = (blocks + 1) * 160 * 4
-        chosen = 2 * own * 4 + 2 * channels + 1024 * 4 + RIVALS * 8 + WARPS * 4 + 4 * 4
-        sums = WARPS * (32 + self.hidden) * 4
-        return screened + products + 2 * self.hidden + chosen + sums + 256
+        weights = max(blocks * (self.coordinates * 32 + 640), gathering * 6 * self.hidden)
+        sums = max(RIVALS * 8 + channels * 4 + 4096, gathering * 4 * self.hidden)
+        rest = 2 * self.hidden + WARPS * 128 + gathering * 16 + blocks * (7 * self.coordinates + 8) + THREADS * 4
+        return (weights + sums + rest + 8 * own + WARPS * 4 + 16 + 2 * channels + 1024) // 128 * 128
 
 
 def uncovered(sizes: Sizes) -> str | None:

@@ -20,16 +20,13 @@ __device__ __forceinline__ float from_half(u16 bits) {
     return value;
 }
 
-// Weights, which pass by L1.
-__device__ __forceinline__ uint4 passing(const u16 *from) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
-    return v;
+// Four bytes to shared memory, there after `copied`.
+__device__ __forceinline__ void copy_word(u32 *to, const u8 *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address(to)), "l"(from) : "memory");
 }
 
-__device__ __forceinline__ u32 passing_word(const u8 *from) {
-    u32 v;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
-    return v;
+// This thread's copies are there, and its warp's.
+__device__ __forceinline__ void copied() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncwarp();
 }

@@ -46,10 +46,10 @@ constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate a
 constexpr int STEPS = COORDINATES / 16;
 constexpr int CHANNELS = COLUMNS * INTER, WORDS = (CHANNELS + 31) / 32;
 constexpr int OWN = (CHANNELS + THREADS - 1) / THREADS;  // Keys of a thread.
-constexpr int VECTORS = (HIDDEN + 255) / 256;            // Of 8 values a lane has of a row.
-#define AT_ONCE (HIDDEN <= 2048)                         // Whether registers hold all three rows of a channel.
 constexpr int BINS = 4096, FINE = 19;                    // Keys' upper bits are bins; so many are below.
 constexpr int RIVALS = 1024;                             // Most keys of a bin that are compared one by one.
+constexpr int NARROW = 1024;                             // Bins of a step where they are more.
+constexpr int GATHERING = HIDDEN <= 2048 ? WARPS : 5;    // Warps that gather, as shared memory has room for.
 
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
 static_assert(CHANNELS <= 16384 && (RANK == 32 || RANK == 0), "shape");
@@ -62,21 +62,33 @@ struct Screened {
 };
 
 struct Shared {
-    Screened screened[BLOCKS];
-    float products[BLOCKS][PAIRED];
-    float pair[PAIRED];
+    union {
+        struct {
+            u32 code[BLOCKS][STEPS * 4][32];  // As lanes multiply them.
+            float products[BLOCKS][PAIRED];
+        };
+        u16 row[GATHERING][3][HIDDEN];        // Gate, up and down of a warp's channel.
+    };
+    union {
+        struct {
+            u64 rival[RIVALS];
+            u32 key[CHANNELS];
+            int bin[NARROW];
+        };
+        float sums[GATHERING][HIDDEN];
+    };
     uint4 x[HIDDEN / 8];
+    alignas(16) float mapped[WARPS][32];
+    u64 full[GATHERING][2];     // Gate and up, and down, of a warp's channel have come.
+    Screened screened[BLOCKS];
+    float pair[THREADS];
     u32 bits[OWN * WARPS];      // Which channels are kept.
     int before[OWN * WARPS];    // Kept channels before these 32.
-    u16 list[CHANNELS];         // Of kept channels that are this block's.
-    alignas(16) int bin[1 << 10];
-    u64 rival[RIVALS];
-    int rivals;
     int across[WARPS];
-    int found[3];
-    alignas(16) float mapped[WARPS][32];
-    alignas(16) float sums[WARPS][HIDDEN];
+    int found[3], rivals;
+    u16 list[CHANNELS];         // Of kept channels that are this block's.
 };
+static_assert(sizeof(Shared) <= SHARED, "shared memory");
 
 __device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
 __device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
@@ -106,115 +118,92 @@ __device__ void meet_all(const Arguments &a) {
     __syncthreads();
 }
 
-// A warp's blocks of 128 coordinates, 4 a lane: rotated, and the largest listed. Step by step for all of them, so that one
-// does not wait for the other.
-__device__ void list_largest(const Arguments &a, int token, int warp, int lane, Screened *to) {
-    float v[ROUNDS][4];
-    u32 key[ROUNDS][4], most[ROUNDS], least[ROUNDS], beyond[ROUNDS];
-    int there[ROUNDS], past[ROUNDS];
+// A block of 128 coordinates, 4 a lane: rotated, and the largest listed. One warp.
+__device__ void list_largest(const Arguments &a, int token, int block, int lane, Screened &to) {
+    float v[4];
+    const u16 *x = a.x + token * a.stride + block * 128 + lane * 4;
+    const signed char *signs = a.signs + block * 128 + lane * 4;
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        const int at = (warp + round * WARPS) * 128 + lane * 4;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) v[round][i] = at < HIDDEN ? wide(a.x[token * a.stride + at + i]) * a.signs[at + i] : 0;
-    }
+    for (int i = 0; i < 4; ++i) v[i] = wide(x[i]) * signs[i];
 #pragma unroll
     for (int far = 1; far < 4; far *= 2)
 #pragma unroll
-        for (int j = 0; j < ROUNDS * 4; ++j)
-            if (!(j & far)) {
-                float &one = v[j / 4][j % 4], &other = v[j / 4][j % 4 | far];
-                const float sum = one + other;
-                other = one - other, one = sum;
+        for (int i = 0; i < 4; ++i)
+            if (!(i & far)) {
+                const float one = v[i], other = v[i | far];
+                v[i] = one + other, v[i | far] = one - other;
             }
-#pragma unroll
+#pragma unroll 1
     for (int far = 1; far < 32; far *= 2)
 #pragma unroll
-        for (int j = 0; j < ROUNDS * 4; ++j) {
-            float &own = v[j / 4][j % 4];
-            const float other = __shfl_xor_sync(~0u, own, far);
-            own = lane & far ? other - own : own + other;
-        }
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        most[round] = 0;
-#pragma unroll
         for (int i = 0; i < 4; ++i) {
-            v[round][i] *= 0.08838834764831845f;
-            key[round][i] = __float_as_int(v[round][i]) & 0x7fffffff;
-            most[round] = key[round][i] > most[round] ? key[round][i] : most[round];
+            const float other = __shfl_xor_sync(~0u, v[i], far);
+            v[i] = lane & far ? other - v[i] : v[i] + other;
         }
-        most[round] = __reduce_max_sync(~0u, most[round]);
-        // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`.
-        least[round] = 0, beyond[round] = most[round] + 1, there[round] = 128, past[round] = 0;
+    u32 key[4], most = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[i] *= 0.08838834764831845f;
+        key[i] = __float_as_int(v[i]) & 0x7fffffff;
+        most = key[i] > most ? key[i] : most;
     }
-    // First guesses by a straight line between the two, then by halves of what is left of their bits.
-    for (int turn = 0;; ++turn) {
-        bool open = false;
-#pragma unroll
-        for (int round = 0; round < ROUNDS; ++round) {
-            if (there[round] == COORDINATES || beyond[round] - least[round] <= 1) continue;
-            open = true;
-            u32 middle = least[round] + (beyond[round] - least[round]) / 2;
-            if (turn < 8) {
-                const float low = __int_as_float(least[round]), high = __int_as_float(beyond[round]);
-                const float share = (there[round] - COORDINATES + 0.5f) / (there[round] - past[round]);
-                const u32 guess = __float_as_int(low + (high - low) * share);
-                if (guess > least[round] && guess < beyond[round]) middle = guess;
-            }
-            int count = 0;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) count += key[round][i] >= middle;
-            count = __reduce_add_sync(~0u, count);
-            if (count >= COORDINATES) least[round] = middle, there[round] = count;
-            else beyond[round] = middle, past[round] = count;
+    most = __reduce_max_sync(~0u, most);
+    // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`. First guesses by a
+    // straight line between the two, then by halves of what is left of their bits.
+    u32 least = 0, beyond = most + 1;
+    int there = 128, past = 0;
+#pragma unroll 1
+    for (int turn = 0; there != COORDINATES && beyond - least > 1; ++turn) {
+        u32 middle = least + (beyond - least) / 2;
+        if (turn < 8) {
+            const float from = __int_as_float(least), upto = __int_as_float(beyond);
+            const u32 guess = __float_as_int(from + (upto - from) * (there - COORDINATES + 0.5f) / (there - past));
+            if (guess > least && guess < beyond) middle = guess;
         }
-        if (!open) break;
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) count += key[i] >= middle;
+        count = __reduce_add_sync(~0u, count);
+        if (count >= COORDINATES) least = middle, there = count;
+        else beyond = middle, past = count;
     }
+    // Too many equals: the first of them are taken.
     const u32 before = (1u << lane) - 1;
-#pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        const int block = warp + round * WARPS;
-        if (block >= BLOCKS) break;
-        // Too many equals: the first of them are taken.
-        const bool tied = there[round] != COORDINATES;
-        int ties = 0, all = 0, own = 0;
-        if (tied) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 equal = __ballot_sync(~0u, key[round][i] == least[round]);
-                ties += __popc(equal & before), all += __popc(equal);
-            }
-        }
-        const int room = all - (there[round] - COORDINATES);
-        // Halves hold up to 65,504 units.
-        const int found = most[round] >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
-        const float one_over = __int_as_float((254 - exponent) << 23);
-        int place = 0;
-        float sum = 0;
+    const bool tied = there != COORDINATES;
+    int ties = 0, room = COORDINATES - there, own = 0;
+    if (tied) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const bool equal = key[round][i] == least[round];
-            const bool taken = key[round][i] >= least[round] && !(tied && equal && ties + own >= room);
-            own += equal;
-            const u32 everyone = __ballot_sync(~0u, taken);
-            if (taken) {
-                const int at = place + __popc(everyone & before);
-                const float whole = v[round][i] * one_over;
-                const u16 first = to_half(whole);
-                const float rest = (whole - from_half(first)) * 2048;
-                const u16 second = to_half(rest);
-                to[block].coordinate[at] = lane * 4 + i;
-                to[block].part[0][at] = first, to[block].part[1][at] = second;
-                to[block].part[2][at] = to_half((rest - from_half(second)) * 2048);
-                sum += v[round][i];
-            }
-            place += __popc(everyone);
+            const u32 equal = __ballot_sync(~0u, key[i] == least);
+            ties += __popc(equal & before), room += __popc(equal);
         }
-#pragma unroll
-        for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
-        if (lane == 0) to[block].unit = __int_as_float(exponent << 23), to[block].sum = sum;
     }
+    // Halves hold up to 65,504 units.
+    const int found = most >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
+    const float one_over = __int_as_float((254 - exponent) << 23);
+    int place = 0;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const bool equal = key[i] == least;
+        const bool taken = key[i] >= least && !(tied && equal && ties + own >= room);
+        own += equal;
+        const u32 all = __ballot_sync(~0u, taken);
+        if (taken) {
+            const int at = place + __popc(all & before);
+            const float whole = v[i] * one_over;
+            const u16 first = to_half(whole);
+            const float rest = (whole - from_half(first)) * 2048;
+            const u16 second = to_half(rest);
+            to.coordinate[at] = lane * 4 + i;
+            to.part[0][at] = first, to.part[1][at] = second, to.part[2][at] = to_half((rest - from_half(second)) * 2048);
+            sum += v[i];
+        }
+        place += __popc(all);
+    }
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
+    if (lane == 0) to.unit = __int_as_float(exponent << 23), to.sum = sum;
     __syncwarp();
 }
 
@@ -232,23 +221,21 @@ __device__ __forceinline__ u32 digits(u32 &halves) {
 
 // Codes of a strip in a block of coordinates: a lane has those of coordinates 2t, 2t + 1, 2t + 8, 2t + 9 of 16, four
 // bytes each: words 2g and 2g + 1, each a byte of gate and a byte of up.
-__device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from, int lane, u32 (&word)[STEPS][4]) {
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int at = from.coordinate[step * 16 + lane % 4 * 2 + i % 2 + i / 2 * 8];
-            word[step][i] = passing_word(codes + (long long)at * ROW + lane / 4 * 4);
-        }
+__device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from, int lane, u32 (&code)[STEPS * 4][32]) {
+#pragma unroll 4
+    for (int i = 0; i < STEPS * 4; ++i) {
+        const int at = from.coordinate[i / 4 * 16 + lane % 4 * 2 + i % 2 + i / 2 % 2 * 8];
+        copy_word(&code[i][lane], codes + at * ROW + lane / 4 * 4);
+    }
 }
 
 // -> products [PAIRED]: of a word's 10 values, gate's five come first. sum of code times x.
-__device__ __forceinline__ void screen_block(const Screened &from, u32 (&word)[STEPS][4], int lane, float *products) {
+__device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[STEPS * 4][32], int lane, float *products) {
     const int g = lane / 4, t = lane % 4;
     float4 sum[2][5];
 #pragma unroll
     for (int i = 0; i < 10; ++i) sum[i / 5][i % 5] = make_float4(0, 0, 0, 0);
-#pragma unroll
+#pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
         u32 b0 = 0, b1 = 0;
         if (g < 3) {
@@ -257,7 +244,8 @@ __device__ __forceinline__ void screen_block(const Screened &from, u32 (&word)[S
         }
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
-            const u32 one = beside(word[step][0], word[step][1], which), other = beside(word[step][2], word[step][3], which);
+            const u32 one = beside(code[step * 4][lane], code[step * 4 + 1][lane], which);
+            const u32 other = beside(code[step * 4 + 2][lane], code[step * 4 + 3][lane], which);
             u32 gate0 = one & 0x00ff00ffu, up0 = (one >> 8) & 0x00ff00ffu;
             u32 gate1 = other & 0x00ff00ffu, up1 = (other >> 8) & 0x00ff00ffu;
 #pragma unroll
@@ -266,6 +254,8 @@ __device__ __forceinline__ void screen_block(const Screened &from, u32 (&word)[S
             multiply_halves(sum[which][4], gate0, up0, gate1, up1, b0, b1);
         }
     }
+    // Digits are in units of 2^-24, the smallest number of fp16, and one above the code.
+    const float unit = from.unit * 16777216.0f, part = 1.0f / 2048;
 #pragma unroll
     for (int which = 0; which < 2; ++which)
 #pragma unroll
@@ -273,8 +263,6 @@ __device__ __forceinline__ void screen_block(const Screened &from, u32 (&word)[S
             const float4 own = sum[which][digit];
             const float third[2] = {__shfl_sync(~0u, own.x, g * 4 + 1), __shfl_sync(~0u, own.z, g * 4 + 1)};
             if (t == 0) {
-                // Digits are in units of 2^-24, the smallest number of fp16, and one above the code.
-                const float unit = from.unit * 16777216.0f, part = 1.0f / 2048;
                 float *to = products + (2 * g + which) * 10 + digit;
                 to[0] = (own.x + (own.y + third[0] * part) * part) * unit - from.sum;
                 to[5] = (own.z + (own.w + third[1] * part) * part) * unit - from.sum;
@@ -286,34 +274,36 @@ __device__ void screen(const Arguments &a, Shared &shared, int warp, int lane) {
     const long long tasks = (long long)a.tokens * COLUMNS * STRIPS;
     const int begin = (int)(tasks * blockIdx.x / gridDim.x), end = (int)(tasks * (blockIdx.x + 1) / gridDim.x);
     int listed = -1;
+#pragma unroll 1
     for (int task = begin; task < end; ++task) {
         const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
         const long long expert = a.ids[pair];
-        if (expert < 0) continue;
         const int value = threadIdx.x, word = value / 10, kind = value % 10 / 5;
         const int channel = (strip * 16 + word) * 5 + value % 5;
         const bool there = value < PAIRED && channel < INTER;
+        const long long at = (long long)pair * INTER + channel;
+        if (expert < 0) {
+            if (there && kind == 0) a.scores[at] = __int_as_float(-1);  // Of key 0.
+            continue;
+        }
         u16 scale[BLOCKS];
+        if (there)
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block)
-            scale[block] = there ? a.scales[((expert * BLOCKS + block) * 2 + kind) * INTER + channel] : 0;
-        if (token != listed) list_largest(a, token, warp, lane, shared.screened);
-        listed = token;
+            for (int block = 0; block < BLOCKS; ++block)
+                scale[block] = a.scales[(expert * BLOCKS * 2 + kind) * INTER + channel + block * 2 * INTER];
         const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
-        u32 words[ROUNDS][STEPS][4];
-#pragma unroll
-        for (int round = 0; round < ROUNDS; ++round) {
-            const int block = warp + round * WARPS;
-            if (block < BLOCKS)
-                load_codes(codes + (long long)block * 128 * ROW, shared.screened[block], lane, words[round]);
+#pragma unroll 1
+        for (int block = warp; block < BLOCKS; block += WARPS) {
+            if (token != listed) list_largest(a, token, block, lane, shared.screened[block]);
+            load_codes(codes + block * (128 * ROW), shared.screened[block], lane, shared.code[block]);
         }
-#pragma unroll
-        for (int round = 0; round < ROUNDS; ++round) {
-            const int block = warp + round * WARPS;
-            if (block < BLOCKS) screen_block(shared.screened[block], words[round], lane, shared.products[block]);
-        }
+        listed = token;
+        copied();
+#pragma unroll 1
+        for (int block = warp; block < BLOCKS; block += WARPS)
+            screen_block(shared.screened[block], shared.code[block], lane, shared.products[block]);
         __syncthreads();
-        if (value < PAIRED) {
+        if (there) {
             float sum = 0;
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * shared.products[block][value];
@@ -322,7 +312,6 @@ __device__ void screen(const Arguments &a, Shared &shared, int warp, int lane) {
         __syncthreads();
         if (there && kind == 0) {
             const float active = activation(shared.pair[value]) * shared.pair[value + 5];
-            const long long at = (long long)pair * INTER + channel;
             const float size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
             const float score = size * (active < 0 ? -active : active);
             a.estimates[at] = active;
@@ -367,18 +356,20 @@ __device__ void find_bin(Shared &shared, const int (&count)[EACH], int wanted, i
 
 // Of the keys whose upper bits are `prefix`, the one `wanted`th from the top: its next `width` bits, down to `shift`, are
 // added to the prefix. Returns how many of the keys with these bits are still wanted; `equal`: how many there are.
-__device__ int narrow(Shared &shared, const u32 (&key)[OWN], u32 &prefix, int shift, int width, int wanted, int &equal, int warp, int lane) {
-    constexpr int ALL = 1 << 10, EACH = ALL / THREADS;
-    for (int i = threadIdx.x; i < ALL; i += THREADS) shared.bin[i] = 0;
+__device__ __noinline__ int narrow(Shared &shared, u32 &prefix, int shift, int width, int wanted, int &equal, int warp, int lane) {
+    constexpr int EACH = NARROW / THREADS;
+    for (int i = threadIdx.x; i < NARROW; i += THREADS) shared.bin[i] = 0;
     __syncthreads();
-#pragma unroll
-    for (int i = 0; i < OWN; ++i)
-        if (key[i] >> (shift + width) == prefix) atomicAdd(&shared.bin[key[i] >> shift & ((1u << width) - 1)], 1);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < CHANNELS; i += THREADS) {
+        const u32 key = shared.key[i];
+        if (key >> (shift + width) == prefix) atomicAdd(&shared.bin[key >> shift & ((1u << width) - 1)], 1);
+    }
     __syncthreads();
     int count[EACH];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) count[i] = shared.bin[ALL - 1 - (threadIdx.x * EACH + i)];
-    find_bin(shared, count, wanted, ALL - 1, warp, lane);
+    for (int i = 0; i < EACH; ++i) count[i] = shared.bin[NARROW - 1 - (threadIdx.x * EACH + i)];
+    find_bin(shared, count, wanted, NARROW - 1, warp, lane);
     prefix = prefix << width | (u32)shared.found[0];
     equal = shared.found[2];
     const int left = shared.found[1];
@@ -386,42 +377,50 @@ __device__ int narrow(Shared &shared, const u32 (&key)[OWN], u32 &prefix, int sh
     return left;
 }
 
-// Bits of the channels whose keys are above `least`, and of the first `left` of those that are equal.
-__device__ void mark(Shared &shared, const u32 (&key)[OWN], u32 least, int left, bool tied, int warp, int lane) {
+__device__ __forceinline__ u32 key_at(const Shared &shared, int channel) {
+    return channel < CHANNELS ? shared.key[channel] : 0;
+}
+
+// Bits of the channels whose keys are above `least`, and of the first `left` of those that are equal, if not of all.
+__device__ __noinline__ void mark(Shared &shared, u32 least, int left, bool tied, int warp, int lane) {
     if (tied) {
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) {
-            const u32 all = __ballot_sync(~0u, key[i] == least);
-            if (lane == 0) shared.before[i * WARPS + warp] = __popc(all);
+#pragma unroll 1
+        for (int word = warp; word < OWN * WARPS; word += WARPS) {
+            const u32 all = __ballot_sync(~0u, key_at(shared, word * 32 + lane) == least);
+            if (lane == 0) shared.before[word] = __popc(all);
         }
         __syncthreads();
     }
-    int earlier = 0, done = 0;  // Equals before this thread's i-th key.
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        bool taken = key[i] >= least;
+    int earlier = 0, done = 0;  // Equals before this word's.
+#pragma unroll 4
+    for (int word = warp; word < OWN * WARPS; word += WARPS) {
+        const u32 key = key_at(shared, word * 32 + lane);
+        bool taken = key >= least;
         if (tied) {
-            const u32 all = __ballot_sync(~0u, key[i] == least);
-            for (; done < i * WARPS + warp; ++done) earlier += shared.before[done];
-            if (key[i] == least) taken = earlier + __popc(all & ((1u << lane) - 1)) < left;
+            const u32 all = __ballot_sync(~0u, key == least);
+            for (; done < word; ++done) earlier += shared.before[done];
+            if (key == least) taken = earlier + __popc(all & ((1u << lane) - 1)) < left;
         }
         const u32 bits = __ballot_sync(~0u, taken);
-        if (lane == 0) shared.bits[i * WARPS + warp] = bits;
+        if (lane == 0) shared.bits[word] = bits;
     }
     __syncthreads();
 }
 
 // The first `left` of the keys of one bin, ties to the lower channel, each compared with all others.
-__device__ void add_best(Shared &shared, const u32 (&key)[OWN], u32 bin, int left, int lane) {
-#pragma unroll
-    for (int i = 0; i < OWN; ++i)
-        if (key[i] >> FINE == bin)
-            shared.rival[atomicAdd(&shared.rivals, 1)] = (u64)key[i] << 16 | (u32)(65535 - (i * THREADS + threadIdx.x));
+__device__ __forceinline__ void add_best(Shared &shared, u32 bin, int left) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < CHANNELS; i += THREADS) {
+        const u32 key = shared.key[i];
+        if (key >> FINE == bin) shared.rival[atomicAdd(&shared.rivals, 1)] = (u64)key << 16 | (u32)(65535 - i);
+    }
     __syncthreads();
     const int number = shared.rivals;
+#pragma unroll 1
     for (int i = threadIdx.x; i < number; i += THREADS) {
         const u64 own = shared.rival[i];
         int better = 0;
+#pragma unroll 4
         for (int other = 0; other < number; ++other) better += shared.rival[other] > own;
         const int channel = 65535 - (int)(own & 65535);
         if (better < left) atomicOr(&shared.bits[channel / 32], 1u << channel % 32);
@@ -430,49 +429,43 @@ __device__ void add_best(Shared &shared, const u32 (&key)[OWN], u32 bin, int lef
 }
 
 // The `wanted` channels of the largest scores, ties to the lower: bits, and how many come before each 32.
-__device__ void choose(const Arguments &a, Shared &shared, int token, int warp, int lane) {
-    const long long *ids = a.ids + (long long)token * COLUMNS;
-    int experts = 0;
-    for (int i = 0; i < COLUMNS; ++i) experts += ids[i] >= 0;
-    const int wanted = a.kept_of[experts];
-    u32 key[OWN];
+__device__ __forceinline__ void choose(const Arguments &a, Shared &shared, int token, int warp, int lane) {
+    constexpr int BIN_EACH = BINS / THREADS;
+    int count[BIN_EACH];
+    const uint4 *bins = (const uint4 *)(a.bins + token * BINS) + (THREADS - 1 - threadIdx.x) * (BIN_EACH / 4);
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        // Keys of a thread lie THREADS apart.
-        const int channel = i * THREADS + threadIdx.x;
-        const bool there = channel < CHANNELS && ids[channel / INTER] >= 0;
-        key[i] = there ? key_of(__ldcg(a.scores + (long long)token * CHANNELS + channel)) : 0;
+    for (int i = 0; i < BIN_EACH / 4; ++i) {
+        const uint4 four = __ldcg(bins + BIN_EACH / 4 - 1 - i);
+        count[4 * i] = four.w, count[4 * i + 1] = four.z, count[4 * i + 2] = four.y, count[4 * i + 3] = four.x;
     }
+    const float *scores = a.scores + (long long)token * CHANNELS;
+#pragma unroll 8
+    for (int i = threadIdx.x; i < CHANNELS; i += THREADS) shared.key[i] = key_of(__ldcg(scores + i));
+    const u32 live = __ballot_sync(~0u, lane < COLUMNS && a.ids[(long long)token * COLUMNS + (lane < COLUMNS ? lane : 0)] >= 0);
+    const int experts = __popc(live), wanted = a.kept_of[experts];
+    if (threadIdx.x == 0) shared.rivals = 0;
     if (wanted > 0 && wanted < experts * INTER) {
-        constexpr int EACH = BINS / THREADS;
-        int count[EACH];
-        const uint4 *bins = (const uint4 *)(a.bins + token * BINS) + (THREADS - 1 - threadIdx.x) * (EACH / 4);
-#pragma unroll
-        for (int i = 0; i < EACH / 4; ++i) {
-            const uint4 four = __ldcg(bins + EACH / 4 - 1 - i);
-            count[4 * i] = four.w, count[4 * i + 1] = four.z, count[4 * i + 2] = four.y, count[4 * i + 3] = four.x;
-        }
-        if (threadIdx.x == 0) shared.rivals = 0;
         find_bin(shared, count, wanted, BINS - 1, warp, lane);
         u32 bin = shared.found[0];
         int left = shared.found[1], equal = shared.found[2];
         if (equal <= RIVALS) {
-            mark(shared, key, (bin + 1) << FINE, 0, false, warp, lane);
-            add_best(shared, key, bin, left, lane);
+            mark(shared, (bin + 1) << FINE, 0, false, warp, lane);
+            add_best(shared, bin, left);
         } else {
             __syncthreads();
-            left = narrow(shared, key, bin, 9, 10, left, equal, warp, lane);
-            left = narrow(shared, key, bin, 0, 9, left, equal, warp, lane);
-            mark(shared, key, bin, left, equal != left, warp, lane);
+            left = narrow(shared, bin, 9, 10, left, equal, warp, lane);
+            left = narrow(shared, bin, 0, 9, left, equal, warp, lane);
+            mark(shared, bin, left, equal != left, warp, lane);
         }
     } else {
-        mark(shared, key, wanted > 0 ? 1 : ~0u, 0, false, warp, lane);
+        __syncthreads();
+        mark(shared, wanted > 0 ? 1 : ~0u, 0, false, warp, lane);
     }
     constexpr int ALL = OWN * WARPS, EACH = (ALL + THREADS - 1) / THREADS;
-    int count = 0;
+    int own = 0;
     for (int i = 0; i < EACH; ++i)
-        if (threadIdx.x * EACH + i < ALL) count += __popc(shared.bits[threadIdx.x * EACH + i]);
-    int before = sum_upto(shared, count, warp, lane) - count;
+        if (threadIdx.x * EACH + i < ALL) own += __popc(shared.bits[threadIdx.x * EACH + i]);
+    int before = sum_upto(shared, own, warp, lane) - own;
     for (int i = 0; i < EACH; ++i)
         if (threadIdx.x * EACH + i < ALL) {
             shared.before[threadIdx.x * EACH + i] = before;
@@ -489,118 +482,108 @@ __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float
     return sum;
 }
 
-__device__ __forceinline__ void load_row(const u16 *row, int lane, uint4 (&to)[VECTORS]) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int at = v * 256 + lane * 8;
-        to[v] = at < HIDDEN ? passing(row + at) : make_uint4(0, 0, 0, 0);
-    }
-}
-
-__device__ __forceinline__ void add_row(float amount, const uint4 (&row)[VECTORS], float (&sum)[VECTORS][8]) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const u32 bits[4] = {row[v].x, row[v].y, row[v].z, row[v].w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            sum[v][2 * i] += amount * low(bits[i]);
-            sum[v][2 * i + 1] += amount * high(bits[i]);
+// Sums of w b p over a part of the channels that are skipped. Eight lanes a channel, four numbers each.
+__device__ __forceinline__ void restore(const Arguments &a, Shared &shared, int token, int part, int parts, int warp, int lane) {
+    const long long *ids = a.ids + (long long)token * COLUMNS;
+    float4 sum = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int word = part * WARPS + warp; word < WORDS; word += parts * WARPS) {
+        const u32 bits = shared.bits[word];
+#pragma unroll 4
+        for (int which = lane / 8; which < 32; which += 4) {
+            const int channel = word * 32 + which;
+            if (channel >= CHANNELS || bits >> which & 1) continue;
+            const int slot = channel / INTER;
+            const long long expert = ids[slot];
+            if (expert < 0) continue;
+            const float amount = a.weights[token * COLUMNS + slot] * __ldcg(a.estimates + (long long)token * CHANNELS + channel);
+            const uint2 b = *(const uint2 *)(a.coefficients + (expert * INTER + channel % INTER) * 32 + lane % 8 * 4);
+            sum.x += amount * low(b.x), sum.y += amount * high(b.x);
+            sum.z += amount * low(b.y), sum.w += amount * high(b.y);
         }
     }
+#pragma unroll
+    for (int far = 8; far < 32; far *= 2) {
+        sum.x += __shfl_xor_sync(~0u, sum.x, far), sum.y += __shfl_xor_sync(~0u, sum.y, far);
+        sum.z += __shfl_xor_sync(~0u, sum.z, far), sum.w += __shfl_xor_sync(~0u, sum.w, far);
+    }
+    if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = sum;
 }
 
-// A part of a token's channels, the `part`th of `parts`: kept ones in full, of the others b.
-__device__ void gather(const Arguments &a, Shared &shared, int token, int part, int parts, int row, int warp, int lane) {
+// A part of a token's channels, the `part`th of `parts`: kept ones in full, of the others b. parity: of the barriers.
+__device__ __forceinline__ void gather(const Arguments &a, Shared &shared, int token, int part, int parts, int row, u32 &parity, int warp, int lane) {
     const long long *ids = a.ids + (long long)token * COLUMNS;
-    const float *weights = a.weights + (long long)token * COLUMNS;
-    for (int i = threadIdx.x; i < HIDDEN / 8; i += THREADS) shared.x[i] = *(const uint4 *)(a.x + token * a.stride + i * 8);
+    const u64 policy = read_once();
     choose(a, shared, token, warp, lane);
-    int number = 0;
+#pragma unroll 1
     for (int word = warp; word < OWN * WARPS; word += WARPS) {
         const u32 bits = shared.bits[word];
         const int rank = shared.before[word] + __popc(bits & ((1u << lane) - 1));
         if (bits >> lane & 1 && rank % parts == part) shared.list[rank / parts] = word * 32 + lane;
     }
     const int kept = shared.before[OWN * WARPS - 1] + __popc(shared.bits[OWN * WARPS - 1]);
-    number = kept > part ? (kept - part + parts - 1) / parts : 0;
+    const int number = kept > part ? (kept - part + parts - 1) / parts : 0;
+    __syncthreads();
+    // The two halves of a channel's rows: gate and up, then down.
+    auto fetch = [&](int i, int half) {
+        if (i >= number || lane) return;
+        const int slot = shared.list[i] / INTER, channel = shared.list[i] % INTER;
+        const long long expert = ids[slot];
+        arrive_expecting(shared.full[warp][half], (half ? 1 : 2) * HIDDEN * 2);
+        if (half) {
+            copy_in(shared.row[warp][2], a.down + (expert * INTER + channel) * HIDDEN, HIDDEN * 2, shared.full[warp][1], policy);
+        } else {
+            const u16 *from = a.gate_up + (expert * 2 * INTER + channel) * HIDDEN;
+            copy_in(shared.row[warp][0], from, HIDDEN * 2, shared.full[warp][0], policy);
+            copy_in(shared.row[warp][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[warp][0], policy);
+        }
+    };
+    const bool gathering = warp < GATHERING;
+    if (gathering) fetch(warp, 0), fetch(warp, 1);
     if (a.kept && part == 0)
         for (int word = threadIdx.x; word < WORDS; word += THREADS) a.kept[(long long)token * WORDS + word] = shared.bits[word];
-    __syncthreads();
-    float sum[VECTORS][8];
-#pragma unroll
-    for (int i = 0; i < VECTORS * 8; ++i) sum[i / 8][i % 8] = 0;
-    for (int i = warp; i < number; i += WARPS) {
-        const int at = shared.list[i], slot = at / INTER, channel = at % INTER;
-        const long long expert = ids[slot];
-        uint4 gate[VECTORS], up[VECTORS];
-        const u16 *rows = a.gate_up + (expert * 2 * INTER + channel) * HIDDEN;
-        const u16 *back = a.down + (expert * INTER + channel) * HIDDEN;
-        load_row(rows, lane, gate);
-        load_row(rows + (long long)INTER * HIDDEN, lane, up);
-#if AT_ONCE
-        uint4 down[VECTORS];
-        load_row(back, lane, down);
-#endif
-        float one = 0, other = 0;
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            if (v * 256 + lane * 8 < HIDDEN) {
-                const uint4 x = shared.x[v * 32 + lane];
-                one = dot(gate[v], x, one), other = dot(up[v], x, other);
-            }
-        }
-#pragma unroll
-        for (int far = 16; far; far /= 2) {
-            one += __shfl_xor_sync(~0u, one, far);
-            other += __shfl_xor_sync(~0u, other, far);
-        }
-        const float amount = activation(one) * other * weights[slot];
-#if AT_ONCE
-        add_row(amount, down, sum);
-#else
-        load_row(back, lane, gate);
-        add_row(amount, gate, sum);
-#endif
-    }
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-        const int at = v * 256 + lane * 8;
-        if (at < HIDDEN) {
-            float4 *to = (float4 *)(shared.sums[warp] + at);
-            to[0] = make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
-            to[1] = make_float4(sum[v][4], sum[v][5], sum[v][6], sum[v][7]);
-        }
-    }
 #if RANK
-    // Eight lanes a channel, four numbers each.
-    float4 through = make_float4(0, 0, 0, 0);
-    for (int word = part * WARPS + warp; word < WORDS; word += parts * WARPS) {
-        const u32 bits = shared.bits[word];
+    restore(a, shared, token, part, parts, warp, lane);
+#endif
+    if (gathering) {
+        for (int at = lane * 4; at < HIDDEN; at += 128) *(float4 *)(shared.sums[warp] + at) = make_float4(0, 0, 0, 0);
+        const uint4 *gate = (const uint4 *)shared.row[warp][0], *up = (const uint4 *)shared.row[warp][1];
+        const uint2 *down = (const uint2 *)shared.row[warp][2];
+#pragma unroll 1
+        for (int i = warp; i < number; i += GATHERING) {
+            float one = 0, other = 0;
+            wait(shared.full[warp][0], parity);
+#pragma unroll 2
+            for (int at = lane; at < HIDDEN / 8; at += 32) {
+                const uint4 x = shared.x[at];
+                one = dot(gate[at], x, one), other = dot(up[at], x, other);
+            }
+            __syncwarp();
+            fetch(i + GATHERING, 0);
 #pragma unroll
-        for (int four = 0; four < 8; ++four) {
-            const int which = four * 4 + lane / 8, channel = word * 32 + which;
-            if (channel >= CHANNELS || bits >> which & 1) continue;
-            const int slot = channel / INTER;
-            const long long expert = ids[slot];
-            if (expert < 0) continue;
-            const float amount = weights[slot] * __ldcg(a.estimates + (long long)token * CHANNELS + channel);
-            const u32 *b = (const u32 *)(a.coefficients + (expert * INTER + channel % INTER) * 32) + lane % 8 * 2;
-            through.x += amount * low(b[0]), through.y += amount * high(b[0]);
-            through.z += amount * low(b[1]), through.w += amount * high(b[1]);
+            for (int far = 16; far; far /= 2) {
+                one += __shfl_xor_sync(~0u, one, far);
+                other += __shfl_xor_sync(~0u, other, far);
+            }
+            const float amount = activation(one) * other * a.weights[token * COLUMNS + shared.list[i] / INTER];
+            wait(shared.full[warp][1], parity);
+#pragma unroll 2
+            for (int at = lane; at < HIDDEN / 4; at += 32) {
+                float4 &sum = *(float4 *)(shared.sums[warp] + at * 4);
+                const uint2 d = down[at];
+                sum.x += amount * low(d.x), sum.y += amount * high(d.x);
+                sum.z += amount * low(d.y), sum.w += amount * high(d.y);
+            }
+            __syncwarp();
+            fetch(i + GATHERING, 1);
+            parity ^= 1;
         }
     }
-#pragma unroll
-    for (int far = 8; far < 32; far *= 2) {
-        through.x += __shfl_xor_sync(~0u, through.x, far), through.y += __shfl_xor_sync(~0u, through.y, far);
-        through.z += __shfl_xor_sync(~0u, through.z, far), through.w += __shfl_xor_sync(~0u, through.w, far);
-    }
-    if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = through;
-#endif
     __syncthreads();
     for (int column = threadIdx.x; column < HIDDEN; column += THREADS) {
         float whole = 0;
 #pragma unroll
-        for (int other = 0; other < WARPS; ++other) whole += shared.sums[other][column];
+        for (int other = 0; other < GATHERING; ++other) whole += shared.sums[other][column];
         a.parts[(long long)row * HIDDEN + column] = whole;
     }
 #if RANK
@@ -611,7 +594,6 @@ __device__ void gather(const Arguments &a, Shared &shared, int token, int part, 
         a.mapped[row * 32 + lane] = whole;
     }
 #endif
-    __syncthreads();
 }
 
 // 32 columns of a token at a time: its blocks' sums and the map.
@@ -635,13 +617,13 @@ __device__ void finish(const Arguments &a, Shared &shared, int warp, int lane) {
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) sum += part[i], through += some[i];
         }
-        shared.sums[warp][lane] = sum;
+        shared.pair[threadIdx.x] = sum;
         shared.mapped[warp][lane] = through;
         __syncthreads();
         if (warp == 0) {
             float whole = 0, across = 0;
 #pragma unroll
-            for (int other = 0; other < WARPS; ++other) whole += shared.sums[other][lane], across += shared.mapped[other][lane];
+            for (int other = 0; other < WARPS; ++other) whole += shared.pair[other * 32 + lane], across += shared.mapped[other][lane];
 #if RANK
             const u32 *u = (const u32 *)(a.basis + (long long)column * 32);
 #pragma unroll
@@ -659,17 +641,23 @@ __device__ void finish(const Arguments &a, Shared &shared, int warp, int lane) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     Shared &shared = *(Shared *)memory;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = gridDim.x;
+    if (threadIdx.x == 0)
+        for (int i = 0; i < GATHERING * 2; ++i) start(shared.full[i / 2][i % 2], 1);
+    const bool alone = a.tokens > blocks;  // A block has whole tokens, or a part of one.
+    int token = alone ? (int)blockIdx.x : (int)(((long long)(blockIdx.x + 1) * a.tokens - 1) / blocks);
+    const int first = (int)((long long)token * blocks / a.tokens), last = (int)((long long)(token + 1) * blocks / a.tokens);
     screen(a, shared, warp, lane);
+    started();  // What was written in shared memory comes before the copy engine's.
     meet_all(a);
-    if (a.tokens <= (int)gridDim.x) {
-        const int token = (int)(((long long)(blockIdx.x + 1) * a.tokens - 1) / gridDim.x);
-        const int first = (int)((long long)token * gridDim.x / a.tokens);
-        const int last = (int)((long long)(token + 1) * gridDim.x / a.tokens);
-        gather(a, shared, token, blockIdx.x - first, last - first, blockIdx.x, warp, lane);
-    } else {
-        for (int token = blockIdx.x; token < a.tokens; token += gridDim.x) gather(a, shared, token, 0, 1, token, warp, lane);
-    }
+    u32 parity = 0;
+    do {
+        for (int i = threadIdx.x; i < HIDDEN / 8; i += THREADS) shared.x[i] = *(const uint4 *)(a.x + token * a.stride + i * 8);
+        const int part = alone ? 0 : blockIdx.x - first, parts = alone ? 1 : last - first;
+        gather(a, shared, token, part, parts, alone ? token : (int)blockIdx.x, parity, warp, lane);
+        __syncthreads();
+        token += blocks;
+    } while (alone && token < a.tokens);
     meet_all(a);
     finish(a, shared, warp, lane);
 }

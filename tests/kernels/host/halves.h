@@ -2,6 +2,9 @@
 
 #include "hopper.h"
 
+#define __noinline__
+struct uint2 { unsigned x, y; };
+
 static float from_half(u16 bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     const float size = exponent ? std::ldexp(1024.0f + mantissa, exponent - 25) : std::ldexp((float)mantissa, -24);
