@@ -14,8 +14,8 @@ from epsim.traces.trace import Level
 
 Score = Literal["sketch", "int4-gate", "cats"]
 INDEPENDENT = (
-    "bytes of a batch are expected ones: tokens of an expert choose channels and coordinates as if independently, "
-    "which is never less than where they choose alike"
+    "bytes of a batch are expected ones: tokens of an expert choose channels and coordinates as if independently; "
+    "where they choose alike, fewer are read"
 )
 
 

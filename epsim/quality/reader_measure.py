@@ -41,14 +41,14 @@ class Figures:
     right: Floats = field(repr=False)
     kept: float
 
-    def to_json(self) -> dict[str, float]:
+    def to_json(self) -> dict[str, float | None]:
         return {
             "loss": float(self.loss.mean()),
             "loss_standard_error": standard_error(self.loss),
             "kl": float(self.kl.mean()),
             "kl_standard_error": standard_error(self.kl),
             "right": float(self.right.mean()),
-            "kept_channels": self.kept,
+            "kept_channels": None if np.isnan(self.kept) else self.kept,
         }
 
 
