@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command import command
 
 from epsim.kernels.dispatch import Dispatcher, Rule
 from epsim.kernels.split import prepare
@@ -281,7 +280,7 @@ def main() -> None:
                 flush=True,
             )
     result = {
-        "command": shlex.join(["python", "benchmarks/dispatch_gpu.py", *sys.argv[1:]]),
+        "command": command("dispatch_gpu.py"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "popularity": source,

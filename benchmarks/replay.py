@@ -15,7 +15,6 @@ import hashlib
 import json
 import platform
 import resource
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command import command
 
 LAYERS, EXPERTS, TOP_K, RANKS, NODES, REDUNDANT = 58, 256, 8, 16, 2, 32
 TOKENS = 4096
@@ -112,8 +112,8 @@ def main() -> None:
         write_trace(path, arguments.pairs, arguments.seed)
         for stack in arguments.stacks:
             for device in dict.fromkeys(("cpu", arguments.device)):
-                command = [sys.executable, __file__, "--one", str(path), stack, device]
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+                alone = [sys.executable, __file__, "--one", str(path), stack, device]
+                done = subprocess.run(alone, check=True, stdout=subprocess.PIPE, text=True)
                 rows.append(json.loads(done.stdout))
                 rows[-1]["equal"] = rows[-1]["results"] == next(r["results"] for r in rows if r["stack"] == stack)
     floor = floor_once(20_000)
@@ -131,7 +131,7 @@ def main() -> None:
         )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     report = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command("replay.py"),
         "machine": processor(),
         "gpu": gpu_name() if arguments.device == "cuda" else None,
         "shape": {"layers": LAYERS, "experts": EXPERTS, "ranks": RANKS, "nodes": NODES, "redundant": REDUNDANT},

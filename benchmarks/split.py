@@ -20,8 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shlex
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,6 +31,7 @@ import numpy as np
 import split_baselines as baselines
 import split_problems as problems
 import torch
+from command import command
 from split_problems import TOP_K as TOP_K
 from split_problems import ProblemSet, marginals
 from split_solvers import GLOP, HIGHS, OURS, Answer, Asked, Flags, Floats, solvers
@@ -223,10 +222,8 @@ def main() -> None:
     disagreement = float(np.concatenate(apart).max(initial=0.0))
     if len(np.concatenate(apart)):
         print(f"\nlargest difference of GLOP's and HiGHS's optimum: {disagreement:.1e}")
-    places = [at + step for at, word in enumerate(sys.argv) if word in ("--recordings", "--out") for step in (0, 1)]
-    given = [word for at, word in enumerate(sys.argv) if at and at not in places]
     result = {
-        "command": shlex.join(["python", "benchmarks/split.py", *given]),
+        "command": command("split.py"),
         "cpu": processor(),
         "gpu": gpu,
         "versions": versions(),

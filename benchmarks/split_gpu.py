@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from command import command
 from split_problems import TOP_K, marginals
 
 from epsim.kernels.split import Solution, SplitStructure, prepare, solve, solve_batched, solve_gathered
@@ -243,7 +242,7 @@ def main() -> None:
         )
         options.out.parent.mkdir(parents=True, exist_ok=True)
         result = {
-            "command": shlex.join(["python", "benchmarks/split_gpu.py", *sys.argv[1:]]),
+            "command": command("split_gpu.py"),
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "empty_us": empty,

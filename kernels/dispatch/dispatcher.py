@@ -98,6 +98,11 @@ class Dispatcher:
                 f"{num_experts} experts, {num_slots} slots and {max_tokens} tokens of top-{top_k} are more than the "
                 f"kernels take: {MOST_EXPERTS}, {MOST_SLOTS} and {MOST_ASSIGNMENTS} assignments"
             )
+        if not 0 <= rank < num_ranks or node_of_rank.shape != (num_ranks,) or len(layers) != structure.num_layers:
+            raise ValueError(
+                f"rank {rank}, nodes of {node_of_rank.numel()} ranks and {len(layers)} layers do not fit "
+                f"a placement of {num_ranks} ranks and {structure.num_layers} layers"
+            )
         if max_tokens * top_k * num_ranks >= 1 << 31:
             raise ValueError(f"{num_ranks} ranks of {max_tokens} tokens of top-{top_k} are 2^31 assignments or more")
         if rule.split == "static" and nearest is None:
@@ -142,9 +147,9 @@ class Dispatcher:
         """ids [N, k] int64, logical experts, -1 for none -> [E + 1] int64: tokens of each expert, and how many tokens
         have any. A buffer that the caller may overwrite, and the next call does."""
         fits = ids.shape == (len(ids), self.top_k) and len(ids) <= self.max_tokens
-        if not fits or ids.dtype != torch.int64 or not ids.is_contiguous():
-            expected = f"[at most {self.max_tokens}, {self.top_k}] int64, contiguous"
-            raise ValueError(f"ids are {list(ids.shape)} {ids.dtype}, not {expected}")
+        if not fits or not self._takes(ids):
+            expected = f"[at most {self.max_tokens}, {self.top_k}] int64, contiguous, on {self._counts.device}"
+            raise ValueError(f"ids are {list(ids.shape)} {ids.dtype} on {ids.device}, not {expected}")
         self._tokens = len(ids)
         self._arguments["ids"], self._arguments["tokens"] = ids.data_ptr(), len(ids)
         self._launch("count", (self.sizes.count_blocks,))
@@ -156,8 +161,11 @@ class Dispatcher:
         rule, structure, arguments = self.rule, self.structure, self._arguments
         width, gathers = structure.num_experts + 1, rule.collective == "all_gather"
         expected = (structure.num_ranks, width) if gathers else (width,)
-        if counts.shape != expected or counts.dtype != torch.int64 or not counts.is_contiguous():
-            raise ValueError(f"counts are {list(counts.shape)} {counts.dtype}, not {list(expected)} int64, contiguous")
+        if counts.shape != expected or not self._takes(counts):
+            wanted = f"{list(expected)} int64, contiguous, on {self._counts.device}"
+            raise ValueError(f"counts are {list(counts.shape)} {counts.dtype} on {counts.device}, not {wanted}")
+        if not 0 <= layer < structure.num_layers:
+            raise ValueError(f"layer {layer} is outside 0..{structure.num_layers - 1}")
         loads = self._loads if gathers else counts
         arguments["rows"] = counts.data_ptr() if gathers else 0
         arguments["loads"], arguments["layer_key"] = loads.data_ptr(), self._layer_keys[layer]
@@ -182,6 +190,10 @@ class Dispatcher:
         if rule.shared == "none":
             return Assigned(physical, None, physical)
         return Assigned(physical, self._shared_rank[: self._tokens], self._slots_out[: self._tokens])
+
+    def _takes(self, given: torch.Tensor) -> bool:
+        """The kernels get a pointer alone."""
+        return given.dtype == torch.int64 and given.is_contiguous() and given.device == self._counts.device
 
     def _solve(self, loads: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
         """loads [1, E], layer [1] -> split [1, P]."""

@@ -52,7 +52,10 @@ class Solution:
 
     @property
     def unproven(self) -> torch.Tensor:
-        """[B] bool: problems whose gap is not closed: feasible, but perhaps not within tol of the optimum."""
+        """[B] bool: problems whose gap is not closed: feasible, but perhaps not within tol of the optimum, or, of whole
+        tokens, above the bound rounded up."""
+        if not self.split.is_floating_point():
+            return self.peak > -(-self.bound_numerator // self.bound_size)
         return self.peak > self.bound * (1 + self.tol)
 
 
@@ -70,7 +73,7 @@ def solve(
     loads [B, E] float64 or int64, >= 0: load of each logical expert. layer [B] int64: the layer whose placement each
     problem has. start [B, P]: a split to begin with, such as the last batch's; it is scaled to the new loads.
     A problem that uses up max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`.
-    Raises ValueError for shapes that do not fit the structure, for negative loads, for loads whose sum is not finite,
+    Raises ValueError for shapes and types that do not fit, for negative loads, for loads whose sum is not finite,
     and for integer loads that sum to 2^53 or more; on a CUDA device, where nothing waits
     for it, `Solution.status` and `unproven` tell of such loads instead. Both forms give the same bits.
     """
@@ -149,15 +152,20 @@ def _solve(
     want_split: bool,
     whole: bool = False,
 ) -> Solution:
-    num_problems = loads.shape[0]
+    for name, tensor in (("loads", loads), ("start", start)):
+        if tensor is not None and tensor.is_complex():
+            raise ValueError(f"{name} are {tensor.dtype}, not real numbers")
     if loads.ndim != 2 or loads.shape[1] != structure.num_experts:
         raise ValueError(f"loads are {list(loads.shape)}, not [problems, {structure.num_experts} experts]")
+    num_problems = loads.shape[0]
     if tuple(layer.shape) != (num_problems,) or layer.dtype != torch.int64:
         raise ValueError(f"layer is {list(layer.shape)} {layer.dtype}, not [{num_problems}] int64")
     if start is not None and tuple(start.shape) != (num_problems, structure.num_physical):
         raise ValueError(f"start is {list(start.shape)}, not [{num_problems}, {structure.num_physical} slots]")
     if not whole and not 1e-9 <= tol < 1:
         raise ValueError(f"tol {tol} is outside 1e-9..1")
+    if max_sweeps < 0:
+        raise ValueError(f"max_sweeps {max_sweeps} is negative")
     if backend not in ("auto", "cpu", "cuda"):
         raise ValueError(f"split backend {backend!r} is none of auto, cpu, cuda")
     too_large = math.inf if loads.is_floating_point() else EXACT
@@ -221,6 +229,8 @@ def _solve(
 
 
 def _floats(values: torch.Tensor) -> Floats:
+    if values.is_floating_point() and values.element_size() < 4:
+        values = values.double()  # NumPy knows no bfloat16
     # By NumPy: PyTorch would start threads of its own inside ours.
     return np.ascontiguousarray(values.detach().cpu().numpy(), dtype=np.float64)
 

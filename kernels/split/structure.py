@@ -90,6 +90,8 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     num_experts = int(slots.max()) + 1 if num_experts is None else num_experts
     if slots.min() < 0 or slots.max() >= num_experts:
         raise ValueError(f"a slot names an expert outside 0..{num_experts - 1}")
+    if num_experts > num_physical:
+        raise ValueError(f"{num_experts} experts, with ids up to {num_experts - 1}, do not fit {num_physical} slots")
 
     # One key per slot, (layer, expert, rank): equal keys are slots of one copy.
     layer = np.repeat(np.arange(num_layers), num_physical)

@@ -26,6 +26,7 @@ TEXTS = ("results.json", "report.md", "report.html")
 
 
 def test_the_sample_gives_the_same_files(tmp_path: Path) -> None:
+    pytest.importorskip("jsonschema")
     policies = tuple(("", parse_stack(text)) for text in STACKS)
     trace = open_trace([Path("sample")], ImportOptions())
     written = []

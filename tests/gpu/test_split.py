@@ -91,3 +91,37 @@ def test_a_captured_launch_reads_what_its_buffers_hold() -> None:
         assert_same(found, here)
         assert torch.equal(out.split.cpu(), here.split)
         assert torch.equal(out.peak.cpu(), here.peak)
+
+
+def test_launches_in_a_row_read_what_came_just_before() -> None:
+    # They stage a layer's table before the kernel before them has ended: of which layer is then only guessed.
+    rng = np.random.default_rng(1)
+    structure = random_structure(16, 64, rng)
+    counts = torch.from_numpy(rng.integers(0, 5000, (6, 64)))
+    given, layers = counts.cuda(), torch.tensor([2, 0, 1, 1, 0, 2])
+    given_layers = layers.cuda()
+    loads, layer = torch.empty_like(given[:1]), torch.zeros(1, dtype=torch.int64, device="cuda")
+    start = torch.zeros(1, structure.num_physical, dtype=torch.float64, device="cuda")
+
+    def run() -> list[Solution]:
+        found = []
+        for i in range(6):
+            loads.copy_(given[i : i + 1])
+            layer.add_(given_layers[i] - layer)
+            found.append(solve(structure, loads, layer, start=start))
+            start.copy_(found[-1].split)
+        return found
+
+    run()
+    start.zero_()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        found = run()
+    captured.replay()
+    start.zero_()
+    begin = torch.zeros(1, structure.num_physical, dtype=torch.float64)
+    for i, (one, again) in enumerate(zip(found, run(), strict=True)):
+        here = solve(structure, counts[i : i + 1], layers[i : i + 1], start=begin)
+        assert_same(one, here)
+        assert_same(again, here)
+        begin = here.split

@@ -174,6 +174,17 @@ def test_what_does_not_fit_is_refused(library: ctypes.CDLL) -> None:
         dispatcher.count(torch.zeros(11, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"counts are \[4\]"):
         dispatcher.assign(0, dispatcher.count(torch.zeros(10, 2, dtype=torch.int64)))
+    with pytest.raises(ValueError, match=r"ids are .* on meta, not .* on cpu"):
+        dispatcher.count(torch.zeros(10, 2, dtype=torch.int64, device="meta"))
+    rows = dispatcher.count(torch.zeros(10, 2, dtype=torch.int64)).repeat(2, 1)
+    for layer in (-1, 1):
+        with pytest.raises(ValueError, match=rf"layer {layer} is outside 0\.\.0"):
+            dispatcher.assign(layer, rows)
+    bound = bound_stack("even", placement, 2, 0.0, 0)
+    for rank in (-1, 2):
+        plain, named = arguments_of(bound, rank, 10)
+        with pytest.raises(ValueError, match=f"rank {rank}, nodes of 2 ranks and 1 layers do not fit"):
+            HostDispatcher(library, False, *plain, **named)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")

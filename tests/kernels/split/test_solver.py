@@ -94,6 +94,7 @@ def test_integral_split_reaches_the_optimum_rounded_up(problem: tuple[SplitStruc
     assert (found.split >= 0).all()
     optimum, _ = optimum_by_subsets(structure, loads)
     assert int(found.peak) == math.ceil(optimum)
+    assert not found.unproven.any()
     assert int(rank_loads(structure, found.split[0]).max()) == math.ceil(optimum)
     assert math.ceil(Fraction(int(found.bound_numerator), int(found.bound_size))) == math.ceil(optimum)
 
@@ -270,6 +271,28 @@ def test_spent_sweeps_are_reported() -> None:
     assert float(found.split[0].sum()) == pytest.approx(10**6)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    problems(),
+    st.sampled_from([torch.bool, torch.uint8, torch.int16, torch.bfloat16, torch.float16, torch.float32]),
+    st.booleans(),
+)
+def test_loads_of_any_real_type_and_layout_are_taken(
+    problem: tuple[SplitStructure, torch.Tensor], kind: torch.dtype, by_column: bool
+) -> None:
+    structure, loads = problem
+    given_loads = (loads % 200).to(kind).repeat(3, 1)
+    if by_column:
+        given_loads = given_loads.t().contiguous().t()
+    layer = torch.zeros(3, dtype=torch.int64)
+    start = torch.rand(structure.num_physical, 3, generator=torch.Generator().manual_seed(0)).t()
+    found = solve(structure, given_loads, layer, start=start)
+    plain = solve(structure, given_loads.double(), layer, start=start.double().contiguous())
+    assert torch.equal(found.split, plain.split)
+    assert torch.equal(found.peak, plain.peak)
+    check(structure, given_loads, layer, found)
+
+
 def test_bad_loads_are_refused() -> None:
     structure = prepare(torch.tensor([[0, 1, 1, 2]]), 2)
     layer = torch.zeros(2, dtype=torch.int64)
@@ -291,6 +314,14 @@ def test_bad_loads_are_refused() -> None:
         solve(structure, torch.ones(2, 3), layer + 1)
     with pytest.raises(ValueError, match="tol 0 is outside"):
         solve(structure, torch.ones(2, 3), layer, tol=0)
+    with pytest.raises(ValueError, match=r"loads are torch\.complex64, not real"):
+        solve(structure, torch.ones(2, 3, dtype=torch.complex64), layer)
+    with pytest.raises(ValueError, match=r"start are torch\.complex64, not real"):
+        solve(structure, torch.ones(2, 3), layer, start=torch.ones(2, 4, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"loads are \[\], not \[problems, 3 experts\]"):
+        solve(structure, torch.tensor(1.0), layer)
+    with pytest.raises(ValueError, match="max_sweeps -1 is negative"):
+        solve(structure, torch.ones(2, 3), layer, max_sweeps=-1)
     with pytest.raises(ValueError, match=r"start is \[1, 4\]"):
         solve(structure, torch.ones(2, 3), layer, start=torch.ones(1, 4))
     with pytest.raises(ValueError, match=r"counts are \[5, 3\]"):

@@ -35,6 +35,7 @@ def test_tables_of_a_small_placement() -> None:
         ([[0, 1]], 0, None, "2 slots do not divide among 0 ranks"),
         ([[0, -1]], 2, None, r"outside 0\.\.0"),
         ([[0, 4]], 2, 4, r"outside 0\.\.3"),
+        ([[0, 2**40]], 2, None, "with ids up to 1099511627776, do not fit 2 slots"),
         ([[0, 1, 2, 3], [0, 1, 3, 3]], 2, None, "layer 1 has no slot for expert 2"),
         ([0, 1], 2, None, r"is \[2\] int64, not \[layers, slots\]"),
     ],
