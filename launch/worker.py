@@ -56,7 +56,7 @@ def run_rank(options: RunOptions, member: Member, progress: Progress = lambda st
     try:
         results = _run(options, member, device, clock, watch, served, progress)
         watch.state = "finished"
-        watch.finish()
+        watch.finish(member.serves_store)
         return results
     except Exception as error:
         watch.fail(error)

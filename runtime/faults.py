@@ -166,8 +166,9 @@ class Watch:
         self._beat()
         self._thread.start()
 
-    def finish(self) -> None:
-        """The job is over; faults of others no longer concern this rank."""
+    def finish(self, holds_store: bool = False) -> None:
+        """The job is over; faults of others no longer concern this rank. holds_store: the store ends with this process,
+        which waits for the others' last beat, a moment at most."""
         self._over.set()
         if self._store is None:
             return
@@ -175,6 +176,12 @@ class Watch:
             self._thread.join()
         with contextlib.suppress(RuntimeError, OSError):  # whoever holds the store may have ended
             self._beat()  # the last: this process ends by itself
+            deadline = time.monotonic() + SILENCE
+            while holds_store and time.monotonic() < deadline:
+                self._listen()
+                if all(beat.state == "finished" for beat in self._known.values()):
+                    return
+                time.sleep(INTERVAL / 10)
 
     def fail(self, error: BaseException) -> NoReturn:
         """Ends every process because of an error on this rank, or because of the rank whose loss led to it."""

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,3 +149,18 @@ def test_a_watch_that_was_kept_from_running_forgives_that_time(watch: Watch) -> 
     assert now - watch._moved[0] == pytest.approx(5 + INTERVAL, abs=0.2)
     watch._forgive()
     assert now - watch._heard[0] == pytest.approx(10 + INTERVAL, abs=0.2)
+
+
+def test_who_holds_the_store_stays_for_the_last_beats_of_others(tmp_path: Path) -> None:
+    store = HashStore()
+    watches = [Watch(store, rank, 2, JobClock(rank, torch.device("cpu")), tmp_path / str(rank)) for rank in range(2)]
+    for watch in watches:
+        watch._beat()
+        watch.state = "finished"
+    late = threading.Timer(0.4, watches[1].finish)
+    late.start()
+    begun = time.monotonic()
+    watches[0].finish(holds_store=True)
+    assert 0.3 < time.monotonic() - begun < SILENCE
+    assert watches[0]._known[1].state == "finished"
+    late.join()
