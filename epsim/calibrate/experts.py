@@ -9,9 +9,11 @@ share top-8.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -31,6 +33,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4
 ACTIVE = (1, 2, 4, 8, 12, 16, 20, 24, 32, 64, 128)
 MOST_ASSIGNMENTS = 131_072
 """Of a cell: a larger one is left to the shape of the roofline."""
+MOST_DECODED = 64
+"""Rows of a batch that the decode kernel takes."""
 CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS = (1, 4, 16, 64), (1, 2, 8, 32), 256
 """The same where there is no GPU: enough to see that all works."""
 SPREAD = 0.5
@@ -40,16 +44,31 @@ CACHE = 200e6
 """Bytes of weights that calls must go through before any comes again, so that none is still in the cache."""
 
 
-def implementations() -> dict[str, Compute]:
-    """Ways to compute a rank's experts, by the name that tables give them; the runtime's own first."""
-    return {"runtime": lambda experts, received: experts(received)}
+def implementations(machine: Machine) -> dict[str, Compute]:
+    """Ways to compute a rank's experts, by the name that tables give them: the runtime's grouped products, and what it
+    does with small batches instead on a GPU."""
+    found: dict[str, Compute] = {"grouped": _grouped}
+    if machine.on_gpu and importlib.util.find_spec("epsim.kernels.experts") is not None:
+        found["decode"] = _decode
+    return found
+
+
+def _grouped(experts: Experts, received: Received) -> object:
+    return experts(received)
+
+
+def _decode(experts: Experts, received: Received) -> object:
+    decode: Any = importlib.import_module("epsim.kernels.experts").decode
+    weights = (experts.gate_up, experts.down, experts.row_of_slot)
+    found: object = decode(received.hidden, received.slots, received.weights, *weights)
+    return found
 
 
 def expert_table(
     machine: Machine, model: ModelSpec, implementation: str, progress: Callable[[str], None]
 ) -> ExpertTable:
     """Measured on this device alone. Raises ValueError where not even one expert of the model fits the memory."""
-    compute, shape = implementations()[implementation], shape_for(model)
+    compute, shape = implementations(machine)[implementation], shape_for(model)
     expert_bytes = shape.expert_bytes
     room = 0.4 * machine.free_bytes
     sizes, grid, most = (
@@ -65,9 +84,11 @@ def expert_table(
         column = []
         for size in sizes:
             fits = size * number <= most and _working_bytes(model, size * number) <= room / 2
+            fits = fits and (implementation != "decode" or max(size * number / ROW, size) <= MOST_DECODED)
             column.append(_cell(machine, compute, held, size) if fits else None)
         progress(f"{model.name}, {implementation}: {number} active experts")
-        columns.append(column)
+        if any(time is not None for time in column):
+            columns.append(column)
         del held
         if machine.on_gpu:
             torch.cuda.empty_cache()
@@ -79,12 +100,12 @@ def expert_table(
         hidden=model.hidden,
         intermediate=model.intermediate,
         tokens_per_expert=tuple(float(sizes[place]) for place in measured),
-        active=tuple(map(float, active)),
+        active=tuple(map(float, active[: len(columns)])),  # the largest may have no cell that fits
         us=tuple(rows[place] for place in measured),
         implementation=implementation,
         spread=SPREAD,
     )
-    return with_fit(table, model, machine.multiprocessors)
+    return with_fit(table, model, machine.multiprocessors if implementation == "grouped" else 0)
 
 
 def with_fit(table: ExpertTable, model: ModelSpec, multiprocessors: int) -> ExpertTable:
@@ -107,7 +128,9 @@ def shape_for(model: ModelSpec) -> LayerShape:
 def rank_experts(machine: Machine, shape: LayerShape, slots: int, copy: int = 0) -> Experts:
     """A rank of so many slots, all of other experts."""
     weights = RandomWeights(shape, copy, machine.device, DTYPE)
-    return Experts(shape, 0, list(range(slots)), weights, machine.device, DTYPE)
+    made = Experts(shape, 0, list(range(slots)), weights, machine.device, DTYPE)
+    made.decode_up_to = 0  # by grouped products, however few rows there are
+    return made
 
 
 def received_of(machine: Machine, counts: torch.Tensor, columns: int, hidden: int, seed: int) -> Received:

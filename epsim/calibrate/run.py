@@ -83,8 +83,8 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
 def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
     """Of one device: rank 0's."""
     lines = []
-    for name in implementations() if machine.rank == 0 else ():
-        file = f"experts-{_plain(model.name)}{'' if name == 'runtime' else '-' + _plain(name)}.json"
+    for name in implementations(machine) if machine.rank == 0 else ():
+        file = f"experts-{_plain(model.name)}{'' if name == 'grouped' else '-' + _plain(name)}.json"
         if known(out, file, machine.name) is None:
             write_table(expert_table(machine, model, name, say), out / file)
         lines.append(f"{out / file}: expert computation of {model.name} by {name}")

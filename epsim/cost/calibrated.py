@@ -138,9 +138,10 @@ class Calibration:
     policies: PolicyTable | None = None
 
     def table_for(self, model: ModelSpec) -> ExpertTable | None:
-        """The table of the model's experts; None where there is no table of their shape. Raises ValueError where all of
-        that shape are of another type than the model computes in."""
-        fits = [t for t in self.experts if (t.hidden, t.intermediate) == (model.hidden, model.intermediate)]
+        """The table of the model's experts, that of small batches left aside; None where there is none of their shape.
+        Raises ValueError where all of that shape are of another type than the model computes in."""
+        shape = (model.hidden, model.intermediate)
+        fits = [t for t in self.experts if (t.hidden, t.intermediate) == shape and t.implementation != "decode"]
         if not fits:
             return None
         same = [table for table in fits if table.dtype == model.compute]

@@ -117,7 +117,7 @@ def test_a_folder_of_this_machine_is_read_by_replay_and_kept(
     found = load_calibration(str(out))
     table = found.table_for(load_model(tiny))
     assert table is not None
-    assert (table.active, table.dtype, table.implementation) == ((1.0, 2.0, 8.0), "bf16", "runtime")
+    assert (table.active, table.dtype, table.implementation) == ((1.0, 2.0, 8.0), "bf16", "grouped")
     assert table.date
     assert table.versions.startswith("torch")
     assert found.policies is not None
