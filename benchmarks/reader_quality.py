@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 import time
@@ -259,7 +260,7 @@ class Bench:
             if size <= len(self.mixed):
                 reading = self.reading(TopkChannels(budget, quota="batch"), batch_size=size)
                 trials[f"one set for {size} tokens {budget}"] = Trial(reading)
-        k0, batch = max(self.top_k // 2, 1), min(16, len(self.mixed))
+        k0, batch = max(self.top_k // 2, 1), math.gcd(16, len(self.mixed))
         trials[f"oea(k0={k0})"] = Trial(None, f"oea(k0={k0})", batch)
         if self.payable(TopkChannels(budget), k0):
             trials[f"oea(k0={k0})+reader {budget}"] = Trial(self.reading(TopkChannels(budget)), f"oea(k0={k0})", batch)
