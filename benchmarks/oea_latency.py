@@ -1,0 +1,339 @@
+"""A mixture-of-experts layer at decode against the number of experts that it reads, and the router that keeps it small.
+
+    python benchmarks/oea_latency.py [--out benchmarks/results/oea_latency.json]
+
+Qwen3-30B-A3B's layer (128 experts, top-8, hidden 2048, intermediate 768, bf16), batch 16 where nothing else is said,
+one CUDA device. A forced number T of active experts: round robin over T random ones in random order. Microseconds a
+layer: a CUDA graph of CALLS layers in a row between device events, each layer with the next of LAYERS sets of weights
+and a routing of its own; the median of REPLAYS. Forms:
+
+- `ours`: epsim.kernels.experts.decode, all from ids [B, k] to the layer's output; `triton`: its other form.
+- `two grouped products`: torch._grouped_mm twice and the activation, rows sorted beforehand; `grouped layer` the same
+  with sort and sum.
+- transformers' experts of Qwen3-MoE: `batched_mm`, `grouped_mm`; `eager` waits for the device, so it is not in a graph.
+
+A line T -> latency by least squares: `fixed`, `slope` us, R^2; `to 64` the same up to T = 64, about what decoding
+sees. `paper`: T drawn around the paper's means (deviation 4), mean latencies over that at k0 = 8. `padding`: a batch
+of 7, and the same padded to 8 with a masked row, with a row that takes experts of its own, and a real batch of 8.
+`router`: `route_logits` with oea(k0=3), the general form, and `reroute` from scores and a choice already made; `row` a
+20th of 20 in a row, `alone` a graph of one, event to event. `uniform`: experts that uniform routing reads, by the
+router kernel over BATCHES batches, beside N (1 - (1 - k0 / N)^B).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lines import fit
+
+from epsim.kernels.experts import decode, plain
+from epsim.kernels.experts.tiles import Tiling, tiled
+from epsim.kernels.router import Rule, reroute, route_logits
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERTS, TOP_K, HIDDEN, INTER, BATCH = 128, 8, 2048, 768, 16
+LAYERS, CALLS, REPLAYS, BATCHES = 5, 20, 11, 2000
+GRID = (8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 56, 64, 80, 96, 112, 128)
+PAPER_T = {3: 25.1, 4: 29.9, 5: 35.1, 6: 40.3, 7: 44.4, 8: 48.8}
+HELD = 300_000
+"""Cycles for which the device is kept busy while the host queues a replay."""
+Form: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
+"""Of hidden, ids, weights, gate_up, down."""
+
+
+def timed(calls: list[Callable[[], Any]], replays: int = REPLAYS, captured: bool = True) -> float:
+    """Microseconds a call, all in a row."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
+        run()
+    marks = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HELD)
+        begin.record()
+        run()
+        end.record()
+        marks.append((begin, end))
+    torch.cuda.synchronize()
+    return float(np.median([begin.elapsed_time(end) for begin, end in marks])) * 1e3 / len(calls)
+
+
+def forced(active: int, batch: int, generator: torch.Generator) -> torch.Tensor:
+    """[B, k] int64 over exactly `active` experts, k <= active <= B k."""
+    chosen = torch.randperm(EXPERTS, generator=generator)[:active]
+    rounds = -(-batch * TOP_K // active)
+    # The same order each round: 8 in a row are 8 different ones.
+    return chosen.repeat(rounds)[: batch * TOP_K].reshape(batch, TOP_K)[torch.randperm(batch, generator=generator)]
+
+
+class Bench:
+    def __init__(self) -> None:
+        device = torch.Generator("cuda").manual_seed(1)
+        self.generator = torch.Generator().manual_seed(2)
+
+        def drawn(*shape: int) -> torch.Tensor:
+            values = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+            return values.normal_(0, shape[-1] ** -0.5, generator=device)
+
+        self.layers = [(drawn(EXPERTS, 2 * INTER, HIDDEN), drawn(EXPERTS, HIDDEN, INTER)) for _ in range(LAYERS)]
+        self.hidden = torch.randn(64, HIDDEN, device="cuda", generator=device).bfloat16()
+        self.weights = torch.rand(64, TOP_K, device="cuda", generator=device).softmax(-1)
+
+    def time(self, form: Form, routings: list[torch.Tensor], captured: bool = True, replays: int = REPLAYS) -> float:
+        """Of a call for each routing [B, k], on layers in turn."""
+        calls: list[Callable[[], Any]] = []
+        for ids, (gate_up, down) in zip(routings, itertools.cycle(self.layers), strict=False):
+            given = (self.hidden[: len(ids)], ids.cuda(), self.weights[: len(ids)], gate_up, down)
+            calls.append(lambda given=given: form(*given))  # type: ignore[misc]
+        return timed(calls, replays, captured)
+
+    def routings(self, active: int, batch: int = BATCH, calls: int = CALLS) -> list[torch.Tensor]:
+        return [forced(active, batch, self.generator) for _ in range(calls)]
+
+    def error(self, form: Form, batch: int = BATCH) -> float:
+        """Of a form's output, relative to float32 arithmetic, over four numbers of active experts."""
+        found = []
+        for active in (8, 25, 50, 100):
+            ids = forced(min(active, batch * TOP_K), batch, self.generator).cuda()
+            given = (self.hidden[:batch], ids, self.weights[:batch], *self.layers[0])
+            wanted = plain(given[0].float(), *given[1:])
+            found.append(float((form(*given).float() - wanted).norm() / wanted.norm()))
+        return max(found)
+
+
+def sorted_rows(
+    hidden: torch.Tensor, ids: torch.Tensor, num_experts: int = EXPERTS
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> rows sorted by expert, the order of pairs, ends."""
+    flat, order = ids.flatten().sort(stable=True)
+    ends = torch.searchsorted(flat, torch.arange(num_experts, device=ids.device), right=True).to(torch.int32)
+    return hidden[order // ids.shape[1]], order, ends
+
+
+def two_products(rows: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    grouped: Any = torch._grouped_mm
+    gate, up = grouped(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    out: torch.Tensor = grouped(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    return out
+
+
+def grouped_layer(
+    hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    rows, order, ends = sorted_rows(hidden, ids, len(gate_up))
+    outputs = two_products(rows, ends, gate_up, down)
+    pairs = torch.empty_like(outputs)
+    pairs[order] = outputs
+    return (pairs.view(*ids.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def presorted(bench: Bench, routings: list[torch.Tensor]) -> float:
+    calls: list[Callable[[], Any]] = []
+    for ids, (gate_up, down) in zip(routings, itertools.cycle(bench.layers), strict=False):
+        rows, _, ends = sorted_rows(bench.hidden[: len(ids)], ids.cuda())
+        calls.append(lambda given=(rows, ends, gate_up, down): two_products(*given))  # type: ignore[misc]
+    return timed(calls)
+
+
+def of_transformers(name: str) -> Form:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        num_experts=EXPERTS, num_experts_per_tok=TOP_K, hidden_size=HIDDEN, moe_intermediate_size=INTER
+    )
+    config._experts_implementation = name
+    with torch.device("meta"):
+        experts = Qwen3MoeExperts(config)
+
+    def run(
+        hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> torch.Tensor:
+        experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
+        experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
+        out: torch.Tensor = experts(hidden, ids, weights.to(hidden.dtype))
+        return out
+
+    return run
+
+
+def latency(bench: Bench) -> list[dict[str, Any]]:
+    """A row a form: errors, latencies over GRID, and the line through those up to T = 64 and through all."""
+    forms: dict[str, Form] = {"ours": decode, "triton": tiled, "grouped layer": grouped_layer}
+    forms |= {name: of_transformers(name) for name in ("grouped_mm", "batched_mm", "eager")}
+    rows: list[dict[str, Any]] = []
+    for name in (*forms, "two grouped products"):
+        row: dict[str, Any] = {"form": name, "T": [], "us": []}
+        slow = name in ("eager", "batched_mm")
+        try:
+            if name in forms:
+                row["error"] = bench.error(forms[name])
+            for active in GRID[::3] if slow else GRID:
+                routings = bench.routings(active, calls=5 if slow else CALLS)
+                if name == "two grouped products":
+                    us = presorted(bench, routings)
+                else:
+                    us = bench.time(forms[name], routings, name != "eager", 5 if slow else REPLAYS)
+                row["T"].append(active)
+                row["us"].append(us)
+            row |= fit(row["T"], row["us"])
+            few = sum(active <= 64 for active in row["T"])
+            row["to 64"] = fit(row["T"][:few], row["us"][:few])
+        except Exception as error:
+            row["failed"] = f"{type(error).__name__}: {str(error)[:200]}"
+        rows.append(row)
+    return rows
+
+
+def at_papers_means(bench: Bench) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    draws = np.random.default_rng(3)
+    for k0, mean in PAPER_T.items():
+        spread = draws.normal(size=100)
+        active = np.round(mean + 4 * (spread - spread.mean())).astype(int).clip(TOP_K, EXPERTS)
+        routings = [forced(int(t), BATCH, bench.generator) for t in active]
+        found[str(k0)] = {"T": float(active.mean()), "us": bench.time(decode, routings)}
+    for row in found.values():
+        row["normalised"] = row["us"] / found["8"]["us"]
+    return found
+
+
+def padding(bench: Bench) -> dict[str, float]:
+    eight = [torch.rand(8, EXPERTS, generator=bench.generator).topk(TOP_K, dim=1).indices for _ in range(3 * CALLS)]
+    masked = [torch.cat([ids[:7], torch.full_like(ids[:1], -1)]) for ids in eight]
+    cases = {"7": [ids[:7] for ids in eight], "7 padded to 8, masked": masked}
+    cases |= {"7 padded to 8, not masked": eight, "8": eight[::-1]}
+    return {name: bench.time(decode, routings) for name, routings in cases.items()}
+
+
+def same_bits(bench: Bench, form: Form, batch: int, runs: int = 30) -> bool:
+    """Whether runs on the same inputs all give the same bits."""
+    ids = torch.rand(batch, EXPERTS, generator=bench.generator).topk(TOP_K).indices.cuda()
+    given = (bench.hidden[:batch], ids, bench.weights[:batch], *bench.layers[1])
+    first = form(*given)
+    return all(torch.equal(first, form(*given)) for _ in range(runs))
+
+
+def batches(bench: Bench) -> list[dict[str, Any]]:
+    """Uniform top-8 at every batch size."""
+    rows = []
+    for batch in (1, 2, 4, 8, 16, 32, 64):
+        routings = [torch.rand(batch, EXPERTS, generator=bench.generator).topk(TOP_K).indices for _ in range(CALLS)]
+        active = float(np.mean([len(ids.unique()) for ids in routings]))
+        us = {"ours": bench.time(decode, routings), "triton": bench.time(tiled, routings)}
+        bits = same_bits(bench, decode, batch) and same_bits(bench, tiled, batch)
+        rows.append({"batch": batch, "T": active, "error": bench.error(decode, batch), "same bits": bits, **us})
+    return rows
+
+
+def router(bench: Bench) -> list[dict[str, Any]]:
+    rules = {"logits": Rule(((2, 3),)), "logits, general": Rule(((2, 3),), p=0.7, kmax=9, maxp=32)}
+    rows = []
+    for experts, batch in [(128, b) for b in (1, 8, 16, 32, 64, 128, 256, 512)] + [(512, 16), (512, 512)]:
+        row: dict[str, Any] = {"experts": experts, "batch": batch}
+        logits = [2 * torch.randn(batch, experts, device="cuda") for _ in range(20)]
+        kinds: dict[str, list[Callable[[], Any]]] = {}
+        for name, rule in rules.items():
+            kinds[name] = [lambda x=x, r=rule: route_logits(r, x, TOP_K) for x in logits]  # type: ignore[misc]
+        kinds["choice"] = []
+        live = torch.ones(batch, dtype=torch.bool, device="cuda")
+        for x in logits:
+            scores = x.softmax(-1)
+            weights, ids = scores.topk(TOP_K)
+            given = (rules["logits"], scores, scores, ids, weights, live)
+            kinds["choice"].append(lambda given=given: reroute(*given))  # type: ignore[misc]
+        for name, calls in kinds.items():
+            row[name] = {"row": timed(calls, 21), "alone": float(np.median([timed([c], 5) for c in calls]))}
+        rows.append(row)
+    return rows
+
+
+def uniform() -> list[dict[str, Any]]:
+    rows = []
+    logits = torch.rand(BATCHES, BATCH, EXPERTS, device="cuda", generator=torch.Generator("cuda").manual_seed(4))
+    for k0 in PAPER_T:
+        active = route_logits(Rule(((1, k0),)), logits, TOP_K)[2].double()
+        error = float(active.std()) / BATCHES**0.5
+        wanted = EXPERTS * (1 - (1 - k0 / EXPERTS) ** BATCH)
+        rows.append({"k0": k0, "T": float(active.mean()), "error": error, "formula": wanted})
+    return rows
+
+
+def sweep(bench: Bench) -> list[dict[str, Any]]:
+    """Tilings of the Triton form at T = 25 and 49."""
+    rows = []
+    routings = {active: bench.routings(active) for active in (25, 49)}
+    first = [
+        (h, s, w, g) for h, s, g in ((16, 256, 4), (32, 128, 4), (32, 128, 6), (32, 256, 3), (64, 128, 4)) for w in (4,)
+    ]
+    second = [(16, 256, 4, 6), (32, 256, 4, 5), (64, 128, 4, 6)]
+    for one, two, parts in [
+        *((f, second[0], 4) for f in first),
+        *((first[1], s, p) for s in second for p in (1, 4, 8)),
+    ]:
+        tiling = Tiling(one, two, parts)
+        us: dict[int, float] = {}
+        try:
+            for active, drawn in routings.items():
+                us[active] = bench.time(lambda *given, t=tiling: tiled(*given, tiling=t), drawn, replays=5)
+        except Exception as error:
+            rows.append({"tiling": str(tiling), "failed": str(error)[:100]})
+            continue
+        rows.append({"tiling": str(tiling), **us, "slope": (us[49] - us[25]) / 24})
+    return rows
+
+
+def show(found: dict[str, Any]) -> None:
+    for name, rows in found.items():
+        print(f"== {name}")
+        for row in rows if isinstance(rows, list) else [rows]:
+            print(json.dumps(row, default=str) if isinstance(row, dict) else row)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/oea_latency.json")
+    parser.add_argument("--sweep", action="store_true", help="only try tilings of the Triton form")
+    options = parser.parse_args()
+    bench = Bench()
+    if options.sweep:
+        show({"sweep": sweep(bench)})
+        return
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", "benchmarks/oea_latency.py", *sys.argv[1:]]),
+        "router": router(bench),
+        "uniform": uniform(),
+        "latency": latency(bench),
+        "paper": at_papers_means(bench),
+        "padding": padding(bench),
+        "batches": batches(bench),
+    }
+    show(found)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
