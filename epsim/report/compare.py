@@ -166,7 +166,8 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
         for entry in side.results["stacks"]:
             name = label(entry) if len(sides) == 1 else f"{label(entry)} ({side.name})"
             kept = {key: value for key, value in entry.items() if key not in dropped}
-            stacks.append(kept | {"name": name})
+            # Of several files the rows say what differs from what; within its file a stack's own first is another.
+            stacks.append(kept | {"name": name} | ({} if len(sides) == 1 else {"versus_first": {}}))
     files = [
         {
             "file": side.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from epsim.report.comparison import number
 from epsim.results import Results
 from epsim.verdict import best_of, label
 
@@ -28,7 +29,7 @@ def flips(results: Results) -> list[str]:
     if "tune" in results:  # which says so in its own words
         return [line["text"] for line in results["tune"]["words"] if line["about"] in TUNE_CONDITIONS]
     place = best_of(stacks)
-    if place is None or len(stacks) < 2:
+    if place is None or len(stacks) < 2 or len(results.get("comparison", {}).get("files", ())) > 1:
         return []
     said = [*_measures(stacks, place), *_layers(results, place), *_steps(results, place), *_tokens(stacks, place)]
     if not said:
@@ -126,8 +127,8 @@ def _winner(values: list[float | None], place: int) -> int | None:
     own = values[place] if place < len(values) else None
     if own is None:
         return None
-    least, number = min((value, n) for n, value in enumerate(values) if value is not None)
-    return number if number != place and _differ(least, own) else None
+    least, winner = min((value, n) for n, value in enumerate(values) if value is not None)
+    return winner if winner != place and _differ(least, own) else None
 
 
 def _differ(one: float, other: float) -> bool:
@@ -135,7 +136,7 @@ def _differ(one: float, other: float) -> bool:
 
 
 def _short(value: float, key: str) -> str:
-    return f"{value:.1%}" if key in ("throughput_gain", "remote_node_share") else f"{value:,.4g}"
+    return f"{value:.1%}" if key in ("throughput_gain", "remote_node_share") else number(value)
 
 
 def _list(numbers: list[int]) -> str:

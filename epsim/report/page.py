@@ -28,6 +28,9 @@ from epsim.results import Results
 from epsim.traces.files import printable
 from epsim.verdict import best_of, label
 
+LEADING = ("Differences", "Candidates", "Predicted beside measured")
+"""Tables that stand before the figures."""
+
 
 def page(results: Results, pictures: Sequence[Drawn]) -> str:
     """The whole report as HTML; text from traces is escaped by the template, and the page may fetch nothing."""
@@ -56,7 +59,8 @@ def page(results: Results, pictures: Sequence[Drawn]) -> str:
         rows=cells(results, memory=True),
         best=best_of(results["stacks"]),
         sections=sections,
-        tables=[{"title": title, "headers": head, "rows": body} for title, head, body in tables_of(results)],
+        tables=tables_of(results),
+        leading=LEADING,
         reasons=reasons(results),
         facts=facts(results),
         answers=answers(results),
