@@ -38,8 +38,8 @@ MODELS = ("deepseek-v3-bf16", "qwen3-30b-a3b", "gpt-oss-20b")
 LAYER, TELLING, ORDERED = 0.07, 0.03, 0.95
 
 DENSE_ROWS = (
-    "likely since the grid was measured with rows of 1.25 slots, as 16 ranks get them; on two ranks a row has 4.5, and their "
-    "experts take less than predicted: rows are no term of the fit"
+    "likely since the grid was measured with rows of 1.25 slots, as 16 ranks get them; on two ranks a row has 4.5, and "
+    "their experts take less than predicted: rows are no term of the fit"
 )
 EAGER = "calls of more than 2 ms were timed one by one, the wait for their first launch (about 0.1 ms) included"
 

@@ -16,8 +16,8 @@ def gates_table(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
     lines = [
-        f"Gates of the time model (`{found['command']}`, measured on {found['device']}; no number of the model was fitted to "
-        "these figures, and [docs/time.md](docs/time.md) says where its form was chosen with them in view):",
+        f"Gates of the time model (`{found['command']}`, measured on {found['device']}; no number of the model "
+        "was fitted to these figures; [docs/time.md](docs/time.md) says where its form was chosen in view of them):",
         "",
         "| gate | of | cases | figures | aim | |",
         "|---|---|---|---|---|---|",

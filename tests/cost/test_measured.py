@@ -197,7 +197,12 @@ def test_wrong_exchanges_and_policies_are_one_line(tmp_path: Path) -> None:
         read_table(path)
 
 
-def test_a_folder_that_lacks_something_says_what(tmp_path: Path) -> None:
+def test_a_folder_that_lacks_something_says_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h200").mkdir()
+    assert load_calibration("h200").hardware == H200, "a folder of a shipped name does not hide it"
+    with pytest.raises(ValueError, match="--hardware : known are b200"):
+        load_calibration("")
     with pytest.raises(ValueError, match=r"a folder without hardware\.toml: give one that `epsim calibrate` wrote"):
         load_calibration(str(tmp_path))
     made = folder(tmp_path, EXPERTS)
