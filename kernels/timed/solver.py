@@ -53,14 +53,15 @@ def solve_timed(
     Raises ValueError for other costs, for negative counts and for more than 2^31 tokens in a problem.
     """
     check_costs(a, b)
+    begin = solve_gathered(structure, counts)  # refuses what are no counts of this placement
     largest = int(counts.sum(-1, dtype=torch.float64).max()) if counts.numel() else 0
     if largest > MOST_TOKENS:
         raise ValueError(f"{largest} assignments in one layer are more than 2^31: scale the counts down")
     from epsim.kernels.timed.search import solve_range
 
     price, opening = whole_costs(a, b)
-    flat = counts.reshape(-1, structure.num_experts).cpu().contiguous()
-    start = solve_gathered(structure, counts).split.reshape(-1, structure.num_physical).cpu().contiguous()
+    flat = counts.reshape(-1, structure.num_experts).to("cpu", torch.int64).contiguous()
+    start = begin.split.reshape(-1, structure.num_physical).cpu().contiguous()
     num_layers = structure.num_layers
     layer = torch.arange(num_layers).repeat(len(flat) // num_layers)
     split = torch.empty_like(start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 COST_BITS = 20
@@ -22,11 +24,22 @@ def pour(
     assignments, rounded to 2^-20. node_of_rank [R] int64. most [..., R, R] int64: how many tokens a rank can send
     another, all of which together it has; None for any number.
     Returns quotas [..., R, R] int64 by source and serving rank, and the peak [...] float64. Solved on the CPU, in
-    integers. Raises ValueError for loads above 2^40.
+    integers. Raises ValueError for shapes that do not fit, for a cost that is not above 0 and finite, and for loads
+    that are no whole numbers from 0 to 2^40.
     """
     from epsim.kernels.water.pour import pour_range
 
     num_ranks, lead, device = routed.shape[-1], routed.shape[:-1], routed.device
+    if tokens.shape != routed.shape or node_of_rank.shape != (num_ranks,):
+        shapes = f"{list(routed.shape)}, tokens {list(tokens.shape)} and node_of_rank {list(node_of_rank.shape)}"
+        raise ValueError(f"routed {shapes} do not fit: the last is [R], the others are [..., R]")
+    if most is not None and most.shape != (*routed.shape, num_ranks):
+        raise ValueError(f"most is {list(most.shape)}, not {[*routed.shape, num_ranks]}")
+    if not 0 < cost < math.inf:
+        raise ValueError(f"a token's cost is {cost}, not a finite number above 0")
+    for name, values in (("routed", routed), ("tokens", tokens)):
+        if values.is_floating_point() or (values.numel() and int(values.min()) < 0):
+            raise ValueError(f"{name} are no whole numbers of 0 or more")
     unit = max(round(cost * (1 << COST_BITS)), 1)
     flat_tokens = tokens.reshape(-1, num_ranks).cpu().contiguous()
     flat_routed = routed.reshape(-1, num_ranks).cpu()

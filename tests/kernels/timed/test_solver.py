@@ -222,9 +222,11 @@ def test_whole_costs(a: float, b: float, whole: tuple[int, int]) -> None:
         ([1, 2], 0.0, 0.0, "nothing to minimise"),
         ([1, -2], 1.0, 1.0, "a load is negative"),
         ([1, 2**31], 1.0, 1.0, "more than 2^31"),
+        ([1, 2, 3], 1.0, 1.0, "counts are [1, 3], not [..., 1 layers, 2 experts]"),
+        ([1, float("nan")], 1.0, 1.0, "needs integer loads"),
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(counts: list[int], a: float, b: float, says: str) -> None:
+def test_what_does_not_fit_is_told_in_one_line(counts: list[float], a: float, b: float, says: str) -> None:
     structure = prepare(torch.tensor([[0, 1]]), 1, 2)
     with pytest.raises(ValueError) as error:
         solve_timed(structure, torch.tensor([counts]), a, b)

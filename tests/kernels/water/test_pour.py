@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -140,6 +141,24 @@ def test_leading_axes_nothing_to_do_and_too_much() -> None:
     assert pour(routed[:0], tokens[:0], 1.0, torch.zeros(2).long())[0].shape == (0, 2, 2, 2)
     with pytest.raises(ValueError, match="more than 2\\^40"):
         pour(torch.tensor([2**40, 1]), torch.tensor([1, 1]), 1.0, torch.zeros(2).long())
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"tokens": torch.ones(2, dtype=torch.int64)}, "do not fit"),
+        ({"node_of_rank": torch.zeros(1, dtype=torch.int64)}, "do not fit"),
+        ({"most": torch.zeros(3, 2, dtype=torch.int64)}, r"most is \[3, 2\], not \[3, 3\]"),
+        ({"routed": torch.tensor([1, -1, 0])}, "routed are no whole numbers of 0 or more"),
+        ({"tokens": torch.ones(3)}, "tokens are no whole numbers of 0 or more"),
+        *[({"cost": cost}, "not a finite number above 0") for cost in (0.0, -1.0, math.nan, math.inf)],
+    ],
+)
+def test_what_does_not_fit_is_told_in_one_line(changed: dict[str, Any], says: str) -> None:
+    three = torch.ones(3, dtype=torch.int64)
+    arguments: dict[str, Any] = {"routed": three, "tokens": three, "cost": 1.0, "node_of_rank": 0 * three} | changed
+    with pytest.raises(ValueError, match=says):
+        pour(**arguments)
 
 
 @settings(max_examples=150, deadline=None)
