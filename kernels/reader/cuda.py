@@ -41,7 +41,7 @@ ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS] + [("stride", np.int64), ("tokens", np.int32)], align=True
 )
 """reader.cu's Arguments."""
-WARPS = 8
+WARPS = 16
 THREADS = 32 * WARPS
 LONGEST, MOST_CHANNELS, MAP, BINS, RIVALS = 3072, 16384, 32, 4096, 1024
 
@@ -66,8 +66,14 @@ class Sizes:
             "COORDINATES": self.coordinates,
             "RANK": self.rank,
             "GELU": int(self.gelu),
+            "GATHERING": self.gathering,
             "SHARED": self.shared,
         }
+
+    @property
+    def gathering(self) -> int:
+        """Warps of a block that hold a channel's rows in shared memory, and a sum of outputs."""
+        return 8 if self.hidden <= 2048 else 5
 
     @property
     def words(self) -> int:
@@ -78,11 +84,10 @@ class Sizes:
     def shared(self) -> int:
         """Bytes of a block, as reader.cu's Shared."""
         channels, blocks = self.columns * self.inter, self.hidden // BLOCK
-        gathering = WARPS if self.hidden <= 2048 else 5
         own = -(-channels // THREADS) * WARPS
-        weights = max(blocks * (self.coordinates * 32 + 640), gathering * 6 * self.hidden)
-        sums = max(RIVALS * 8 + channels * 4 + 4096, gathering * 4 * self.hidden)
-        rest = 2 * self.hidden + WARPS * 128 + gathering * 16 + blocks * (7 * self.coordinates + 8) + THREADS * 4
+        weights = max(blocks * (self.coordinates * 32 + 640), self.gathering * 6 * self.hidden)
+        sums = max(RIVALS * 8 + channels * 4 + 4096, self.gathering * 4 * self.hidden)
+        rest = 2 * self.hidden + WARPS * 128 + self.gathering * 16 + blocks * (7 * self.coordinates + 8) + THREADS * 4
         return (weights + sums + rest + 8 * own + WARPS * 4 + 16 + 2 * channels + 1024) // 128 * 128
 
 

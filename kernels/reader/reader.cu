@@ -1,8 +1,10 @@
 // A mixture-of-experts layer of which each token reads only the channels that matter to it, in one launch.
 //
 // Compiled for one shape: HIDDEN (a multiple of 128, at most 3,072), INTER, COLUMNS (experts of a token), COORDINATES
-// (of 128, read by the screen; a multiple of 16), RANK (32, or 0 for no restoring) and GELU (0 for SiLU). One block a
-// multiprocessor, all at once; they wait for each other twice:
+// (of 128, read by the screen; a multiple of 16), RANK (32, or 0 for no restoring), GELU (0 for SiLU), GATHERING (warps
+// that gather, as shared memory has room for) and SHARED (bytes). One block a multiprocessor, all at once; they wait for
+// each other twice. What a block does once is kept short: fetching instructions is most of its time.
+//
 //
 // screen   A task is a token's expert and a sector of 32 bytes of each code row, 80 channels. A warp has blocks of 128
 //          coordinates: it rotates the token's, lists the largest, and multiplies their codes by tensor cores. A code's
@@ -39,7 +41,7 @@ struct Arguments {
     int tokens;
 };
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int BLOCKS = HIDDEN / 128, ROUNDS = (BLOCKS + WARPS - 1) / WARPS;
 constexpr int BYTES = (INTER + 4) / 5, STRIPS = (2 * BYTES + 31) / 32, ROW = STRIPS * 32;
 constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate and up values.
@@ -49,7 +51,6 @@ constexpr int OWN = (CHANNELS + THREADS - 1) / THREADS;  // Keys of a thread.
 constexpr int BINS = 4096, FINE = 19;                    // Keys' upper bits are bins; so many are below.
 constexpr int RIVALS = 1024;                             // Most keys of a bin that are compared one by one.
 constexpr int NARROW = 1024;                             // Bins of a step where they are more.
-constexpr int GATHERING = HIDDEN <= 2048 ? WARPS : 5;    // Warps that gather, as shared memory has room for.
 
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
 static_assert(CHANNELS <= 16384 && (RANK == 32 || RANK == 0), "shape");
@@ -407,12 +408,15 @@ __device__ __noinline__ void mark(Shared &shared, u32 least, int left, bool tied
     __syncthreads();
 }
 
-// The first `left` of the keys of one bin, ties to the lower channel, each compared with all others.
-__device__ __forceinline__ void add_best(Shared &shared, u32 bin, int left) {
+// Bits of the channels above a bin, and of the first `left` in it, ties to the lower channel: each of these is compared
+// with all others.
+__device__ __forceinline__ void mark_bin(Shared &shared, u32 bin, int left, int warp, int lane) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < CHANNELS; i += THREADS) {
-        const u32 key = shared.key[i];
-        if (key >> FINE == bin) shared.rival[atomicAdd(&shared.rivals, 1)] = (u64)key << 16 | (u32)(65535 - i);
+    for (int word = warp; word < OWN * WARPS; word += WARPS) {
+        const int channel = word * 32 + lane;
+        const u32 key = key_at(shared, channel), bits = __ballot_sync(~0u, key >> FINE > bin);
+        if (lane == 0) shared.bits[word] = bits;
+        if (key >> FINE == bin) shared.rival[atomicAdd(&shared.rivals, 1)] = (u64)key << 16 | (u32)(65535 - channel);
     }
     __syncthreads();
     const int number = shared.rivals;
@@ -420,7 +424,7 @@ __device__ __forceinline__ void add_best(Shared &shared, u32 bin, int left) {
     for (int i = threadIdx.x; i < number; i += THREADS) {
         const u64 own = shared.rival[i];
         int better = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (int other = 0; other < number; ++other) better += shared.rival[other] > own;
         const int channel = 65535 - (int)(own & 65535);
         if (better < left) atomicOr(&shared.bits[channel / 32], 1u << channel % 32);
@@ -439,7 +443,7 @@ __device__ __forceinline__ void choose(const Arguments &a, Shared &shared, int t
         count[4 * i] = four.w, count[4 * i + 1] = four.z, count[4 * i + 2] = four.y, count[4 * i + 3] = four.x;
     }
     const float *scores = a.scores + (long long)token * CHANNELS;
-#pragma unroll 8
+#pragma unroll 12
     for (int i = threadIdx.x; i < CHANNELS; i += THREADS) shared.key[i] = key_of(__ldcg(scores + i));
     const u32 live = __ballot_sync(~0u, lane < COLUMNS && a.ids[(long long)token * COLUMNS + (lane < COLUMNS ? lane : 0)] >= 0);
     const int experts = __popc(live), wanted = a.kept_of[experts];
@@ -449,8 +453,7 @@ __device__ __forceinline__ void choose(const Arguments &a, Shared &shared, int t
         u32 bin = shared.found[0];
         int left = shared.found[1], equal = shared.found[2];
         if (equal <= RIVALS) {
-            mark(shared, (bin + 1) << FINE, 0, false, warp, lane);
-            add_best(shared, bin, left);
+            mark_bin(shared, bin, left, warp, lane);
         } else {
             __syncthreads();
             left = narrow(shared, bin, 9, 10, left, equal, warp, lane);
@@ -515,14 +518,14 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, int t
     const long long *ids = a.ids + (long long)token * COLUMNS;
     const u64 policy = read_once();
     choose(a, shared, token, warp, lane);
-#pragma unroll 1
+    const int kept = shared.before[OWN * WARPS - 1] + __popc(shared.bits[OWN * WARPS - 1]);
+    const int begin = kept * part / parts, number = kept * (part + 1) / parts - begin;
+#pragma unroll 4
     for (int word = warp; word < OWN * WARPS; word += WARPS) {
         const u32 bits = shared.bits[word];
-        const int rank = shared.before[word] + __popc(bits & ((1u << lane) - 1));
-        if (bits >> lane & 1 && rank % parts == part) shared.list[rank / parts] = word * 32 + lane;
+        const int place = shared.before[word] + __popc(bits & ((1u << lane) - 1)) - begin;
+        if (bits >> lane & 1 && place >= 0 && place < number) shared.list[place] = word * 32 + lane;
     }
-    const int kept = shared.before[OWN * WARPS - 1] + __popc(shared.bits[OWN * WARPS - 1]);
-    const int number = kept > part ? (kept - part + parts - 1) / parts : 0;
     __syncthreads();
     // The two halves of a channel's rows: gate and up, then down.
     auto fetch = [&](int i, int half) {
@@ -598,7 +601,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, int t
 
 // 32 columns of a token at a time: its blocks' sums and the map.
 __device__ void finish(const Arguments &a, Shared &shared, int warp, int lane) {
-    constexpr int UNITS = HIDDEN / 32, AHEAD = 17;
+    constexpr int UNITS = HIDDEN / 32, AHEAD = 9;
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < a.tokens * BINS; i += gridDim.x * THREADS) a.bins[i] = 0;
     const bool shared_out = a.tokens <= (int)gridDim.x;
     for (int unit = blockIdx.x; unit < a.tokens * UNITS; unit += gridDim.x) {
