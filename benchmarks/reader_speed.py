@@ -1,0 +1,166 @@
+"""A mixture-of-experts layer read by channels against the same layer read whole, on one CUDA device.
+
+    python benchmarks/reader_speed.py [--shapes NAME ...] [--out benchmarks/results/reader_speed.json]
+
+Microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of LAYERS sets of
+weights and a uniform routing and input of its own; the median of REPLAYS. Forms: `reader`, all from x and ids to the
+output, at a budget of the bytes of a token's experts; `dense`: epsim.kernels.experts.decode; `two products`:
+torch._grouped_mm twice and the activation, rows sorted beforehand; `grouped layer` the same with sort and sum. Dense
+forms use SiLU throughout. `bytes` of a token and of the union that the batch reads, in sectors of 32; `floor`: the
+union's bytes over the bandwidth of a copy of 4 GiB measured in the same run, `reached` its share of the time taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from oea_latency import grouped_layer, sorted_rows, timed, two_products
+
+from epsim.kernels.experts import decode
+from epsim.kernels.reader.build import build_layer
+from epsim.kernels.reader.bytes import ReadBytes, token_bytes, union_bytes
+from epsim.kernels.reader.layer import GATES, Gate, ReaderLayer, from_words
+from epsim.kernels.reader.read import Experts, read_output
+from epsim.kernels.reader.rotate import rotated
+from epsim.kernels.reader.screen import Screen, coordinates
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS, CALLS, REPLAYS = 4, 16, 11
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+BUDGETS = (0.128, 0.178, 0.28)
+SHAPES: dict[str, tuple[int, int, int, int, Gate]] = {
+    # experts, top-k, hidden, intermediate, gate
+    "qwen3-30b-a3b": (128, 8, 2048, 768, "silu"),
+    "gemma-4-26b-a4b": (128, 8, 2816, 704, "gelu"),
+    "qwen3.5-35b-a3b": (256, 8, 2048, 512, "silu"),
+    "own": (64, 8, 512, 256, "silu"),
+}
+
+
+class Layers:
+    """LAYERS layers of a shape, whole and with sketches; all with one layer's values, in memory of their own."""
+
+    def __init__(self, shape: tuple[int, int, int, int, Gate]) -> None:
+        self.experts, self.top_k, self.hidden, self.inter, self.gate = shape
+        self.source = torch.Generator("cuda").manual_seed(1)
+        gate_up = self.drawn(self.experts, 2 * self.inter, self.hidden) / self.hidden**0.5
+        down = self.drawn(self.experts, self.hidden, self.inter) / self.inter**0.5
+        self.sketch = build_layer(gate_up, down)
+        self.whole = [(gate_up.clone(), down.clone()) for _ in range(LAYERS)]
+
+    def drawn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=self.source, dtype=torch.bfloat16)
+
+    def readers(self, budget: float) -> list[ReaderLayer]:
+        first = ReaderLayer.of(self.sketch, *self.whole[0], self.top_k, budget, self.gate)
+        copies = []
+        for gate_up, _ in self.whole:
+            sketch = type(self.sketch)(**{name: tensor.clone() for name, tensor in first.sketch.tensors().items()})
+            copies.append(ReaderLayer(sketch, gate_up, first.down.clone(), first.kept_of, self.gate))
+        return copies
+
+    def inputs(self, batch: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        found = []
+        for _ in range(CALLS):
+            chosen = torch.rand(batch, self.experts, device="cuda", generator=self.source).topk(self.top_k)
+            found.append((self.drawn(batch, self.hidden), chosen.indices, chosen.values.softmax(-1)))
+        return found
+
+
+def bandwidth() -> float:
+    """Bytes a second that a large copy reads and writes."""
+    one = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    other = torch.empty_like(one)
+    return 2 * one.numel() / (timed([lambda: other.copy_(one)] * 3) * 1e-6)
+
+
+def error_of(layer: ReaderLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> float:
+    """Of the output, relative to float32 arithmetic with the same channels."""
+    kept = torch.empty(len(x), layer.sizes(ids.shape[1]).words, dtype=torch.int32, device=x.device)
+    found = layer.read(x, ids, weights, kept)
+    experts = Experts(layer.gate_up.float(), layer.down.transpose(1, 2).float(), GATES[layer.gate])
+    gate, up = Screen(layer.sketch).estimates(x, ids, layer.coordinates)
+    taken = from_words(kept, ids.shape[1], layer.sketch.intermediate)
+    wanted = read_output(x.float(), ids, weights, experts, taken, experts.activation(gate) * up, layer.sketch)
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def bytes_of(layer: ReaderLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
+    kept = torch.empty(len(x), layer.sizes(ids.shape[1]).words, dtype=torch.int32, device=x.device)
+    layer.read(x, ids, weights, kept)
+    taken = from_words(kept, ids.shape[1], layer.sketch.intermediate)
+    sizes = ReadBytes(layer.sketch.hidden, layer.sketch.intermediate, 2, layer.coordinates)
+    seen = coordinates(rotated(x.float(), layer.sketch.signs), layer.coordinates)
+    token = token_bytes(sizes, ids, taken)
+    return {
+        "token": float(token.double().mean()),
+        "share": float(token.max()) / (ids.shape[1] * sizes.expert),
+        "union": float(union_bytes(sizes, ids, taken, seen, layer.sketch.num_experts)),
+        "active": float(len(ids.unique())),
+    }
+
+
+def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rate: float) -> list[dict[str, Any]]:
+    layers = Layers(SHAPES[name])
+    readers = {budget: layers.readers(budget) for budget in budgets}
+    rows = []
+    for batch in batches:
+        given = layers.inputs(batch)
+        row: dict[str, Any] = {"shape": name, "batch": batch}
+
+        def time(form: Callable[..., Any], own: list[Any], given: Any = given) -> float:
+            calls = [lambda g=g, o=o: form(o, *g) for g, o in zip(given, itertools.cycle(own), strict=False)]
+            return timed(calls, REPLAYS)
+
+        whole = layers.whole
+        if batch <= 64:
+            row["dense"] = time(lambda own, x, ids, weights: decode(x, ids, weights, *own), whole)
+        row["grouped layer"] = time(lambda own, x, ids, weights: grouped_layer(x, ids, weights, *own), whole)
+        presorted = [(*sorted_rows(x, ids, layers.experts), *own) for (x, ids, _), own in zip(given, whole * CALLS)]
+        row["two products"] = timed([lambda g=g: two_products(g[0], *g[2:]) for g in presorted], REPLAYS)
+        for budget in budgets:
+            us = time(lambda own, x, ids, weights: own.read(x, ids, weights), readers[budget])
+            read = bytes_of(readers[budget][0], *given[0])
+            floor = read["union"] / rate * 1e6
+            own = {"us": us, **read, "floor": floor, "reached": floor / us}
+            own["gain"] = {f: row[f] / us for f in ("dense", "grouped layer", "two products") if f in row}
+            if batch <= 16:
+                own["error"] = error_of(readers[budget][0], *given[0])
+            row[f"{budget:g}"] = own
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/reader_speed.json")
+    options = parser.parse_args()
+    rate = bandwidth()
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": shlex.join(["python", "benchmarks/reader_speed.py", *sys.argv[1:]]),
+        "bandwidth": rate,
+        "rows": [],
+    }
+    print(f"{found['device']}: a copy moves {rate / 1e12:.2f} TB/s")
+    for name in options.shapes:
+        found["rows"] += measure(name, tuple(options.batches), tuple(options.budgets), rate)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
