@@ -24,7 +24,7 @@ from epsim.cost.calibrated import (
 from epsim.cost.curve import curve
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
 from epsim.cost.hardware import load_hardware
-from epsim.cost.layer_time import load_timing
+from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.cost.model import load_model
 from epsim.cost.policy_time import policy_us
 from epsim.cost.tiled import TiledFit
@@ -216,3 +216,24 @@ def test_a_folder_that_lacks_something_says_what(tmp_path: Path, monkeypatch: py
     (made / "hardware.toml").write_text(toml.replace("shared_grouped = true", "shared_grouped = 1"))
     with pytest.raises(ValueError, match="shared_grouped: 1 is not of type bool"):
         load_calibration(str(made))
+
+
+def test_the_runtime_s_shared_expert_is_one_more_expert_and_tiles_count() -> None:
+    from tests.cost.test_layer_time import load
+
+    grouped = dataclasses.replace(H200, shared_grouped=True)
+    timing = LayerTiming(ExpertsTime(grouped, V3, dataclasses.replace(EXPERTS, fit=FIT)))
+    one = dataclasses.replace(
+        load([800.0, 600.0], [5, 5], 175.0, [300.0, 100.0]), tiles=torch.tensor([[[7.0, 5.0]]], dtype=torch.float64)
+    )
+    found = timing.phases(one, parse_stack("contiguous"), False)
+    # 300 tokens of the shared expert are one more expert, and two more tiles of 256 rows.
+    expected = FIT.us(numbers(1100), numbers(6), numbers(9), V3)
+    assert float(found.experts) == pytest.approx(float(expected))
+    # Rows that stay for it: tokens at home of whose eight choices none is.
+    bare = dataclasses.replace(timing, experts=ExpertsTime(H200, V3, timing.experts.table))
+    apart = bare.phases(one, parse_stack("contiguous"), False)
+    assert float(found.dispatch) > float(apart.dispatch)
+    assert float(apart.experts) == pytest.approx(
+        float(FIT.us(numbers(800), numbers(5), numbers(7), V3) + bare.experts.dense_us(numbers(300)))
+    )
