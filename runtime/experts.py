@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from epsim.kernels.experts import MOST_TOKENS, decode
 from epsim.runtime.exchange.base import Received
 from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import Weights, WeightSource
@@ -16,7 +17,11 @@ class Experts(torch.nn.Module):
     Weights lie in rows, which slots point to, so that a moved expert can arrive in a spare row and take its slot's
     place at once. gate_up [rows, 2 I, H], down [rows, H, I]; row_of_slot [S + shared] int64; the shared expert's
     weights are the last row, or apart (`shared_gate_up`, `shared_down`) where its width is another.
+    decode_up_to: batches of as many rows, in bfloat16 on a GPU, go to `epsim.kernels.experts`, others to grouped
+    products; 0 for none.
     """
+
+    decode_up_to = MOST_TOKENS
 
     def __init__(
         self,
@@ -81,10 +86,21 @@ class Experts(torch.nn.Module):
         """-> outputs [N, H]: each row's weighted sum over its local slots; counts [S + shared] int64 of rows a slot
         served."""
         if received.hidden.is_cuda:
+            if self._is_small(received):
+                return self._decode(received)
             from epsim.runtime import grouped
 
             return grouped.compute(self, received)
         return self._plain(received)
+
+    def _is_small(self, received: Received) -> bool:
+        small = 0 < len(received.hidden) <= self.decode_up_to and received.scales is None
+        return small and self.dtype == torch.bfloat16 and not self.apart
+
+    def _decode(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
+        counts = torch.empty_like(self.row_of_slot)
+        weights = (self.gate_up, self.down, self.row_of_slot, counts)
+        return decode(received.hidden, received.slots, received.weights, *weights), counts
 
     def _plain(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, slots = received.hidden.to(self.dtype), received.slots
