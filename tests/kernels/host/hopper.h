@@ -15,8 +15,6 @@ static void started() {}
 static void wait(u64 &barrier, u32 parity) { while ((barrier & 1) == parity) give_way(); }
 static void arrive(u64 &barrier) { barrier -= 1 << 8, settle(barrier); }
 static void arrive_expecting(u64 &barrier, u32 bytes) { barrier += (u64)bytes << 32, arrive(barrier); }
-static void wait_for_last() {}
-static void let_next_begin() {}
 static u64 read_once() { return 0; }
 static void copy_in(void *to, const void *from, u32 bytes, u64 &barrier, u64) {
     if ((u64)to % 16 || (u64)from % 16 || bytes % 16) abort();
