@@ -264,27 +264,27 @@ def _bytes(report: Mapping[str, Any]) -> list[Row]:
             "30",
             f"{sizes['packed_block_bytes']:.1f}; with rows filled up to sectors "
             f"{', '.join(f'{256 * share / 2 * 3:.1f}' for share in dict.fromkeys(sketches))} in the three models",
-            True,
+            29 < sizes["packed_block_bytes"] < 31,
         ),
         Row(
             "the sketch takes 7% of what is resident, the map 0.5%",
             "7%, 0.5%",
             f"{_span(sketches, '.3f')} and {_span(maps, '.4f')} of the experts' weights in the three models; "
             f"{sizes['sketch_of_experts']:.3f} and {sizes['map_of_experts']:.3f} here",
-            True,
+            0.06 < min(sketches) <= max(sketches) < 0.09 and max(maps) < 0.009,
         ),
         Row(
             "a full sketch is 44 to 61% of what is read at 12.8 and 17.8%",
             "44 to 61%",
             f"{min(screens):.0%} to {max(screens):.0%} in the three models",
-            True,
+            0.4 < min(screens) <= max(screens) < 0.62,
         ),
         Row(
             "the map adds 0.5 to 0.8 points to what is read",
             "0.5 to 0.8",
             f"{100 * min(maps):.2f} to {100 * max(maps):.2f} in the three models; "
             f"{100 * sizes['map_of_experts']:.2f} and more here, where rows are a quarter as long",
-            True,
+            0.005 < min(maps) <= max(maps) < 0.008,
         ),
     ]
 
