@@ -36,7 +36,8 @@ def decode(
         if counts is not None:
             counts.copy_(torch.bincount(ids[ids >= 0], minlength=slots))
         return plain(hidden, ids, weights, gate_up, down, rows)
-    gate_up, down = gate_up.contiguous(), down.contiguous()
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        raise ValueError("gate_up and down are not contiguous, and a copy a call would cost more than the layer")
     if cuda.available(hidden.device.index) and cuda.uncovered(hidden, ids, gate_up, slots) is None:
         return cuda.fused(hidden, ids, weights, gate_up, down, rows, counts)
     from epsim.kernels.experts.tiles import tiled
