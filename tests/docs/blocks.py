@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,3 +27,11 @@ def examples(path: Path) -> list[str]:
     joined = [block.replace("\\\n", " ") for block in blocks(path, "sh")]
     lines = [line.split(" #")[0].strip() for block in joined for line in block.splitlines()]
     return [line for line in lines if line.startswith("epsim ")]
+
+
+def processor_seconds(command: Sequence[str]) -> float:
+    """That a command takes, of processors rather than of the clock: other tests run beside."""
+    before = os.times()
+    subprocess.run(command, check=True, capture_output=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.blocks import ROOT, commands, examples
+from tests.docs.blocks import ROOT, commands, examples, processor_seconds
 
 COMMANDS = ROOT / "docs" / "commands.md"
 PAGES = (COMMANDS, ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -47,7 +47,7 @@ def test_commands_run_as_printed(
         captured = capsys.readouterr()
         assert code == 0, f"{line}\n{captured.err}"
         assert captured.err == "", line
-    written = {"out", "today", "difference", "pages", "sweep", "tuned", "run"}
+    written = {"out", "today", "difference", "pages", "sweep", "tuned"}
     assert all((tmp_path / folder / "report.html").exists() for folder in written)
 
 
@@ -86,23 +86,8 @@ def test_a_wrong_example_would_be_found() -> None:
         parsed(["replay", "sample", "--rank", "4", "--policy", "eplb"])
 
 
-def processor_seconds(command: list[str]) -> float:
-    """Of processors rather than of the clock: other tests run beside."""
-    before = os.times()
-    subprocess.run(command, check=True, capture_output=True)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
-
-
 def test_help_answers_at_once() -> None:
     assert min(processor_seconds([sys.executable, "-m", "epsim.cli", "--help"]) for _ in range(4)) < 0.4
-
-
-@pytest.mark.slow
-def test_replay_of_the_sample_takes_seconds(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "epsim.cli", "replay", "sample", "--ranks", "16", "--nodes", "2"]
-    command += ["--redundant", "32", "--policy", "eplb", "--policy", "eplb+lplb", "--out", str(tmp_path)]
-    assert processor_seconds(command) < 10
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
