@@ -561,13 +561,12 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, int t
                 const uint4 x = shared.x[at];
                 one = dot(gate[at], x, one), other = dot(up[at], x, other);
             }
-            __syncwarp();
-            fetch(i + GATHERING, 0);
 #pragma unroll
             for (int far = 16; far; far /= 2) {
                 one += __shfl_xor_sync(~0u, one, far);
                 other += __shfl_xor_sync(~0u, other, far);
             }
+            fetch(i + GATHERING, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
             const float amount = activation(one) * other * a.weights[token * COLUMNS + shared.list[i] / INTER];
             wait(shared.full[warp][1], parity);
 #pragma unroll 2
