@@ -144,6 +144,9 @@ def generate_command(
     prompt: Annotated[int, typer.Option("--prompt", help="Tokens of held-out text that each begins with.")] = 64,
     num_tokens: Annotated[int, typer.Option("--tokens", help="Tokens of each continuation.")] = 256,
     rounds: Annotated[int, typer.Option("--rounds", help="Timed continuations of every policy, in turn.")] = 5,
+    experts: Annotated[
+        str, typer.Option("--experts", help="kernel: epsim's for small batches; model: transformers' own.")
+    ] = "kernel",
     out: Annotated[Path | None, typer.Option("--out", help="JSON file for the figures.")] = None,
 ) -> None:
     """Continue held-out text under router policies: tokens a second beside the model's own choice, and the text."""
@@ -156,6 +159,7 @@ def generate_command(
         prompt=prompt,
         num_tokens=num_tokens,
         rounds=rounds,
+        experts=experts,
         seed=seed,
         cache=cache,
         device=device,

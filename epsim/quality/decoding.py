@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from epsim.kernels.experts import MOST_TOKENS, decode
 from epsim.quality.hook import Reroute, rerouted
 from epsim.traces.model import tokens
+from epsim.traces.routers import find_routers
 
 TOP_P = 0.95
 """Share of the probability that sampled tokens come from."""
@@ -144,6 +148,37 @@ class Decoder:
         with torch.cuda.graph(graph):
             self._step()
         self._graph = graph
+
+
+@contextmanager
+def small_batch_experts(model: Any) -> Iterator[None]:
+    """Inside the `with`, experts compute up to 64 rows by `epsim.kernels.experts.decode`, more by the model's own way.
+
+    Raises ValueError for experts that are not gated by SiLU.
+    """
+    changed = [router.experts for router in find_routers(model)]
+    for experts in changed:
+        if not isinstance(experts.act_fn, torch.nn.SiLU) and type(experts.act_fn).__name__ != "SiLUActivation":
+            raise ValueError(
+                f"experts of {type(experts).__name__} are gated by {type(experts.act_fn).__name__}, not SiLU"
+            )
+
+        def forward(
+            hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Any = experts
+        ) -> torch.Tensor:
+            if len(hidden) > MOST_TOKENS:
+                out: torch.Tensor = type(experts).forward(experts, hidden, ids, weights)
+                return out
+            # What fills up a row stands there at weight 0.
+            taken = ids.masked_fill(weights == 0, -1)
+            return decode(hidden, taken, weights.float(), experts.gate_up_proj, experts.down_proj)
+
+        experts.forward = forward
+    try:
+        yield
+    finally:
+        for experts in changed:
+            del experts.forward
 
 
 def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from epsim.policies.stack import parse_stack
-from epsim.quality.decoding import Decoder
+from epsim.quality.decoding import Decoder, small_batch_experts
 from epsim.quality.evaluate import MIXED, evaluation_text
 from epsim.quality.hook import Reroute, check_rules, reroute_of
 from epsim.quality.meter import Meter
@@ -28,7 +29,8 @@ COUNTED = 32
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:
     """stacks: only their routers act; the model's own choice, `topk`, comes first whether named or not. `batch` prompts
-    of `prompt` held-out tokens, of all domains in turn, are continued by `num_tokens` in each of `rounds`."""
+    of `prompt` held-out tokens, of all domains in turn, are continued by `num_tokens` in each of `rounds`. experts: who
+    computes them: `kernel` (`epsim.kernels.experts`, up to 64 rows) or `model`, transformers' own way."""
 
     stacks: tuple[str, ...] = ()
     batch: int = 16
@@ -38,6 +40,7 @@ class GenerateOptions:
     seed: int = 0
     cache: Path | None = None
     device: str | None = None
+    experts: str = "kernel"
     out: Path | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +53,8 @@ class GenerateOptions:
         ):
             if value < least:
                 raise ValueError(f"--{name} {value}: give at least {least}")
+        if self.experts not in ("kernel", "model"):
+            raise ValueError(f"--experts {self.experts}: give kernel or model")
         if self.out is not None:
             check_target(self.out)
 
@@ -75,10 +80,12 @@ def generate_text(options: GenerateOptions) -> dict[str, Any]:
     corpus = tokens.load(options.cache)
     text = evaluation_text(corpus.heldout, tuple(corpus.heldout), options.batch, options.prompt)
     prompts = text.get(MIXED, next(iter(text.values())))[:, : options.prompt].to(device)
-    speeds = decode_speed(model, stacks, prompts, options.num_tokens, options.rounds, options.seed)
+    with small_batch_experts(model) if options.experts == "kernel" else nullcontext():
+        speeds = decode_speed(model, stacks, prompts, options.num_tokens, options.rounds, options.seed)
     result: dict[str, Any] = {
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
+        "experts": options.experts,
         "batch": options.batch,
         "prompt": options.prompt,
         "tokens": options.num_tokens,

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from epsim.policies.stack import parse_stack
-from epsim.quality.decoding import Decoder, generate
+from epsim.quality.decoding import Decoder, generate, small_batch_experts
 from epsim.quality.hook import keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
 from epsim.quality.speed import Speed, decode_speed, gains
@@ -103,6 +103,24 @@ def test_no_room(model: Any, prompts: torch.Tensor) -> None:
         Decoder(model, keep, 6, 10_000)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("stack", ["topk", "oea(k0=1)", "pruned(k0=1)"])
+def test_experts_of_small_batches_give_the_models_own_outputs(model: Any, prompts: torch.Tensor, stack: str) -> None:
+    reroute = reroute_of(parse_stack(stack).router)
+
+    def logits(tokens_of_all: torch.Tensor) -> torch.Tensor:
+        with rerouted(model, reroute, whole_sequences=True):
+            out: torch.Tensor = model(input_ids=tokens_of_all).logits
+        return out
+
+    for given in (prompts, prompts.repeat(2, 1)):  # 54 rows, and 108: too many for the small form.
+        own = logits(given)
+        with small_batch_experts(model):
+            found = logits(given)
+        torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-5)
+        assert torch.equal(logits(given), own)
+
+
 def test_speed_counts_what_was_decoded(model: Any, prompts: torch.Tensor) -> None:
     speeds = decode_speed(model, ["topk", "pruned(k0=1)"], prompts, 8, 3, seed=1)
     assert [speed.stack for speed in speeds] == ["topk", "pruned(k0=1)"]
@@ -145,7 +163,15 @@ def test_the_command(
     assert list(result["stacks"]) == ["topk", "oea(k0=1)"]
     assert result["stacks"]["topk"]["over_topk"] == 1
     out.unlink()
-    for wrong in ("--batch 0", "--tokens 1", "--rounds 0", "--prompt 0", "--policy nothing", "--tokens 1000000"):
+    for wrong in (
+        "--batch 0",
+        "--tokens 1",
+        "--rounds 0",
+        "--prompt 0",
+        "--policy nothing",
+        "--tokens 1000000",
+        "--experts own",
+    ):
         assert run(f"{shape} {wrong}") == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
         assert not out.exists()
