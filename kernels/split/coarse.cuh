@@ -298,7 +298,7 @@ __device__ int warm_part(const Problem &p, int k, int need, int copy) {
     total += part;
     if (part > most_part) largest = c, most_part = part;
   }
-  bool evenly = !(total >= 1e-30f && total <= 1e38f);
+  bool evenly = !(total >= 1e-28f && total <= 1e38f);
   if (evenly) total = last - first, largest = first;
   float scale = need / total;
   auto units_of = [&](int c) { return static_cast<int>((evenly ? 1.0f : part_of(c)) * scale); };

@@ -57,7 +57,7 @@ def even_start(graph: Graph, until: Floats, need: Longs, x: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
-    """Another batch's loads of the copies, before [copies], scaled to this one's: evenly where all are zero.
+    """Another batch's loads of the copies, before [copies], scaled to this one's: evenly where all are next to zero.
 
     In float32, which is near enough for a beginning, and sooner done on a GPU.
     """
@@ -70,7 +70,8 @@ def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
             total += part
             if part > most_part:
                 largest, most_part = c, part
-        if not np.float32(1e-30) <= total <= np.float32(1e38):
+        # Beyond, 2^30 units over the total, or the total, are none of float32's numbers.
+        if not np.float32(1e-28) <= total <= np.float32(1e38):
             for c in range(first, last):
                 before[c] = 1.0
             total, largest = np.float32(last - first), first

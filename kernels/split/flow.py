@@ -97,7 +97,7 @@ def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def rescale(graph: Graph, x: Floats) -> None:
-    """Makes each expert's copies lie in [0, demand] and sum to it: in proportion, evenly where all are zero."""
+    """Makes each expert's copies lie in [0, demand] and sum to it: in proportion, evenly where that is not finite."""
     for k in range(graph.demand.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
         need = graph.demand[k]
@@ -108,7 +108,7 @@ def rescale(graph: Graph, x: Floats) -> None:
             total += x[c]
             if x[c] > x[largest]:
                 largest = c
-        if not 0.0 < total < np.inf:
+        if not (0.0 < total < np.inf and need / total < np.inf):
             for c in range(first, last):
                 x[c] = 1.0
             total = 1.0 * (last - first)

@@ -152,7 +152,7 @@ __device__ void rescale(Problem &p, int lane) {
       total += p.x[c];
       if (p.x[c] > p.x[largest]) largest = c;
     }
-    if (!(0.0 < total && total <= 1.7976931348623157e308)) {
+    if (!(0.0 < total && total <= 1.7976931348623157e308 && need / total <= 1.7976931348623157e308)) {
       for (int c = first; c < last; ++c) p.x[c] = 1.0;
       total = last - first;
       largest = first;
