@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-PLACES = ("--recordings", "--out")
+PLACES = ("--recordings", "--cache", "--out")
 
 
 def command(script: str) -> str:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command import command
 
 from epsim.calibrate.experts import drawn_counts, rank_experts, received_of, shape_for
 from epsim.calibrate.machine import DTYPE, Machine
@@ -93,7 +92,7 @@ def main() -> None:
     machine = Machine.here("cuda")
     begun = time.perf_counter()
     report: dict[str, Any] = machine.described()
-    report["command"] = shlex.join(["python", "benchmarks/gates_measure.py", *sys.argv[1:]])
+    report["command"] = command("gates_measure.py")
     report["cells"] = cells(machine)
     print(f"{len(report['cells'])} cells, {time.perf_counter() - begun:.0f} s", flush=True)
     report["slices"] = slices(machine, options.batches, options.seconds)

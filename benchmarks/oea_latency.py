@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +32,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 import torch.nn.functional as F
+from command import command
 from lines import fit
 
 from epsim.kernels.experts import decode, plain
@@ -323,7 +322,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", "benchmarks/oea_latency.py", *sys.argv[1:]]),
+        "command": command("oea_latency.py"),
         "router": router(bench),
         "uniform": uniform(),
         "latency": latency(bench),

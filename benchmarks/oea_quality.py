@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from command import command
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.claims import Claim, check_claims
@@ -55,7 +54,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/oea_quality.json"))
     arguments = parser.parse_args()
     report = run(arguments)
-    report["command"] = shlex.join(["python", *sys.argv])
+    report["command"] = command("oea_quality.py")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {arguments.out} and {arguments.out.with_suffix('.png')}")

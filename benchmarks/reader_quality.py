@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command import command
 
 from epsim.kernels.reader import ReadBytes
 from epsim.policies.reader import ThresholdChannels, TopkChannels
@@ -363,7 +362,7 @@ def main() -> None:
     report = Bench(arguments).run()
     rows = claim_rows(report)
     report["claims"] = [row.to_json() for row in rows]
-    report["command"] = shlex.join(["python", *sys.argv])
+    report["command"] = command("reader_quality.py")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(rows))

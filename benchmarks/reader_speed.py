@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from command import command
 from oea_latency import grouped_layer, sorted_rows, timed, two_products
 
 from epsim.kernels.experts import decode
@@ -151,7 +150,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
-        "command": shlex.join(["python", "benchmarks/reader_speed.py", *sys.argv[1:]]),
+        "command": command("reader_speed.py"),
         "bandwidth": rate,
         "rows": [],
     }

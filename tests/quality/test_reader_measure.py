@@ -126,8 +126,10 @@ def test_spearman() -> None:
     assert spearman(np.array([0.0, 5, 5, 9]), x) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
 
 
-def benchmark() -> Any:
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     path = Path(__file__).resolve().parents[2] / "benchmarks/reader_quality.py"
+    monkeypatch.syspath_prepend(path.parent)
     spec = importlib.util.spec_from_file_location("reader_quality", path)
     assert spec is not None
     assert spec.loader is not None
@@ -138,10 +140,9 @@ def benchmark() -> Any:
 
 @pytest.mark.slow
 def test_the_benchmark_runs_and_every_claim_gets_its_row(
-    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_cache(model, tmp_path)
-    module = benchmark()
     monkeypatch.setattr(module, "BUDGETS", (0.4, 0.6))
     options = {"sequences": 4, "calibration": 2, "length": 12, "generated": 12, "seed": 0, "docs": None, "out": None}
     report = module.Bench(argparse.Namespace(cache=tmp_path, device="cpu", **options)).run()
