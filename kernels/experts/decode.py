@@ -27,12 +27,15 @@ def decode(
     written there.
     -> [B, H] bfloat16. Sums are in float32; activated values are weighed, then rounded to bfloat16. The same bits in
     every run on one form. Nothing waits on a GPU, and it can be captured in a CUDA graph.
-    Raises ValueError for what does not fit.
+    Raises ValueError for what does not fit; for ids that are out of range or twice in a row on a CPU alone, since a
+    GPU would have to be waited for: there such ids read or write elsewhere, or lose a weight.
     """
     _check(hidden, ids, weights, gate_up, down)
     slots = len(gate_up) if rows is None else len(rows)
+    _check_slots(hidden, slots, rows, counts)
     ids, weights = ids.contiguous(), weights.contiguous()
     if not hidden.is_cuda:
+        _check_ids(ids, slots)
         if counts is not None:
             counts.copy_(torch.bincount(ids[ids >= 0], minlength=slots))
         return plain(hidden, ids, weights, gate_up, down, rows)
@@ -50,13 +53,41 @@ def _check(
 ) -> None:
     if len(hidden) > MOST_TOKENS:
         raise ValueError(f"{len(hidden)} tokens: `decode` is for at most {MOST_TOKENS}, use grouped products")
+    if (hidden.ndim, gate_up.ndim, down.ndim) != (2, 3, 3):
+        raise ValueError(f"hidden, gate_up and down have {hidden.ndim}, {gate_up.ndim}, {down.ndim} axes, not 2, 3, 3")
     size, inter = down.shape[1:]
     if tuple(gate_up.shape) != (len(down), 2 * inter, size) or hidden.shape[1] != size:
         raise ValueError(
             f"shapes do not go together: hidden {list(hidden.shape)}, gate_up {list(gate_up.shape)}, "
             f"down {list(down.shape)}, not [B, H], [E, 2 I, H], [E, H, I]"
         )
-    if ids.shape != weights.shape or len(ids) != len(hidden) or ids.dtype != torch.int64:
+    if not hidden.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(f"hidden is {hidden.dtype}, gate_up {gate_up.dtype}, down {down.dtype}: give them one type")
+    if ids.ndim != 2 or ids.shape != weights.shape or len(ids) != len(hidden) or ids.dtype != torch.int64:
         raise ValueError(f"ids are {list(ids.shape)} {ids.dtype}, weights {list(weights.shape)}, not [B, k] int64")
     if weights.dtype != torch.float32:
         raise ValueError(f"weights are {weights.dtype}, not float32")
+    if len({tensor.device for tensor in (hidden, ids, weights, gate_up, down)}) > 1:
+        raise ValueError("hidden, ids, weights, gate_up and down are not on one device")
+
+
+def _check_slots(hidden: torch.Tensor, slots: int, rows: torch.Tensor | None, counts: torch.Tensor | None) -> None:
+    """Kernels read and write these as they lie."""
+    for name, tensor in (("rows", rows), ("counts", counts)):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != (slots,) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
+            raise ValueError(f"{name} are {list(tensor.shape)} {tensor.dtype}, not [{slots}] int64, contiguous")
+        if tensor.device != hidden.device:
+            raise ValueError(f"{name} are on {tensor.device}, hidden on {hidden.device}")
+
+
+def _check_ids(ids: torch.Tensor, slots: int) -> None:
+    outside = (ids < -1) | (ids >= slots)
+    if bool(outside.any()):
+        raise ValueError(f"id {int(ids[outside][0])} is outside 0..{slots - 1} (or -1 for none)")
+    ordered = ids.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        token, column = twice.nonzero()[0].tolist()
+        raise ValueError(f"token {token} has expert {int(ordered[token, column])} twice")

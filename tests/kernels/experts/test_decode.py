@@ -56,6 +56,40 @@ def test_tells_what_does_not_fit() -> None:
         decode(hidden, ids.int(), weights, gate_up, down)
     with pytest.raises(ValueError, match="float32"):
         decode(hidden, ids, weights.double(), gate_up, down)
+    with pytest.raises(ValueError, match=r"hidden is torch\.float32, gate_up torch\.float64"):
+        decode(hidden.float(), ids, weights, gate_up, down)
+    with pytest.raises(ValueError, match="1, 3, 3 axes"):
+        decode(hidden[0], ids, weights, gate_up, down)
+    rows = torch.arange(5)
+    for wrong in (rows.int(), rows[None], torch.arange(10)[::2]):
+        with pytest.raises(ValueError, match=r"rows are .* not \[.*\] int64, contiguous"):
+            decode(hidden, ids, weights, gate_up, down, wrong)
+    for wrong in (rows.int(), rows[:4], torch.arange(10)[::2]):
+        with pytest.raises(ValueError, match=r"counts are .* not \[5\] int64, contiguous"):
+            decode(hidden, ids, weights, gate_up, down, counts=wrong)
+
+
+def test_ids_that_no_form_takes_are_told_on_a_cpu() -> None:
+    hidden, ids, weights, gate_up, down = drawn()
+    for wrong in (5, -2):
+        changed = ids.clone()
+        changed[3, 1] = wrong
+        with pytest.raises(ValueError, match=f"id {wrong} is outside 0..4"):
+            decode(hidden, changed, weights, gate_up, down)
+    with pytest.raises(ValueError, match=r"id 2 is outside 0..1"):
+        decode(hidden, torch.full_like(ids[:, :1], 2), weights[:, :1], gate_up, down, torch.tensor([4, 3]))
+    ids[2] = torch.tensor([1, 4, 1])
+    with pytest.raises(ValueError, match="token 2 has expert 1 twice"):
+        decode(hidden, ids, weights, gate_up, down)
+
+
+def test_no_tokens_and_no_experts() -> None:
+    hidden, ids, weights, gate_up, down = drawn()
+    counts = torch.full((5,), -1)
+    assert decode(hidden[:0], ids[:0], weights[:0], gate_up, down, counts=counts).shape == (0, 16)
+    assert counts.tolist() == [0] * 5
+    assert not decode(hidden, torch.full_like(ids, -1), weights, gate_up, down, counts=counts).any()
+    assert counts.tolist() == [0] * 5
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
