@@ -97,13 +97,38 @@ def arguments_of(
     return np.array([(*pointers, rule.p, scaling, *numbers, sizes, k0)], ARGUMENTS)
 
 
+def check(rule: Rule, scores: torch.Tensor, top_k: int, given: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError for what router.cu would misread: it reads tensors as they lie."""
+    if scores.ndim < 2:
+        raise ValueError(f"scores are {list(scores.shape)}, not [..., B, E]")
+    *_, tokens, experts = scores.shape
+    if (reason := uncovered(rule, tokens, experts, top_k)) is not None:
+        raise ValueError(f"the router kernel does not cover this: {reason}")
+    sizes, k0 = zip(*rule.steps, strict=True) if rule.steps else ((), ())
+    if not k0 or list(sizes) != sorted(set(sizes)) or not 1 <= min(k0) <= max(k0) <= top_k <= experts:
+        raise ValueError(f"steps {rule.steps}: give batch sizes that ascend, each with k0 of 1 to k, {top_k}")
+    for name, value in (("kmax", rule.kmax), ("maxp", rule.maxp)):
+        if value is not None and value < max(k0):
+            raise ValueError(f"{name} {value} is less than k0, {max(k0)}, which every token is guaranteed")
+    if rule.kmax is not None and rule.kmax > experts:
+        raise ValueError(f"kmax {rule.kmax}, but there are {experts} experts")
+    wide = (*scores.shape[:-1], top_k)
+    shapes = {"scores": scores.shape, "weighs": scores.shape, "own": wide, "own_weights": wide}
+    dtypes = {"own": torch.int64, "acting": torch.bool}
+    for name, tensor in ({"scores": scores} | given).items():
+        shape, dtype = shapes.get(name, scores.shape[:-1]), dtypes.get(name, torch.float32)
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.device != scores.device:
+            raise ValueError(
+                f"{name}: {list(tensor.shape)} {tensor.dtype} on {tensor.device}, not {list(shape)} {dtype} "
+                f"on {scores.device}"
+            )
+
+
 def _run(
     rule: Rule, scores: torch.Tensor, top_k: int, scaling: float, renormalise: bool, given: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    check(rule, scores, top_k, given)
     *lead, tokens, experts = scores.shape
-    reason = uncovered(rule, tokens, experts, top_k)
-    if reason is not None:
-        raise ValueError(f"the router kernel does not cover this: {reason}")
     width = min(max(rule.kmax or 0, top_k), experts)
     ids = torch.empty(*lead, tokens, width, dtype=torch.int64, device=scores.device)
     weights = torch.empty(*lead, tokens, width, dtype=torch.float32, device=scores.device)

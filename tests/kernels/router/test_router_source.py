@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +106,32 @@ def test_any_batch(on_host: Build, seed: int, tokens: int, k0: int, p: float) ->
     policy = Oea(str(k0), p=p, kmax=[None, 7][seed % 2], maxp=[None, 9, 48][seed % 3])
     given = {"weighs": work.weighs, "own": work.expert_ids, "own_weights": work.weights, "acting": work.decode}
     check(run_on_host(on_host, policy, work.scores, 6, given), policy.route(work))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rule": Rule(((2, 7),))}, "each with k0 of 1 to k, 6"),
+        ({"rule": Rule(((2, 0),))}, "each with k0 of 1 to k, 6"),
+        ({"rule": Rule(((9, 4), (4, 2)))}, "give batch sizes that ascend"),
+        ({"rule": Rule(())}, "give batch sizes that ascend"),
+        ({"rule": Rule(((2, 3),), kmax=2)}, "kmax 2 is less than k0, 3"),
+        ({"rule": Rule(((2, 3),), maxp=2)}, "maxp 2 is less than k0, 3"),
+        ({"rule": Rule(((2, 3),), kmax=13)}, "kmax 13, but there are 12 experts"),
+        ({"scores": torch.zeros(5, 12, dtype=torch.bfloat16)}, r"scores: \[5, 12\] torch.bfloat16"),
+        ({"scores": torch.zeros(12)}, r"not \[..., B, E\]"),
+        ({"scores": torch.zeros(513, 12)}, "513 tokens, not up to 512"),
+        ({"own": torch.zeros(5, 6, dtype=torch.int32)}, r"own: \[5, 6\] torch.int32 .* not \[5, 6\] torch.int64"),
+        ({"own": torch.zeros(5, 5, dtype=torch.int64)}, r"own: \[5, 5\] torch.int64 .* not \[5, 6\]"),
+        ({"weighs": torch.zeros(5, 11)}, r"weighs: \[5, 11\]"),
+        ({"acting": torch.ones(5)}, r"acting: \[5\] torch.float32 .* not \[5\] torch.bool"),
+        ({"acting": torch.ones(4, dtype=torch.bool)}, r"acting: \[4\]"),
+    ],
+)
+def test_what_the_kernel_would_misread_is_told(change: dict[str, Any], says: str) -> None:
+    work = drawn(5, 12, 6, 0, False)
+    given = {"weighs": work.weighs, "own": work.expert_ids, "own_weights": work.weights, "acting": work.decode}
+    cuda.check(Rule(((2, 3),)), work.scores, 6, given)
+    given |= {name: value for name, value in change.items() if name in given}
+    with pytest.raises(ValueError, match=says):
+        cuda.check(change.get("rule", Rule(((2, 3),))), change.get("scores", work.scores), 6, given)
