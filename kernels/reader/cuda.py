@@ -43,7 +43,9 @@ ARGUMENTS = np.dtype(
 """reader.cu's Arguments."""
 WARPS = 16
 THREADS = 32 * WARPS
-LONGEST, MOST_CHANNELS, MAP, BINS, RIVALS = 3072, 16384, 32, 4096, 1024
+LONGEST, MOST_CHANNELS, MOST_EXPERTS, MAP, BINS, RIVALS = 3072, 16384, 32, 32, 4096, 1024
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a block may have (compute capability 9.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +97,16 @@ def uncovered(sizes: Sizes) -> str | None:
     """Why reader.cu cannot, or None."""
     if sizes.hidden % BLOCK or sizes.hidden > LONGEST:
         return f"hidden {sizes.hidden} is no multiple of {BLOCK} up to {LONGEST}"
+    if not 0 < sizes.columns <= MOST_EXPERTS:
+        return f"a token has {sizes.columns} experts, not 1 to {MOST_EXPERTS}"
     if sizes.columns * sizes.inter > MOST_CHANNELS:
         return f"{sizes.columns} experts of {sizes.inter} channels are more than {MOST_CHANNELS} channels of a token"
     if sizes.coordinates % 16 or not 0 < sizes.coordinates <= BLOCK:
         return f"{sizes.coordinates} coordinates of {BLOCK} are no multiple of 16"
     if sizes.rank not in (0, MAP):
         return f"a map of rank {sizes.rank}, not {MAP}"
+    if sizes.shared > MOST_SHARED:
+        return f"a block needs {sizes.shared} bytes of shared memory, of which there are {MOST_SHARED}"
     return None
 
 

@@ -49,11 +49,12 @@ constexpr int STEPS = COORDINATES / 16;
 constexpr int CHANNELS = COLUMNS * INTER, WORDS = (CHANNELS + 31) / 32;
 constexpr int OWN = (CHANNELS + THREADS - 1) / THREADS;  // Keys of a thread.
 constexpr int BINS = 4096, FINE = 19;                    // Keys' upper bits are bins; so many are below.
+constexpr u32 INFINITE = 0x7f800000;                     // Bits of the largest score: a score that is no number has it.
 constexpr int RIVALS = 1024;                             // Most keys of a bin that are compared one by one.
 constexpr int NARROW = 1024;                             // Bins of a step where they are more.
 
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
-static_assert(CHANNELS <= 16384 && (RANK == 32 || RANK == 0), "shape");
+static_assert(COLUMNS <= 32 && CHANNELS <= 16384 && (RANK == 32 || RANK == 0), "shape");
 
 // The largest coordinates of a block of Rx: which, and x / unit in three parts of falling size.
 struct Screened {
@@ -314,7 +315,8 @@ __device__ void screen(const Arguments &a, Shared &shared, int warp, int lane) {
         if (there && kind == 0) {
             const float active = activation(shared.pair[value]) * shared.pair[value + 5];
             const float size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
-            const float score = size * (active < 0 ? -active : active);
+            const u32 bits = (u32)__float_as_int(size * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
+            const float score = __int_as_float(bits > INFINITE ? INFINITE : bits);
             a.estimates[at] = active;
             a.scores[at] = score;
             atomicAdd(a.bins + token * BINS + (key_of(score) >> FINE), 1u);

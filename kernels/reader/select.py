@@ -10,8 +10,9 @@ import torch
 def top_mask(values: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
     """values [..., n], number an integer or [...] int64, 0 to n -> [..., n] bool: the `number` largest, ties by index.
 
-    Exact and the same on every device: it depends on comparisons alone.
+    Exact and the same on every device: it depends on comparisons alone. What is no number counts as infinite.
     """
+    values = values.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
     size = values.shape[-1]
     if isinstance(number, int):
         number = min(max(number, 0), size)
@@ -31,9 +32,9 @@ def _down_to(values: torch.Tensor, least: torch.Tensor, wanted: int | torch.Tens
 
 
 def output_scores(weights: torch.Tensor, norms: torch.Tensor, activations: torch.Tensor) -> torch.Tensor:
-    """weights [T, k], norms [T, k, I], activations [T, k, I] -> w_j |d_j| |p_j| float32: what a channel adds to the
+    """weights [T, k], norms [T, k, I], activations [T, k, I] -> |w_j| |d_j| |p_j| float32: what a channel adds to the
     layer's output at the most, comparable between experts. Multiplied in this order."""
-    return weights[..., None].float() * norms.float() * activations.float().abs()
+    return (weights[..., None].float() * norms.float() * activations.float()).abs()
 
 
 def keep_top(scores: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:

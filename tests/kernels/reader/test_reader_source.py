@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,6 +135,32 @@ def test_all_equal_scores_go_to_the_lower_channels(on_host: Callable[..., Callab
     assert (held["output"] == 0).all()
 
 
+def test_scores_of_minus_zero_and_of_no_number(on_host: Callable[..., Callable[..., None]]) -> None:
+    """Gates of zero or far below it give -0, which is no large score; a token of NaN leaves the others alone."""
+    source = torch.Generator().manual_seed(5)
+    gate_up = (torch.randn(3, 128, 128, generator=source) / 128**0.5).bfloat16()
+    down = torch.randn(3, 128, 64, generator=source).bfloat16()
+    x = torch.randn(3, 128, generator=source).bfloat16()
+    gate_up[:, :20] = 0
+    gate_up[:, 20:40] = -2 * x[0]
+    gate_up[:, 64:104] = x[0] * torch.tensor([1.0, -1.0] * 20).bfloat16()[:, None]
+    layer = ReaderLayer.of(build_layer(gate_up, down), gate_up, down, 2, 0.5, "gelu")
+    x[1] = torch.nan
+    ids, weights = torch.tensor([[2, 0], [1, 2], [0, 1]]), torch.tensor([[0.5, 0.5], [0.9, 0.1], [-0.4, 0.6]])
+    held = run_on_host(on_host, layer, (x, ids, weights))
+    kept = torch.empty_like(held["kept"])
+    plain = layer.read(x, ids, weights, kept)
+    taken = from_words(kept, 2, 64)
+    assert taken.sum((1, 2)).tolist() == [int(layer.kept_of[2])] * 3
+    assert 0 < int(layer.kept_of[2]) < 2 * 24
+    assert not taken[0, :, :40].any()
+    assert torch.equal(held["kept"], kept)
+    for output in (plain, held["output"]):
+        assert output[1].isnan().all()
+    sound = [0, 2]
+    assert far(held["output"][sound], in_float64(layer, (x, ids, weights), kept)[sound]) < 3e-3
+
+
 def test_a_token_without_experts_and_a_batch_of_them(on_host: Callable[..., Callable[..., None]]) -> None:
     layer = layer_of(4, 128, 64, 2, 0.5)
     x, ids, weights = inputs(layer, 4, 2)
@@ -161,7 +191,66 @@ def test_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             layer.read(*wrong)
+    with pytest.raises(ValueError, match=r"kept is \[2, 3\] torch.int32, not contiguous \[2, 4\] int32"):
+        layer.read(x, ids, weights, torch.zeros(2, 3, dtype=torch.int32))
     with pytest.raises(ValueError, match="does not pay"):
         layer_of(4, 128, 64, 2, 0.01)
     assert "multiple of 16" in (cuda.uncovered(cuda.Sizes(128, 64, 2, 40, 32, False)) or "")
     assert np.dtype(cuda.ARGUMENTS).itemsize == 8 * (len(cuda.POINTERS) + 2)
+
+
+def test_no_token() -> None:
+    layer = layer_of(4, 128, 64, 2, 0.5)
+    x, ids, weights = inputs(layer, 1, 2)
+    kept = torch.zeros(0, 4, dtype=torch.int32)
+    assert layer.read(x[:0], ids[:0], weights[:0], kept).shape == (0, 128)
+
+
+MODELS = [(2048, 768, 8), (2816, 704, 8), (2048, 512, 8), (512, 256, 8)]
+"""Hidden, intermediate, top-k: Qwen3-30B-A3B, Gemma-4-26B-A4B, Qwen3.5-35B-A3B, the small model."""
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        (cuda.Sizes(3072, 2048, 8, 128, 32, False), "261376 bytes of shared memory, of which there are 232448"),
+        (cuda.Sizes(2048, 256, 40, 80, 32, False), "a token has 40 experts, not 1 to 32"),
+        (cuda.Sizes(2048, 2049, 8, 80, 32, False), "more than 16384 channels"),
+        (cuda.Sizes(3200, 64, 8, 80, 32, False), "hidden 3200"),
+        (cuda.Sizes(2048, 64, 8, 80, 16, False), "a map of rank 16"),
+        *((cuda.Sizes(*shape, 80, rank, False), None) for shape in MODELS for rank in (0, 32)),
+    ],
+)
+def test_shapes_that_are_not_covered(sizes: cuda.Sizes, says: str | None) -> None:
+    found = cuda.uncovered(sizes)
+    assert found is None if says is None else says in (found or "")
+
+
+def test_shared_memory_is_what_the_source_takes(tmp_path: Path) -> None:
+    """By g++, for shapes of all kinds: never more than is asked for, and less than a kibibyte less."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    draw = random.Random(0)
+    drawn = [
+        (128 * draw.randint(1, 24), draw.choice([1, 33, 250, 500, 1999]), draw.randint(1, 32), 16 * draw.randint(1, 8))
+        for _ in range(100)
+    ]
+    every = [cuda.Sizes(*one, draw.choice([0, 32]), False) for one in [*((*m, 80) for m in MODELS), *drawn]]
+    covered = [sizes for sizes in every if cuda.uncovered(sizes) is None]
+    assert len(covered) > 40
+    text = (Path(cuda.__file__).parent / "reader.cu").read_text()
+    layout = text[text.index("constexpr int WARPS") : text.index("static_assert(sizeof(Shared)")]
+    parts = [
+        "#include <cstdint>\n#include <cstdio>\nusing u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t;"
+        "using u64 = uint64_t; struct alignas(16) uint4 { u32 x[4]; };"
+    ]
+    for number, sizes in enumerate(covered):
+        parts += [f"#undef {name}\n#define {name} {value}" for name, value in sizes.definitions.items()]
+        parts.append(f"namespace shape{number} {{\n{layout}\nconstexpr int size = sizeof(Shared); }}")
+    printed = "".join(f'printf("%d\\n", shape{number}::size);' for number in range(len(covered)))
+    code, program = tmp_path / "layout.cpp", tmp_path / "layout"
+    code.write_text("\n".join([*parts, f"int main() {{ {printed} }}"]))
+    subprocess.run(["g++", "-std=c++17", "-w", code, "-o", program], check=True)
+    found = subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()
+    for sizes, size in zip(covered, map(int, found), strict=True):
+        assert sizes.shared - 1024 <= size <= sizes.shared, sizes
