@@ -99,6 +99,8 @@ class CollectiveCost:
 
     def __post_init__(self) -> None:
         check_times(self.name, (self.us,))
+        if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
+            raise ValueError(f"{self.name}: {self.ranks} ranks on {self.nodes} nodes: give nodes of equally many ranks")
 
 
 @dataclass(frozen=True)

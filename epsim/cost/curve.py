@@ -26,7 +26,8 @@ def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> t
     A time below an earlier one is noise: it takes the earlier one's place. What moves bytes takes a fixed cost and a
     time for each byte, until something else limits it: straight lines with kinks. Between two places the lines of their
     neighbours go on until they meet, where they do below the straight line between the two; else that line holds.
-    Below the first place the first time, beyond the last the last line goes on.
+    Below the first place the first time; beyond the last the last line goes on, or, where noise has made it flat, the
+    line from the first place to the last.
     """
     x = torch.tensor(at, dtype=torch.float64, device=where.device)
     y = torch.tensor(times, dtype=torch.float64, device=where.device).cummax(0).values
@@ -41,4 +42,6 @@ def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> t
         y[left] + slope[before] * (place - x[left]), y[left + 1] - slope[after] * (x[left + 1] - place)
     )
     inner = (left > 0) & (left < len(slope) - 1)
-    return torch.where(inner, torch.minimum(straight, torch.maximum(kink, y[left])), straight)
+    found = torch.where(inner, torch.minimum(straight, torch.maximum(kink, y[left])), straight)
+    rise = slope[-1] if slope[-1] > 0 else (y[-1] - y[0]) / (x[-1] - x[0])
+    return torch.where(place > x[-1], y[-1] + rise * (place - x[-1]), found)

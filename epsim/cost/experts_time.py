@@ -2,9 +2,10 @@
 
 Roofline: reading weights and rows, `b * active + a * tokens`, or computing, whichever takes longer; grouped GEMMs pad
 every active expert's tokens to whole tiles (half a tile on average, never less than one). A measured table takes its
-place: by its tiles and waves where it has a fit (`epsim.cost.tiled`), else measured / roofline, interpolated over the
-logarithms of (tokens per active expert, active experts). Outside the grid a fit goes on in its terms, and the nearest
-ratio holds: times never fall with more tokens.
+place: by its tiles and waves where it has a fit (`epsim.cost.tiled`), else by its cells: measured / roofline,
+interpolated over the logarithm of tokens per active expert, and times over active experts, in which the roofline is a
+straight line. Outside the grid a fit goes on in its terms, and the nearest ratio holds. Times never fall with more
+tokens: where cells do, that is noise, and they take their mean.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from epsim.cost.curve import check_axis, check_times
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
 from epsim.cost.tiled import TiledFit
+
+STEPS = 16
+"""Places from one size of a table to the next."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,8 @@ class ExpertsTime:
         if fit is not None:
             tiles = fit.expected_tiles(tokens, active) if tiles is None else tiles
             return fit.us(tokens, active, tiles, self.model) * (active > 0)
-        per_expert = (tokens / active.clamp(min=1)).clamp(min=1e-9)
-        return self.roofline(tokens, active) * self._correction(per_expert.log(), active.clamp(min=1).log())
+        experts = active.clamp(min=1)
+        return self._by_cells((tokens / experts).clamp(min=1e-9), experts) * (active > 0)
 
     def dense_us(self, tokens: torch.Tensor) -> torch.Tensor:
         """A shared expert computed by itself on tokens [...] -> microseconds [...]."""
@@ -142,24 +146,43 @@ class ExpertsTime:
 
     @cached_property
     def _grid(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """sizes [N], active [m] and times [N, m]: the table with STEPS places from one size to the next, as the ratio
+        to the roofline goes on between them; no column falls."""
         assert self.table is not None
-        per_expert = torch.tensor(self.table.tokens_per_expert, dtype=torch.float64)
+        known = torch.tensor(self.table.tokens_per_expert, dtype=torch.float64)
         active = torch.tensor(self.table.active, dtype=torch.float64)
         nothing = [[math.nan if time is None else time for time in row] for row in self.table.us]
-        measured = torch.tensor(nothing, dtype=torch.float64)
-        wide = active.expand_as(measured)
-        ratio = measured / self.roofline(per_expert[:, None] * wide, wide)
-        for column in ratio.unbind(1):
-            column.copy_(_filled(per_expert.log().tolist(), column))
-        return per_expert.log(), active.log(), ratio
+        roofline = self.roofline(known[:, None] * active, active)
+        ratio = torch.tensor(nothing, dtype=torch.float64) / roofline
+        for place, column in enumerate(ratio.unbind(1)):
+            filled = _filled(known.log().tolist(), column) * roofline[:, place]
+            column.copy_(_rising(filled) / roofline[:, place])
+        if len(known) == 1:
+            return known, active, ratio * roofline
+        part = torch.arange((len(known) - 1) * STEPS + 1, dtype=torch.float64) / STEPS
+        left = part.long().clamp(max=len(known) - 2)
+        weight = part - left
+        sizes = torch.lerp(known.log()[left], known.log()[left + 1], weight).exp()
+        sizes[::STEPS] = known
+        between = torch.lerp(ratio[left], ratio[left + 1], weight[:, None])
+        return sizes, active, (between * self.roofline(sizes[:, None] * active, active)).cummax(0).values
 
-    def _correction(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x_axis, y_axis, ratio = self._grid
-        i, u = _place(x_axis, x)
-        j, v = _place(y_axis, y)
-        after_i, after_j = (i + 1).clamp(max=len(x_axis) - 1), (j + 1).clamp(max=len(y_axis) - 1)
-        low = torch.lerp(ratio[i, j], ratio[i, after_j], v)
-        return torch.lerp(low, torch.lerp(ratio[after_i, j], ratio[after_i, after_j], v), u)
+    def _by_cells(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x: tokens per active expert, y: active experts -> microseconds."""
+        sizes, active, times = self._grid
+        inside, most = x.clamp(sizes[0], sizes[-1]), y.clamp(max=active[-1])
+        i, u = _place(sizes, inside)
+        j, v = _place(active, most)
+        after_i, after_j = (i + 1).clamp(max=len(sizes) - 1), (j + 1).clamp(max=len(active) - 1)
+
+        def column(at: torch.Tensor) -> torch.Tensor:
+            beyond = self.roofline(x * active[at], active[at]) / self.roofline(inside * active[at], active[at])
+            return torch.lerp(times[i, at], times[after_i, at], u) * beyond
+
+        time = torch.lerp(column(j), column(after_j), v)
+        # Of fewer experts than the first column's: what is above the fixed cost shrinks with them.
+        time = time - (time - self.hardware.kernel_us).clamp(min=0) * (1 - most / active[0]).clamp(min=0)
+        return time * (self.roofline(x * y, y) / self.roofline(x * most, most))
 
 
 def _filled(axis: Sequence[float], values: torch.Tensor) -> torch.Tensor:
@@ -167,6 +190,19 @@ def _filled(axis: Sequence[float], values: torch.Tensor) -> torch.Tensor:
     known = [place for place, value in enumerate(values.tolist()) if not math.isnan(value)]
     near = [min(known, key=lambda other: abs(axis[other] - at)) for at in axis]
     return values[near].clone()
+
+
+def _rising(times: torch.Tensor) -> torch.Tensor:
+    """times [n] -> the nearest that never fall, by least squares of logarithms: neighbours that fall are pooled."""
+    pools: list[tuple[float, int]] = []
+    for value in times.log().tolist():
+        pool = (value, 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, number = pools.pop()
+            together = number + pool[1]
+            pool = ((mean * number + pool[0] * pool[1]) / together, together)
+        pools.append(pool)
+    return torch.tensor([mean for mean, number in pools for _ in range(number)], dtype=torch.float64).exp()
 
 
 def _place(axis: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from epsim.cost.spec_files import build, read_spec
 
+MOST_RATE = 1e5
+"""GB/s and TFLOPS that no device reaches: a larger figure is of another unit."""
+LEAST_MEMORY_RATE = 10
+"""GB/s: a smaller figure is in TB/s."""
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -25,6 +30,11 @@ class Link:
             raise ValueError("gb_per_s needs one rate, or as many as there are at_bytes")
         if min(self.gb_per_s) <= 0 or min(sizes) <= 0 or (list(sizes) != sorted(set(sizes)) and len(sizes) > 1):
             raise ValueError("rates and sizes must be above 0, and sizes ascending")
+        if max(self.gb_per_s) > MOST_RATE:
+            raise ValueError(f"a rate of {max(self.gb_per_s):g} GB/s: give GB/s, not bytes a second")
+        steps = zip(self.gb_per_s, self.gb_per_s[1:], sizes, sizes[1:], strict=False)
+        if any(slow * math.log(size / small) < fast - slow for slow, fast, small, size in steps):
+            raise ValueError("gb_per_s rises faster than at_bytes: more bytes would take less time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,10 @@ class Hardware:
         for name in ("memory_gb", "memory_gb_per_s", "bf16_tflops", "fp8_tflops", "tile", "ranks_per_node", "sms"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, give a number above 0")
+            if name not in ("tile", "ranks_per_node", "sms") and getattr(self, name) > MOST_RATE:
+                raise ValueError(f"{name} is {getattr(self, name):g}: give GB, GB/s and TFLOPS")
+        if self.memory_gb_per_s < LEAST_MEMORY_RATE:
+            raise ValueError(f"memory_gb_per_s is {self.memory_gb_per_s:g}: give GB/s, not TB/s")
         _not_negative(self, ("kernel_us", "exchange_sms"))
         if self.exchange_sms >= self.sms:
             raise ValueError(f"exchange_sms {self.exchange_sms} leaves none of {self.sms} SMs to compute")

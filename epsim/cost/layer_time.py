@@ -75,9 +75,12 @@ class LayerTiming:
         halves = ", halves of a batch overlapping" if self.overlap else ""
         policies = ", policies as measured" if measured is not None and measured.policies is not None else ""
         exchange = f"{self.kernels} exchange"
-        if measured is not None and measured.exchange:
-            groups = sorted({f"{one.ranks} ranks on {one.nodes} nodes" for one in measured.exchange})
-            exchange += f" (as measured where {', '.join(groups)})"
+        if measured is not None and measured.exchange and self.kernels == "normal":
+            groups = sorted({(one.ranks, one.nodes, one.dtype, one.dispatch_bytes[-1]) for one in measured.exchange})
+            covers = (
+                f"{ranks} ranks on {nodes} nodes, {kind}, to {most / 1e6:.3g} MB" for ranks, nodes, kind, most in groups
+            )
+            exchange += f" (as measured for {'; '.join(covers)}; beyond, its last line goes on)"
         return (
             f"{self.model.name} on {self.hardware.name}, {exchange}, expert time by {experts}{policies}{halves}; "
             "predicted, not measured"

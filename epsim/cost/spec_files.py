@@ -17,6 +17,9 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+LARGEST = 2**53
+"""Whole numbers up to it are exact as real ones."""
+
 
 def known_specs(kind: str) -> tuple[str, ...]:
     """Names of the shipped files of a kind (`hardware`, `models`)."""
@@ -32,7 +35,10 @@ def read_spec(kind: str, option: str, name: str) -> tuple[dict[str, Any], str]:
     if name.endswith(".toml") or "/" in name:
         path = Path(name)
         check_source(path)
-        where, text = str(path), path.read_text(encoding="utf-8")
+        try:
+            where, text = str(path), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: not TOML: not in UTF-8") from None
     else:
         known = known_specs(kind)
         found = next((one for one in known if one == name.lower()), None)
@@ -44,6 +50,8 @@ def read_spec(kind: str, option: str, name: str) -> tuple[dict[str, Any], str]:
         return tomllib.loads(text), where
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{where}: not TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not TOML: nested too deep") from None
 
 
 def build(kind: type[Any], content: Mapping[str, Any], where: str) -> Any:
@@ -88,6 +96,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     kinds = (int, float) if hint is float else (hint,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where}: {value!r} is not of type {hint.__name__}")
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"{where}: a whole number of {len(str(abs(value)))} digits is too large")
     if hint is float and not math.isfinite(value):
         raise ValueError(f"{where}: {value!r} is not finite")
     return hint(value)

@@ -6,8 +6,11 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from epsim.cost.calibrated import read_table
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
@@ -77,13 +80,45 @@ def test_a_table_is_met_on_its_points_and_between() -> None:
     experts = ExpertsTime(H200, V3, table())
     per_expert, active = numbers(16, 16, 256, 256), numbers(2, 8, 2, 8)
     assert experts.us(per_expert * active, active).tolist() == pytest.approx([100, 400, 300, 900])
-    # Half-way in both logarithms the correction is the mean of the four corners'.
-    corners = numbers(100, 400, 300, 900) / experts.roofline(per_expert * active, active)
+    # Half-way in the logarithm of tokens each column has the mean of its two corrections, and between two numbers of
+    # experts times lie on a line.
+    roofline = experts.roofline(per_expert * active, active)
+    ratio = (numbers(100, 400, 300, 900) / roofline).view(2, 2).mean(0)
+    columns = ratio * experts.roofline(64 * numbers(2, 8), numbers(2, 8))
     middle = float(experts.us(numbers(64 * 4), numbers(4)))
-    assert middle == pytest.approx(float(corners.mean() * experts.roofline(numbers(64 * 4), numbers(4))))
+    assert middle == pytest.approx(float(2 / 3 * columns[0] + 1 / 3 * columns[1]))
     # Beyond the grid the nearest correction holds.
     beyond = experts.us(numbers(4096 * 8), numbers(8)) / experts.roofline(numbers(4096 * 8), numbers(8))
-    assert float(beyond) == pytest.approx(float(corners[3]))
+    assert float(beyond) == pytest.approx(float(900 / roofline[3]))
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32 - 1))
+def test_times_of_a_table_never_fall_with_more_tokens(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes, active = (np.sort(rng.choice(512, size=3, replace=False) + 1.0) for _ in range(2))
+    us = tuple(map(tuple, (rng.uniform(20, 100, size=(3, 3)) * (1 + sizes[:, None] * active / 500)).tolist()))
+    made = ExpertTable("GPU", "drawn", "fp8", 7168, 2048, tuple(sizes.tolist()), tuple(active.tolist()), us)
+    experts = ExpertsTime(H200, V3, made)
+    for number in (1.0, active[0] / 2 + 0.5, float(active.mean()), active[2] * 2):
+        tokens = number * torch.logspace(0, 4, 300, dtype=torch.float64)
+        times = experts.us(tokens, torch.full_like(tokens, number))
+        assert bool((times > 0).all())
+        assert float((times.diff() / times[1:]).min()) >= -1e-12
+
+
+def test_between_cells_times_do_not_dip_where_the_roofline_is_flat() -> None:
+    # Reading limits up to 200 tokens an expert, and measured over roofline falls: 300 us at 128, not below after.
+    made = ExpertTable(
+        "GPU", "by hand", "fp8", 7168, 2048, (16.0, 128.0, 1024.0), (8.0,), ((270.0,), (300.0,), (900.0,))
+    )
+    times = ExpertsTime(H200, V3, made).us(numbers(8 * 128, 8 * 150, 8 * 200), numbers(8, 8, 8)).tolist()
+    assert times[0] == pytest.approx(300)
+    assert times[0] <= times[1] <= times[2]
+    # Cells that fall are noise: both have their geometric mean.
+    noisy = ExpertsTime(H200, V3, dataclasses.replace(made, us=((400.0,), (256.0,), (900.0,))))
+    found = noisy.us(numbers(8 * 16, 8 * 128, 8 * 1024), numbers(8, 8, 8))
+    assert found.tolist() == pytest.approx([320, 320, 900])
 
 
 def test_tables_are_read_and_checked(tmp_path: Path) -> None:

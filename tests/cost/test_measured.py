@@ -66,6 +66,11 @@ def test_a_curve_never_falls_and_stays_above_0(points: list[tuple[float, float]]
     assert bool((found.diff() >= -1e-9 * found[1:]).all())
 
 
+def test_a_last_time_that_noise_made_flat_does_not_stay_flat_for_ever() -> None:
+    found = curve((10.0, 20.0, 30.0), (30.0, 40.0, 39.0), numbers(30, 300))
+    assert found.tolist() == pytest.approx([40, 40 + 270 * 10 / 20])
+
+
 def test_tiles_and_waves_by_hand() -> None:
     # 5 experts, 6 tiles of rows: the first product is 6 x 16 tiles, two waves of 66; the second 6 x 28, three waves.
     found = FIT.us(numbers(800), numbers(5), numbers(6), V3)
@@ -120,6 +125,8 @@ def test_what_was_measured_is_used_where_it_fits(tmp_path: Path) -> None:
     assert "table measured on GPU (16 to 256 tokens an expert, 2 to 8 active experts" in timing.words()
     assert timing.measured.exchange_for(V3, 4, 1) == EXCHANGE
     assert timing.measured.exchange_for(V3, 8, 1) is None
+    assert "normal exchange (as measured for 4 ranks on 1 nodes, bf16, to 100 MB; beyond" in timing.words()
+    assert "low-latency exchange, expert" in load_timing(made, "deepseek-v3-bf16", 1, "decode").words()
     rows = numbers(1e7 / V3.dispatch_row_bytes)
     assert float(EXCHANGE.us(rows, V3)[0]) == pytest.approx(40.0)
     # Models of other shapes have the roofline, of other types an error.
@@ -155,6 +162,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"us": [[100.0, 0.0], [1.0, 1.0]]}, "us must be above 0"),
     ({"us": [[100.0, float("nan")], [1.0, 1.0]]}, "nan is not finite"),
     ({"us": [[100.0], [1.0]]}, "us must be 2 x 2 numbers"),
+    ({"us": [[10**400, 1.0], [1.0, 1.0]]}, "us: a whole number of 401 digits is too large"),
     ({"us": [[100.0, None], [1.0, None]]}, "us has no time of 8 active experts"),
     ({"active": [8.0, 2.0]}, "active must be ascending"),
     ({"tokens_per_expert": [16.0, 16.0]}, "tokens_per_expert must be ascending"),
@@ -188,6 +196,11 @@ def test_wrong_exchanges_and_policies_are_one_line(tmp_path: Path) -> None:
             "ascending",
         ),
         (POLICIES, {"costs": 3}, "costs: 3 is no list"),
+        (
+            POLICIES,
+            {"collectives": [{"name": "all_reduce", "ranks": 0, "nodes": 1, "us": 1}]},
+            "all_reduce: 0 ranks on 1 nodes",
+        ),
     ):
         path.write_text(json.dumps(dataclasses.asdict(table) | change))
         with pytest.raises(ValueError, match=message):

@@ -68,6 +68,31 @@ def test_a_wrong_hardware_file_names_the_table(tmp_path: Path) -> None:
         load_hardware(str(path))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("memory_gb = 141", f"memory_gb = {10**400}", "memory_gb: a whole number of 401 digits is too large"),
+        ("memory_gb_per_s = 3830", "memory_gb_per_s = 3.83e12", "memory_gb_per_s is 3.83e+12: give GB, GB/s and"),
+        ("memory_gb_per_s = 3830", "memory_gb_per_s = 3.83", "memory_gb_per_s is 3.83: give GB/s, not TB/s"),
+        ("fp8_tflops = 1030", "fp8_tflops = 1030e12", "fp8_tflops is 1.03e+15: give GB, GB/s and TFLOPS"),
+        ("gb_per_s = [47.8]", "gb_per_s = [47.8e9]", "a rate of 4.78e+10 GB/s: give GB/s, not bytes"),
+        ("[290, 316, 348, 338]", "[29, 316, 348, 338]", "more bytes would take less time"),
+        ("ranks_per_node = 8", "ranks_per_node = 0", "ranks_per_node is 0, give a number above 0"),
+        ("tile = 128", f"tile = 128\nx = {'[' * 5000}", "not TOML: nested too deep"),
+        ("tile = 128", "tile = 128 # \udcff", "not TOML: not in UTF-8"),
+    ],
+)
+def test_a_hardware_file_that_cannot_be_is_one_line(tmp_path: Path, before: str, after: str, message: str) -> None:
+    path = tmp_path / "mine.toml"
+    text = HARDWARE.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after), errors="surrogateescape")
+    with pytest.raises(ValueError, match=r"mine\.toml: ") as found:
+        load_hardware(str(path))
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ValueError, match="--hardware h20: known are b200, h100, h200, h800"):
         load_hardware("h20")
