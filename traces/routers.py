@@ -24,6 +24,10 @@ def sigmoid_scores(router: Any, logits: torch.Tensor) -> torch.Tensor:
     return logits.float().sigmoid() + bias.to(logits.device)
 
 
+def unbiased_scores(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().sigmoid()
+
+
 def given_scores(router: Any, probabilities: torch.Tensor) -> torch.Tensor:
     return probabilities.float()
 
@@ -39,6 +43,12 @@ SCORE_RULES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 """How a router's first output becomes the scores it chooses by, by class. GPT-OSS chooses by logits and weighs by the
 softmax over the chosen: the softmax over all has the same order and the same proportions."""
+
+WEIGH_RULES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    **{name: rule for name, rule in SCORE_RULES.items() if rule is softmax_scores},
+    "DeepseekV3TopkRouter": unbiased_scores,
+}
+"""What weights are in proportion to, likewise; Gemma 4's have a factor of each expert's besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,15 @@ class Router:
             known = ", ".join(SCORE_RULES)
             raise ValueError(f"no score rule is known for {name} (only for {known}): num_scores=0 records ids alone")
         return SCORE_RULES[name](self.module, first_output)
+
+    def weighs(self, first_output: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """[..., E], and what `scores` makes of it -> [..., E] float32: what this router's weights are in proportion
+        to, the scores themselves in most models."""
+        name = type(self.module).__name__
+        if name not in WEIGH_RULES:
+            raise ValueError(f"a router policy cannot act on {name}, only on {', '.join(WEIGH_RULES)}")
+        rule = WEIGH_RULES[name]
+        return scores if rule is SCORE_RULES[name] else rule(self.module, first_output)
 
 
 def find_routers(model: Any) -> list[Router]:

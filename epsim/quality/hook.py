@@ -9,37 +9,42 @@ from typing import Any, Protocol
 import torch
 
 from epsim.policies.base import Router, RouterWork
-from epsim.traces.routers import SCORE_RULES, find_routers, softmax_scores
+from epsim.traces.routers import WEIGH_RULES, find_routers
 
 
 class Reroute(Protocol):
     """Chooses experts anew for N batches of B tokens each, of one layer.
 
-    scores [N, B, E] float32: what the model's router chose by; expert_ids [N, B, k] int64 and weights [N, B, k]: its
-    choice, -1 in the rows of padding tokens. Returns expert ids and weights [N, B, k'] of the same types; tokens that
-    take fewer than k' experts fill up with -1 at weight 0.
+    scores [N, B, E] float32: what the model's router chose by; weighs [N, B, E] float32: what its weights are in
+    proportion to; expert_ids [N, B, k] int64 and weights [N, B, k]: its choice, -1 in the rows of padding tokens.
+    Returns expert ids and weights [N, B, k'] of the same types; tokens that take fewer than k' experts fill up with -1
+    at weight 0.
     """
 
     def __call__(
-        self, scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, /
+        self, scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, /
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-def keep(scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def keep(
+    scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`topk`: the model's own choice."""
     return expert_ids, weights
 
 
 def reroute_of(router: Router, num_ranks: int = 1) -> Reroute:
     """What a stack's router does to a live model whose experts lie on num_ranks ranks in contiguous shares. All tokens
-    of a batch count as one batch, on whichever rank they live. The model must weigh by the softmax it chooses by."""
+    of a batch count as one batch, on whichever rank they live."""
     if not router.acts:
         return keep
 
-    def act(scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def act(
+        scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         decode = torch.ones(expert_ids.shape[:-1], dtype=torch.bool, device=expert_ids.device)
         holds = contiguous_ranks(scores.shape[-1], num_ranks, scores.device)
-        routed = router.route(RouterWork(scores, scores, expert_ids, weights, decode, holds))
+        routed = router.route(RouterWork(scores, weighs, expert_ids, weights, decode, holds))
         return routed.expert_ids, routed.weights
 
     return act
@@ -95,7 +100,12 @@ def rerouted(
                 return groups.transpose(1, 2).reshape(batch * length, -1)
 
             own = ids.masked_fill(ended[0], -1) if ended else ids
-            new_ids, new_weights = reroute(by_step(router.scores(first)), by_step(own), by_step(weights))
+            scores = router.scores(first)
+            weighs = router.weighs(first, scores)
+            compared = by_step(scores)
+            # The same tensor where both are the same.
+            proportions = compared if weighs is scores else by_step(weighs)
+            new_ids, new_weights = reroute(compared, proportions, by_step(own), by_step(weights))
             new_ids = by_sequence(filled(new_ids, by_step(ids)))
             return first, by_sequence(new_weights).to(weights.dtype), new_ids
 
@@ -120,8 +130,8 @@ def filled(new_ids: torch.Tensor, own_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_rules(model: Any) -> None:
-    """Raises ValueError where a router weighs by other scores than it chooses by: a policy takes both for the same."""
+    """Raises ValueError where it is not known what a router's weights are in proportion to."""
     for router in find_routers(model):
         name = type(router.module).__name__
-        if SCORE_RULES.get(name) is not softmax_scores:
-            raise ValueError(f"a router policy cannot act on {name}: only on routers that weigh by their softmax")
+        if name not in WEIGH_RULES:
+            raise ValueError(f"a router policy cannot act on {name}, only on {', '.join(WEIGH_RULES)}")

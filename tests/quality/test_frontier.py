@@ -101,16 +101,16 @@ def test_meter_by_hand(model: Any) -> None:
     own = torch.tensor([[[0, 1], [3, 2]], [[0, 1], [0, 1]]])
 
     def first_of_each(
-        scores: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+        scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.where(torch.tensor([True, False]), expert_ids, -1), weights
 
     meter = Meter(first_of_each, (1, 2))
-    meter(scores, own, torch.ones(2, 2, 2))
+    meter(scores - 9, scores, own, torch.ones(2, 2, 2))
     assert meter.active_experts() == {1: 1.5, 2: 1.0}
     assert meter.kept_mass() == pytest.approx((0.5 + 0.4 + 0.4 + 0.4) / (0.8 + 0.7 + 0.7 + 0.7))
     everything = Meter(keep, (1,))
-    everything(scores, own, torch.ones(2, 2, 2))
+    everything(scores, scores, own, torch.ones(2, 2, 2))
     assert everything.active_experts() == {1: 3.0}
     assert everything.kept_mass() == 1
 
@@ -214,18 +214,110 @@ def test_trials_are_stacks_and_divide() -> None:
         measure(None, torch.zeros(8, 4), [(Trial("topk", "topk"), 3)], chunk=8)
 
 
+@pytest.fixture(scope="module")
+def deepseek() -> Any:
+    """DeepSeek-V3's router: chosen by sigmoid plus bias within 2 of 4 groups, weighed by the sigmoid, times 2.5."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    given: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 0,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "max_position_embeddings": 64,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+    }
+    config = DeepseekV3Config(**given)
+    model: Any = DeepseekV3ForCausalLM(config)
+    model.eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for router in find_routers(model):
+        router.module.e_score_correction_bias.copy_(torch.randn(16) * 0.3)
+    return model
+
+
+@torch.no_grad()
+def test_deepseeks_experts_are_compared_with_bias_and_weighed_without(deepseek: Any, text: torch.Tensor) -> None:
+    outputs: list[Any] = []
+    handles = [r.module.register_forward_hook(lambda m, i, o: outputs.append(o)) for r in find_routers(deepseek)]
+    seen, others = seen_by_experts(deepseek)
+    check_rules(deepseek)
+    # The first of the hooks sees what the model itself says.
+    with rerouted(deepseek, reroute_of(parse_stack("oea(k0=2)").router), whole_sequences=True):
+        deepseek(input_ids=text)
+    for handle in (*handles, *others):
+        handle.remove()
+    beyond = 0
+    for (logits, _, own), (ids, weights), router in zip(outputs, seen, find_routers(deepseek), strict=True):
+        chance = logits.double().sigmoid()
+        compared = (logits.float().sigmoid() + router.module.e_score_correction_bias).tolist()
+        for t in range(13):
+            batch = [sequence * 13 + t for sequence in range(8)]
+            order = {
+                n: sorted(range(16), key=lambda e, n=n: (e not in own[n].tolist(), -compared[n][e]))  # type: ignore[misc]
+                for n in batch
+            }
+            loaded = {e for n in batch for e in order[n][:2]}
+            for n in batch:
+                wanted = [e for e in order[n] if e in loaded][:4]
+                there = weights[n] > 0
+                assert ids[n][there].tolist() == wanted
+                share = chance[n, wanted] / chance[n, wanted].sum()
+                torch.testing.assert_close(weights[n][there].double(), 2.5 * share, rtol=1e-5, atol=0)
+                beyond += not set(wanted) <= set(own[n].tolist())
+    assert beyond > 20
+
+
+@torch.no_grad()
+def test_deepseek_under_its_own_choice_and_under_ranks(deepseek: Any, text: torch.Tensor) -> None:
+    plain = deepseek(input_ids=text).logits
+    for stack in ("topk", "oea(k0=4)", "oea-ep(k0=4)"):
+        meter = Meter(reroute_of(parse_stack(stack).router, 4), (1, 4))
+        with rerouted(deepseek, meter, whole_sequences=True):
+            torch.testing.assert_close(deepseek(input_ids=text).logits, plain)
+        assert meter.kept_mass() == pytest.approx(1, abs=1e-12)
+    found = {}
+    for stack in ("pruned(k0=2)", "oea(k0=2)", "oea-ep(k0=2)"):
+        found[stack] = Meter(reroute_of(parse_stack(stack).router, 4), (1, 4))
+        with rerouted(deepseek, found[stack], whole_sequences=True):
+            deepseek(input_ids=text)
+    pruned, oea, ep = found.values()
+    assert pruned.kept_mass() < oea.kept_mass() <= ep.kept_mass()
+    arguments: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    wanted = deepseek.generate(text, attention_mask=torch.ones_like(text), **arguments)
+    with rerouted(deepseek, reroute_of(parse_stack("pruned(k0=1)").router), whole_sequences=False):
+        own = deepseek.generate(text, attention_mask=torch.ones_like(text), **arguments)
+    assert torch.equal(own[:, :14], wanted[:, :14]), "prefill was touched"
+    assert not torch.equal(own, wanted)
+
+
 def test_a_router_of_another_rule_is_refused(model: Any) -> None:
     check_rules(model)
 
-    class DeepseekV3TopkRouter(torch.nn.Module):
+    class Gemma4TextRouter(torch.nn.Module):
         pass
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate, self.experts = DeepseekV3TopkRouter(), torch.nn.Identity()
+            self.gate, self.experts = Gemma4TextRouter(), torch.nn.Identity()
 
-    with pytest.raises(ValueError, match="cannot act on DeepseekV3TopkRouter"):
+    with pytest.raises(ValueError, match="cannot act on Gemma4TextRouter, only on Qwen3MoeTopKRouter"):
         check_rules(torch.nn.Sequential(Block()))
     with pytest.raises(ValueError, match="--ranks 3 do not divide the model's 16 experts"):
         router = reroute_of(parse_stack("oea-ep(k0=1)").router, 3)
