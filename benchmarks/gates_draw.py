@@ -53,8 +53,8 @@ class Batches:
 
 
 def drawn(weights: torch.Tensor, number: int, top_k: int, source: torch.Generator) -> torch.Tensor:
-    """weights [E] -> [number, k], without replacement (Gumbel's top-k)."""
-    noise = torch.rand(number, len(weights), generator=source).clamp_(1e-9, 1 - 1e-7)
+    """weights [E], on the generator's device -> [number, k], without replacement (Gumbel's top-k)."""
+    noise = torch.rand(number, len(weights), generator=source, device=source.device).clamp_(1e-9, 1 - 1e-7)
     return (weights.log().float() - torch.log(-torch.log(noise))).topk(top_k, dim=1).indices
 
 

@@ -24,6 +24,7 @@ import runtime_parts as parts
 import runtime_slices as slices
 import torch
 import torch.distributed as dist
+from columns import table
 from runtime_common import Bench, versions
 
 PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
@@ -35,19 +36,6 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "slices": slices.slices,
     "relocation": slices.relocation,
 }
-
-
-def table(title: str, rows: list[dict[str, Any]]) -> None:
-    print(f"\n{title}")
-    columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], (list, dict))))
-    cells = [columns, *[[_shown(row.get(column, "")) for column in columns] for row in rows]]
-    widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
-    for line in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ V3 = shape_of("deepseek-v3-layer").with_experts(224)
 """DeepSeek-V3's layer with as many experts as two ranks of deep_ep hold: 224 + 28 redundant + 2 shared slots."""
 QWEN = shape_of("qwen3-30b-a3b-layer")
 REDUNDANT = {V3.name: 28, QWEN.name: 16}
+"""Of two ranks; `redundant_on` tells for others."""
 SEED = 5
 
 
@@ -88,6 +89,12 @@ def skewed_ids(shape: LayerShape, num_tokens: int, seed: int, device: torch.devi
     liked = (popularity(shape).log() + 0.2 * drift).to(device, torch.float32)
     noise = torch.rand(num_tokens, shape.num_experts, generator=generator, device=device).clamp_(1e-9, 1 - 1e-7)
     return (liked - torch.log(-torch.log(noise))).topk(shape.top_k, dim=1).indices
+
+
+def redundant_on(size: int, shape: LayerShape) -> int:
+    """So many more copies that every rank of `size` has as many slots."""
+    least = REDUNDANT[shape.name]
+    return least + -(shape.num_experts + least) % size
 
 
 def placement_of(text: str, shape: LayerShape, size: int, redundant: int, nodes: int = 1) -> Placement:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runtime_common import QWEN, REDUNDANT, SEED, V3, Bench, placement_of, skewed_ids
+from runtime_common import QWEN, SEED, V3, Bench, placement_of, redundant_on, skewed_ids
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting
@@ -36,7 +36,7 @@ PLAIN = "eplb"
 
 
 def exchanges(bench: Bench, shape: LayerShape) -> dict[str, Any]:
-    slots = (shape.num_experts + REDUNDANT[shape.name]) // bench.size + shape.has_shared
+    slots = (shape.num_experts + redundant_on(bench.size, shape)) // bench.size + shape.has_shared
     found: dict[str, Any] = {"torch": TorchExchange(None, slots)}
     if bench.has_deep_ep:
         found["deep_ep"] = DeepEPExchange(None, slots, shape.hidden, MOST)
@@ -48,7 +48,7 @@ def layer_of(bench: Bench, shape: LayerShape, text: str, exchange: Any, most: in
     return build_layer(
         shape,
         parse_stack(text),
-        placement_of(text, shape, bench.size, REDUNDANT[shape.name]),
+        placement_of(text, shape, bench.size, redundant_on(bench.size, shape)),
         layer=3,
         seed=SEED,
         group=None,
@@ -74,9 +74,9 @@ def like(layer: ExpertParallelMoE, exchange: Any, balancer: Any = None) -> Exper
     )
 
 
-def hidden_of(bench: Bench, shape: LayerShape, num_tokens: int) -> torch.Tensor:
+def hidden_of(bench: Bench, shape: LayerShape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator(bench.device).manual_seed(bench.rank + 1)
-    return torch.randn(num_tokens, shape.hidden, generator=generator, device=bench.device).bfloat16()
+    return torch.randn(num_tokens, shape.hidden, generator=generator, device=bench.device).to(dtype)
 
 
 def outputs(bench: Bench) -> list[dict[str, Any]]:
@@ -109,7 +109,7 @@ def outputs(bench: Bench) -> list[dict[str, Any]]:
 
 def exchange(bench: Bench) -> list[dict[str, Any]]:
     rows = []
-    per_rank = (V3.num_experts + REDUNDANT[V3.name]) // bench.size + 1
+    per_rank = (V3.num_experts + redundant_on(bench.size, V3)) // bench.size + 1
     for num_sms in (20, 24, 32, 64) if bench.has_deep_ep else (20,):
         known: dict[str, Any] = {"torch": TorchExchange(None, per_rank)} if num_sms == 20 else {}
         if bench.has_deep_ep:
@@ -151,7 +151,7 @@ def _beside_bare(bench: Bench, one: DeepEPExchange, *given: torch.Tensor, graph:
 def _slots(bench: Bench, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Slots [T, k + 1] by an even placement's first copies, the shared expert at home; weights."""
     ids = skewed_ids(V3, num_tokens, 100 + bench.rank, bench.device)
-    home = placement_of(PLAIN, V3, bench.size, REDUNDANT[V3.name])
+    home = placement_of(PLAIN, V3, bench.size, redundant_on(bench.size, V3))
     physical = home.logical_to_physical()[0, :, 0].to(bench.device)[ids]
     slots = physical + physical // home.slots_per_rank
     own = torch.full_like(slots[:, :1], (bench.rank + 1) * (home.slots_per_rank + 1) - 1)
@@ -200,7 +200,7 @@ def balance(bench: Bench) -> list[dict[str, Any]]:
         for num_tokens in (128, 4096):
             batches = [skewed_ids(V3, num_tokens, 200 + 10 * n + bench.rank, bench.device) for n in range(8)]
             for name, collective in collectives.items():
-                placement = placement_of(text, V3, bench.size, REDUNDANT[V3.name])
+                placement = placement_of(text, V3, bench.size, redundant_on(bench.size, V3))
                 here = Placement(placement.physical_to_logical.to(bench.device), V3.num_experts, bench.size)
                 setting = Setting(SEED, V3.shared_cost, V3.top_k, (3,))
                 balancer = make_balancer(parse_stack(text), here, setting, collective, MOST)
@@ -257,7 +257,7 @@ def graph(bench: Bench) -> list[dict[str, Any]]:
     if not bench.has_deep_ep:
         return [{"skipped": "no deep_ep"}]
     rows, most = [], 512
-    slots = (V3.num_experts + REDUNDANT[V3.name]) // bench.size + 1
+    slots = (V3.num_experts + redundant_on(bench.size, V3)) // bench.size + 1
     one = DeepEPExchange(None, slots, V3.hidden, most, fixed_size=True)
     plain = layer_of(bench, V3, PLAIN, one, most)
     balanced = layer_of(bench, V3, BALANCED, one, most)

@@ -6,10 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from epsim.calibrate.exchange import collective_costs, exchange_tables
+from epsim.calibrate.exchange import EXCHANGES, collective_costs, exchange_tables
 from epsim.calibrate.experts import expert_table, implementations
 from epsim.calibrate.folder import (
     check_folder,
@@ -19,6 +21,7 @@ from epsim.calibrate.folder import (
 )
 from epsim.calibrate.machine import Machine
 from epsim.cost.calibrated import PolicyTable, load_calibration
+from epsim.cost.experts_time import ExpertTable
 from epsim.cost.hardware import Hardware, load_hardware
 from epsim.cost.model import ModelSpec, load_model
 from epsim.cost.spec_files import known_specs
@@ -62,7 +65,7 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
         )
     parts = request.parts or PARTS
     if machine.rank == 0:
-        check_folder(request.out)
+        check_folder(request.out, machine.name)
     _wait(machine)
     lines: list[str] = []
     if "experts" in parts:
@@ -71,6 +74,7 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
             _finish(machine, request.out, base)
     if "exchange" in parts:
         lines += _exchange(machine, request.out, models, say)
+        _finish(machine, request.out, base)
     if "all-reduce" in parts:
         lines += _all_reduce(machine, request.out, say)
         _finish(machine, request.out, base)
@@ -82,11 +86,17 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
 
 def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
     """Of one device: rank 0's."""
-    lines = []
+    lines, shape = [], (model.hidden, model.intermediate)
     for name in implementations(machine) if machine.rank == 0 else ():
         file = f"experts-{_plain(model.name)}{'' if name == 'grouped' else '-' + _plain(name)}.json"
-        if known(out, file, machine.name) is None:
+        there = known(out, file)
+        if there is None:
             write_table(expert_table(machine, model, name, say), out / file)
+        elif not isinstance(there, ExpertTable) or (there.hidden, there.intermediate) != shape:
+            raise ValueError(
+                f"{out / file} is no table of {model.name}'s experts of {model.hidden} x {model.intermediate}: give "
+                "the model another name, or another --out"
+            )
         lines.append(f"{out / file}: expert computation of {model.name} by {name}")
     _wait(machine)
     return lines
@@ -97,22 +107,39 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
         return ["exchange: not measured, there is one rank (start it by torchrun with one process a GPU)"]
     lines = []
     for model in models:
-        for table in exchange_tables(machine, model, say):
-            file = out / f"exchange-{_plain(model.name)}-{table.implementation}-{table.ranks}.json"
+
+        def named(name: str, ranks: int, model: ModelSpec = model) -> Path:
+            return out / exchange_file(model, name, ranks)
+
+        sizes = range(2, machine.size + 1)
+        there = _of_first(machine, [(name, size) for name in EXCHANGES for size in sizes if named(name, size).exists()])
+        for table in exchange_tables(machine, model, there, say):
             if machine.rank == 0:
-                write_table(table, file)
-            lines.append(f"{file}: dispatch and combine of {model.name} by {table.implementation}, {table.ranks} ranks")
+                write_table(table, named(table.implementation, table.ranks))
+            there.append((table.implementation, table.ranks))
+        lines += [
+            f"{named(name, ranks)}: dispatch and combine of {model.name} by {name}, {ranks} ranks"
+            for name, ranks in sorted(there, key=lambda one: one[1])
+        ]
     return lines
+
+
+def exchange_file(model: ModelSpec, implementation: str, ranks: int) -> str:
+    """The name of the table of a model's exchange in a calibration's folder."""
+    return f"exchange-{_plain(model.name)}-{implementation}-{ranks}.json"
 
 
 def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
     if machine.size == 1:
         return ["all-reduce: not measured, there is one rank"]
-    costs = collective_costs(machine)
-    for one in costs:
-        say(f"{one.name}, {one.ranks} ranks: {one.us:.1f} us")
-    if machine.rank == 0:
-        write_table(PolicyTable(**machine.described(), collectives=tuple(costs)), out / COLLECTIVES)
+    found = known(out, COLLECTIVES) if machine.rank == 0 else None
+    there = isinstance(found, PolicyTable) and any(one.ranks == machine.size for one in found.collectives)
+    if not _of_first(machine, [there])[0]:
+        costs = collective_costs(machine)
+        for one in costs:
+            say(f"{one.name}, {one.ranks} ranks: {one.us:.1f} us")
+        if machine.rank == 0:
+            write_table(PolicyTable(**machine.described(), collectives=tuple(costs)), out / COLLECTIVES)
     return [f"{out / COLLECTIVES}: all-reduce and all-gather of counts"]
 
 
@@ -123,10 +150,13 @@ def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[s
     lines = []
     for ranks, redundant in group_sizes(machine, model):
         file = f"policies-{ranks}.json"
-        if machine.rank == 0 and known(out, file, machine.name) is None:
+        table = known(out, file) if machine.rank == 0 else None
+        if machine.rank == 0 and table is None:
             costs = tuple(policy_costs(machine, model, ranks, redundant, say))
-            write_table(PolicyTable(**machine.described(), costs=costs), out / file)
-        lines.append(f"{out / file}: policies of {model.num_experts} experts, top-{model.top_k}, on {ranks} ranks")
+            table = PolicyTable(**machine.described(), costs=costs, num_experts=model.num_experts, top_k=model.top_k)
+            write_table(table, out / file)
+        if isinstance(table, PolicyTable):
+            lines.append(f"{out / file}: policies on {ranks} ranks, {table.of}")
     _wait(machine)
     return lines
 
@@ -138,6 +168,15 @@ def _finish(machine: Machine, out: Path, base: Hardware) -> None:
         write_hardware(out, base, f"{machine.name} (calibrated)", words)
         load_calibration(str(out))
     _wait(machine)
+
+
+def _of_first(machine: Machine, values: list[Any]) -> list[Any]:
+    """What rank 0 has, on every rank."""
+    if machine.size > 1:
+        told = [values]
+        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+        return told[0]
+    return values
 
 
 def _wait(machine: Machine) -> None:

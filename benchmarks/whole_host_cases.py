@@ -1,0 +1,327 @@
+"""Parts `layers-*` and `oea` of benchmarks/whole_host.py: a rank's work in cases, one a (routing, redundancy, tokens).
+
+A case runs every stack on the same steps, in turn, by `epsim.runtime.job`, and compares loads with a replay's; before
+its first, the outputs of every stack are compared with a float64 reference. Where the exchange can be captured, layers
+are timed as CUDA graphs too: an eager layer of few tokens takes what its host needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from runtime_common import SEED, Bench
+from runtime_parts import like
+from whole_host_sources import Source, scored, sources
+
+from epsim.calibrate.run import exchange_file
+from epsim.cost.calibrated import HARDWARE, ExchangeTable, read_table
+from epsim.cost.layer_time import LayerTiming
+from epsim.cost.model import load_model
+from epsim.cost.statistics import paired_difference
+from epsim.launch.prepare import layer_timing
+from epsim.placement.base import Cluster
+from epsim.policies.stack import parse_stack
+from epsim.runtime.balance_cuda import KernelBalancer
+from epsim.runtime.exchange.choose import choose_exchange
+from epsim.runtime.faults import JobClock, Watch
+from epsim.runtime.job import Job, JobStack, Place, RandomLayers, run_job, tokens_of
+from epsim.runtime.layer import ExpertParallelMoE
+from epsim.runtime.measured import Measured, measure
+from epsim.runtime.reference import reference_output
+from epsim.runtime.shapes import LayerShape, shape_of
+from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
+from epsim.runtime.weights import RandomWeights
+from epsim.traces.trace import TraceMeta
+
+STACKS = (
+    "contiguous", "eplb+even", "eplb+random", "eplb+lplb", "eplb+even+waterfill", "eplb+lplb+waterfill",
+)  # fmt: skip
+ROUTED = ("eplb+even", "eplb+even+pruned(k0=3)", "eplb+even+oea(k0=3)", "eplb+even+oea-ep(k0=3)")
+GAIN = "throughput_gain"
+GRAPHED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is run here. tokens: of a rank, to steps; graphs: those timed as graphs too; checked: tokens of a rank whose
+    outputs are compared."""
+
+    wide: LayerShape
+    small: LayerShape
+    models: tuple[str, str]
+    redundant: tuple[int, ...]
+    tokens: dict[int, int]
+    decode: dict[int, int]
+    routed_redundant: int
+    graphs: tuple[int, ...]
+    checked: int
+    tolerance: float
+
+
+V3, QWEN, TINY = shape_of("deepseek-v3-layer"), shape_of("qwen3-30b-a3b-layer"), shape_of("tiny")
+ON_GPU = Sizes(
+    V3, QWEN, ("deepseek-v3-bf16", "qwen3-30b-a3b"), (32, 16, 8, 0), {4096: 8, 1024: 16, 128: 32},
+    {16: 32, 4: 32, 1: 32}, 16, (128, 1024), 24, 0.01,
+)  # fmt: skip
+"""docs/time.md and runtime/README.md: bfloat16 outputs are 0.43% from float64."""
+ON_CPU = Sizes(
+    TINY, dataclasses.replace(TINY, name="tiny-routed", num_experts=32, top_k=8, shared_intermediate=0),
+    ("epsim-small", "epsim-small"), (4, 0), {8: 6}, {4: 6}, 8, (), 8, 1e-5,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Host:
+    """A rank's place in the measurement. recordings: a folder, or None. calibration: a folder of tables, which may be
+    empty. until: when to begin no further case."""
+
+    bench: Bench
+    sizes: Sizes
+    recordings: Path | None
+    calibration: Path
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.bench.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.on_gpu else torch.float32
+
+    @property
+    def place(self) -> Place:
+        return Place(self.bench.rank, self.bench.size, dist.group.WORLD, self.bench.device, self.dtype)
+
+    def goes_on(self, until: float) -> bool:
+        """Rank 0's clock decides. Collective."""
+        left = torch.tensor([float(time.monotonic() < until)], device=self.bench.device)
+        dist.broadcast(left, 0)
+        return bool(left)
+
+
+def layers(host: Host, exchange: str, until: float) -> Iterator[dict[str, Any]]:
+    """Rows, on rank 0. Collective."""
+    sizes, most = host.sizes, max(host.sizes.tokens)
+    per_step = host.bench.size * most
+    for source in sources(host.recordings, sizes.wide, per_step, max(sizes.tokens.values()), host.bench.device):
+        source = _same(source)
+        for redundant in sizes.redundant:
+            yield from cases(host, source, STACKS, exchange, redundant, sizes.tokens, sizes.models[0], until)
+
+
+def routed(host: Host, until: float) -> Iterator[dict[str, Any]]:
+    """Router policies on decode steps of a few tokens a rank."""
+    sizes = host.sizes
+    number = host.bench.size * max(tokens * steps for tokens, steps in sizes.decode.items())
+    source = _same(scored(sizes.small, number, host.bench.device))
+    for exchange in ("deep_ep", "torch"):
+        given = (ROUTED, exchange, sizes.routed_redundant, sizes.decode, sizes.models[1])
+        yield from cases(host, source, *given, until)
+
+
+def _same(source: Source) -> Source:
+    """Rank 0's on every rank: generators of other devices may draw otherwise. Collective."""
+    sent: list[Any] = [source if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(sent, 0)
+    return sent[0]
+
+
+def cases(
+    host: Host, source: Source, texts: Sequence[str], exchange: str, redundant: int, tokens: dict[int, int],
+    model_name: str, until: float,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Every number of tokens under one set of layers. Collective; rows on rank 0."""
+    head: dict[str, Any] = {"source": source.name, "what": source.what, "num_experts": source.shape.num_experts}
+    head |= {"top_k": source.shape.top_k, "exchange": exchange, "redundant": redundant}
+    if not host.goes_on(until):
+        if host.bench.rank == 0:
+            yield head | {"skipped": "no time left"}
+        return
+    try:
+        model, job, clock = _made(host, source, texts, exchange, redundant, tokens)
+    except ValueError as error:  # on every rank alike: nothing was begun
+        if host.bench.rank == 0:
+            yield head | {"skipped": str(error)}
+        return
+    timing, why = _timing(host, source.shape, exchange, model_name)
+    checked = _outputs(host, source, job, model)
+    for number, steps in tokens.items():
+        if not host.goes_on(until):
+            if host.bench.rank == 0:
+                yield head | {"tokens": number, "skipped": "no time left"}
+            continue
+        begun = time.monotonic()
+        block = source.block(host.bench.size, number, steps)
+        run = dataclasses.replace(job, blocks=lambda first, block=block: iter([block]), num_steps=steps)
+        found = _measured(host, run, model, clock, [block] * len(texts), timing)
+        graphs = _graphs(host, run, model, number) if number in host.sizes.graphs else None
+        if found is None:
+            continue
+        row = head | {"tokens": number, "steps": steps, "equals_replay": not found.differing, **why}
+        row["seconds"] = round(time.monotonic() - begun, 2)
+        row["stacks"] = _of_stacks(texts, found, checked, graphs)
+        row["right"] = row["equals_replay"] and max(checked) < host.sizes.tolerance
+        yield row
+    if host.on_gpu:
+        torch.cuda.synchronize()
+    model.layers[0][0].exchange.close()
+    model.layers[0][0].balancer.collective.close()
+    del model
+    if host.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _made(
+    host: Host, source: Source, texts: Sequence[str], exchange: str, redundant: int, tokens: dict[int, int]
+) -> tuple[RandomLayers, Job, JobClock]:
+    cluster = Cluster(host.bench.size, 1, redundant, 1)
+    cluster.num_physical(source.shape.num_experts)
+    stacks = []
+    for text in texts:
+        stack = parse_stack(text)
+        stacks.append(JobStack("", stack, stack.placement.plan(source.history[None, None], cluster)))
+    job = Job(
+        source.shape, (3,), tuple(stacks), lambda first: iter(()), 0, max(tokens), SEED, exchange, 1, source.phase,
+        0 if source.scores is None else source.shape.num_experts,
+    )  # fmt: skip
+    clock = JobClock(host.bench.rank, host.bench.device, timed=True)
+    return RandomLayers(job, host.place, clock), job, clock
+
+
+def _measured(
+    host: Host, job: Job, model: RandomLayers, clock: JobClock, blocks: list[Any], timing: LayerTiming | None
+) -> Measured | None:
+    """On rank 0. The folder is this rank's own."""
+    bench = host.bench
+    folder = Path(tempfile.mkdtemp())
+    telemetry = TelemetryWriter(folder, bench.rank, bench.size, {})
+    run_job(job, host.place, model, clock, Watch(None, bench.rank, bench.size, clock, folder), telemetry)
+    telemetry.close()
+    own = read_rank(folder, bench.rank)
+    shutil.rmtree(folder)
+    tables: list[Any] = [None] * bench.size
+    dist.gather_object(own, tables if bench.rank == 0 else None)
+    if bench.rank:
+        return None
+    return measure(joined(tables), job, iter([blocks]), host.dtype.itemsize, SEED, timing)
+
+
+def _outputs(host: Host, source: Source, job: Job, model: RandomLayers) -> list[float]:
+    """Of each stack, how far outputs are from the reference, the farthest rank's: the norm of the difference over that
+    of the reference. A stack with a router policy is compared with what its own experts should give. Collective."""
+    number, shape = min(host.sizes.checked, job.max_tokens), source.shape
+    block = source.block(host.bench.size, number, 1)
+    generator = torch.Generator().manual_seed(SEED + host.bench.rank)
+    hidden = torch.randn(number, shape.hidden, generator=generator).to(host.bench.device, host.dtype)
+    weights = RandomWeights(shape, SEED, host.bench.device, host.dtype)
+    tokens = tokens_of(block, 0, job, host.place)
+    known: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    found = []
+    for (layer,) in model.layers:
+        acts = layer.balancer.bound.stack.router.acts
+        scores = tokens.scores[:, 0] if acts and tokens.scores is not None else None
+        output = layer(hidden, step=0, forced_ids=tokens.ids[:, 0], forced_scores=scores, decode=tokens.decode)
+        record = layer.record
+        assert record is not None
+        wanted = next(
+            (w for ids, ws, w in known if torch.equal(ids, record.ids) and torch.equal(ws, record.weights)), None
+        )
+        if wanted is None:
+            given = (record.ids, record.weights, record.shared_weight)
+            wanted = reference_output(shape, weights, 3, hidden, *given)
+            known.append((record.ids.clone(), record.weights.clone(), wanted))
+        far = float((output.double() - wanted).norm() / wanted.norm())
+        found.append(host.bench.slowest(far if far == far else float("inf")))
+    return found
+
+
+def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list[float] | None] | None:
+    """Microseconds of each stack's layer as a CUDA graph, one for each of GRAPHED steps, the slowest rank's median;
+    None for one that cannot be captured. Collective."""
+    if job.exchange != "deep_ep":
+        return None
+    bench, shape, (block,) = host.bench, job.shape, job.blocks(0)
+    batches = [tokens_of(block, step, job, host.place).ids[:, 0] for step in range(GRAPHED)]
+    ids, hidden = torch.empty_like(batches[0]), torch.randn(tokens, shape.hidden, device=bench.device).to(host.dtype)
+    fixed = choose_exchange(
+        "deep_ep", group=None, device=bench.device, dtype=host.dtype, hidden=shape.hidden,
+        slots_per_rank=model.layers[0][0].balancer.slots_per_rank, columns=shape.top_k + shape.has_shared,
+        max_tokens=tokens, fixed_size=True,
+    )  # fmt: skip
+    captured: list[torch.cuda.CUDAGraph | None] = []
+    for (layer,) in model.layers:
+        if not isinstance(layer.balancer, KernelBalancer) or layer.balancer.bound.stack.router.acts:
+            captured.append(None)
+            continue
+        ids.copy_(batches[0])
+        captured.append(bench.capture(_call, like(layer, fixed), hidden, ids))
+    found: list[list[float] | None] = [None if graph is None else [] for graph in captured]
+    for batch in batches:
+        ids.copy_(batch)
+        for graph, times in zip(captured, found, strict=True):
+            if graph is not None and times is not None:
+                times.append(bench.time(graph.replay, inner=5, repeats=5))
+    for graph in captured:
+        if graph is not None:
+            graph.reset()
+    fixed.close()
+    return found
+
+
+def _call(layer: ExpertParallelMoE, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = layer(hidden, step=0, forced_ids=ids)
+    return output
+
+
+def _timing(host: Host, shape: LayerShape, exchange: str, model_name: str) -> tuple[LayerTiming | None, dict[str, str]]:
+    """By the tables of this host; the exchange's of the very implementation and model."""
+    if not (host.calibration / HARDWARE).is_file():
+        return None, {"timing": "no tables of this host: nothing is predicted"}
+    size = host.bench.size
+    meta = TraceMeta("tokens", 1, shape.num_experts, shape.top_k, size, shape.shared_cost, shape.name)
+    timing = layer_timing(str(host.calibration), shape, meta, Cluster(size, 1, 0, 1))
+    path = host.calibration / exchange_file(load_model(model_name), exchange, size)
+    table = read_table(path) if path.is_file() else None
+    assert timing.measured is not None
+    tables = (table,) if isinstance(table, ExchangeTable) else ()
+    measured = dataclasses.replace(timing.measured, exchange=tables)
+    words = f"exchange by {path.name}" if tables else "exchange as published: no table of it here"
+    return dataclasses.replace(timing, measured=measured), {"timing": words}
+
+
+def _of_stacks(
+    texts: Sequence[str], found: Measured, checked: list[float], graphs: list[list[float] | None] | None
+) -> list[dict[str, Any]]:
+    """phases_us, predicted_us: medians over steps; layer_us: of the slowest rank. gain: over the first stack, mean and
+    95% interval over steps."""
+    rows = []
+    for number, text in enumerate(texts):
+        entry, replayed = found.entries[number], found.predicted[number]
+        metrics = entry["metrics"]
+        row: dict[str, Any] = {"stack": text, "error": checked[number]}
+        row["layer_us"] = {key: metrics["layer_time_us"][key] for key in ("mean", "p50", "p95")}
+        row["phases_us"] = {phase: value["p50"] for phase, value in entry["phases_us"].items()}
+        row["gain"] = entry["versus_first"][GAIN]
+        row["max_over_mean"] = metrics["max_over_mean"]["mean"]
+        row["bytes_read"] = metrics["bytes_read"]["mean"]
+        if "phases_us" in replayed:
+            row["predicted_us"] = {phase: value["p50"] for phase, value in replayed["phases_us"].items()}
+        times = None if graphs is None else graphs[number]
+        if times is not None:
+            row["graph_us"] = statistics.median(times)
+        if times is not None and graphs is not None and graphs[0] is not None:
+            gains = np.array(graphs[0]) / np.array(times) - 1
+            row["graph_gain"] = paired_difference(gains, np.ones(len(gains)), SEED)
+        rows.append(row)
+    return rows

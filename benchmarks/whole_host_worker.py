@@ -1,0 +1,128 @@
+"""One rank of benchmarks/whole_host.py, which starts it under torchrun: the named parts one after the other.
+
+Rank 0 writes DIR/PART.json anew after every row, `done` once the part is over, and DIR/now: the part under way, when it
+began and how long it may take. An error on any rank ends the process: who started it reads why, and starts the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from runtime_common import Bench, versions
+from runtime_slices import Move, relocation
+from whole_host_cases import ON_CPU, ON_GPU, Host, layers, routed
+
+from epsim.calibrate.machine import Machine
+from epsim.calibrate.run import Request, calibrate
+from epsim.traces.files import message_line, whole_file
+
+SHARES = {"calibrate": 20.0, "layers-deep_ep": 32.0, "layers-torch": 20.0, "oea": 10.0, "relocation": 6.0, "kill": 12.0}
+"""Of the time. What a part leaves is the others'."""
+MEASURED = Path(__file__).parent / "results/calibrated_h200"
+"""Tables of one GPU of the kind: what `epsim calibrate` finds there it does not measure again."""
+
+
+def share(part: str, left: list[str], seconds: float) -> float:
+    """Seconds for a part of those that are left, itself among them."""
+    return seconds * SHARES[part] / sum(SHARES[one] for one in left)
+
+
+def tables(host: Host, machine: Machine, until: float) -> Iterator[dict[str, Any]]:
+    """Exchange and collectives at every power of two of ranks; of experts the project has tables."""
+    known = MEASURED / "hardware.toml"
+    if host.bench.rank == 0 and machine.name in known.read_text():
+        shutil.copytree(MEASURED, host.calibration, dirs_exist_ok=True)
+    dist.barrier()
+    jobs = [(("all-reduce",), host.sizes.models[:1])]
+    jobs += [(("exchange",), (model,)) for model in dict.fromkeys(host.sizes.models)]
+    for parts, models in jobs:
+        begun = time.monotonic()
+        if not host.goes_on(until):
+            yield {"part": parts[0], "model": models[0], "skipped": "no time left"}
+            continue
+        request = Request(host.calibration, machine.device.type, models, parts)
+        for line in calibrate(request, lambda text: None, machine):
+            yield {"part": parts[0], "found": line.rpartition("/")[2], "seconds": round(time.monotonic() - begun, 1)}
+
+
+def moves(host: Host) -> Iterator[dict[str, Any]]:
+    if host.on_gpu:
+        for exchange in ("auto", "torch"):
+            yield from relocation(host.bench, Move(host.sizes.wide, 32, 8, exchange=exchange, tokens=1024))
+    else:
+        yield from relocation(host.bench, Move(host.sizes.wide, 4, 4, (2048,), 8, dtype=host.dtype))
+
+
+def rows_of(part: str, host: Host, machine: Machine, until: float) -> Iterator[dict[str, Any]]:
+    if part == "calibrate":
+        return tables(host, machine, until)
+    if part == "oea":
+        return routed(host, until)
+    if part == "relocation":
+        return moves(host)
+    return layers(host, part.removeprefix("layers-"), until)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=list(SHARES))
+    parser.add_argument("--seconds", type=float, required=True, help="for all of them")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--recordings", type=Path)
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    machine = Machine.here("auto")
+    bench = Bench(machine.rank, machine.size, machine.device)
+    sizes = ON_GPU if machine.on_gpu else ON_CPU
+    host = Host(bench, sizes, options.recordings, options.work / "calibrated")
+    first = bench.rank == 0
+    if first:
+        found = {"device": machine.name, "num_devices": bench.size} | (versions() if machine.on_gpu else {})
+        _write(options.work / "machine.json", {"torch": torch.__version__} | found)
+    for number, part in enumerate(options.parts):
+        begun = time.monotonic()
+        seconds = share(part, options.parts[number:], end - begun)
+        if first:
+            _write(options.work / "now", {"part": part, "begun": time.time(), "seconds": seconds})
+        try:
+            _run(part, rows_of(part, host, machine, begun + seconds), options.work, first)
+        except Exception as error:
+            print(f"rank {bench.rank}: {type(error).__name__}: {message_line(str(error))}", file=sys.stderr, flush=True)
+            raise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run(part: str, found: Iterator[dict[str, Any]], work: Path, first: bool) -> None:
+    begun, rows = time.monotonic(), list[dict[str, Any]]()
+
+    def write(done: bool) -> None:
+        seconds = round(time.monotonic() - begun, 1)
+        if first:
+            _write(work / f"{part}.json", {"rows": rows, "done": done, "seconds": seconds})
+
+    for row in found:
+        rows.append(row)
+        write(False)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+    write(True)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(content))
+
+
+if __name__ == "__main__":
+    main()
