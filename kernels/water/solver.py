@@ -20,43 +20,40 @@ def pour(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The least largest routed + cost * tokens over ranks, and as few tokens off their own rank as it allows.
 
-    routed, tokens [..., R] int64 >= 0: assignments that a rank serves, tokens that live on it. cost > 0: a token's, in
-    assignments, rounded to 2^-20. node_of_rank [R] int64. most [..., R, R] int64: how many tokens a rank can send
-    another, all of which together it has; None for any number.
+    routed, tokens [..., R] of any integer type, >= 0: assignments that a rank serves, tokens that live on it. cost > 0:
+    a token's, in assignments, rounded to 2^-20. node_of_rank [R]. most [..., R, R] >= 0: how many tokens a rank can
+    send another, all of which together it has; None for any number.
     Returns quotas [..., R, R] int64 by source and serving rank, and the peak [...] float64. Solved on the CPU, in
     integers. Raises ValueError for shapes that do not fit, for a cost that is not above 0 and finite, and for loads
     that are no whole numbers from 0 to 2^40.
     """
     from epsim.kernels.water.pour import pour_range
 
-    num_ranks, lead, device = routed.shape[-1], routed.shape[:-1], routed.device
-    if tokens.shape != routed.shape or node_of_rank.shape != (num_ranks,):
+    lead, num_ranks, device = routed.shape[:-1], routed.shape[-1] if routed.ndim else 0, routed.device
+    if not num_ranks or tokens.shape != routed.shape or node_of_rank.shape != (num_ranks,):
         shapes = f"{list(routed.shape)}, tokens {list(tokens.shape)} and node_of_rank {list(node_of_rank.shape)}"
         raise ValueError(f"routed {shapes} do not fit: the last is [R], the others are [..., R]")
     if most is not None and most.shape != (*routed.shape, num_ranks):
         raise ValueError(f"most is {list(most.shape)}, not {[*routed.shape, num_ranks]}")
     if not 0 < cost < math.inf:
         raise ValueError(f"a token's cost is {cost}, not a finite number above 0")
-    for name, values in (("routed", routed), ("tokens", tokens)):
-        if values.is_floating_point() or (values.numel() and int(values.min()) < 0):
-            raise ValueError(f"{name} are no whole numbers of 0 or more")
+    flat_routed = _whole("routed", routed).reshape(-1, num_ranks)
+    flat_tokens = _whole("tokens", tokens).reshape(-1, num_ranks)
+    limits = torch.empty(0, num_ranks, num_ranks, dtype=torch.int64)
+    if most is not None:
+        limits = _whole("most", most).reshape(-1, num_ranks, num_ranks)
     unit = max(round(cost * (1 << COST_BITS)), 1)
-    flat_tokens = tokens.reshape(-1, num_ranks).cpu().contiguous()
-    flat_routed = routed.reshape(-1, num_ranks).cpu()
     highest = flat_routed.sum(-1, dtype=torch.float64) + cost * flat_tokens.sum(-1, dtype=torch.float64)
     if len(highest) and float(highest.max()) > LARGEST:
         raise ValueError("a step's layer has more than 2^40 assignments, shared ones included: scale the counts down")
     quotas = torch.empty(len(flat_routed), num_ranks, num_ranks, dtype=torch.int64)
     level = torch.empty(len(flat_routed), dtype=torch.int64)
-    limits = torch.empty(0, num_ranks, num_ranks, dtype=torch.int64)
-    if most is not None:
-        limits = most.reshape(-1, num_ranks, num_ranks).cpu().contiguous()
     pour_range(
         (flat_routed << COST_BITS).contiguous().numpy(),
         flat_tokens.numpy(),
         limits.numpy(),
         unit,
-        node_of_rank.cpu().contiguous().numpy(),
+        node_of_rank.to("cpu", torch.int64).contiguous().numpy(),
         most is not None,
         quotas.numpy(),
         level.numpy(),
@@ -64,6 +61,14 @@ def pour(
     served = quotas.sum(1) * unit + (flat_routed << COST_BITS)
     peak = served.amax(-1).double() / (1 << COST_BITS)
     return quotas.reshape(*lead, num_ranks, num_ranks).to(device), peak.reshape(lead).to(device)
+
+
+def _whole(name: str, values: torch.Tensor) -> torch.Tensor:
+    """As int64 on the CPU. Raises ValueError where they are none of 0 or more."""
+    whole = values.to("cpu", torch.int64).contiguous()
+    if values.is_floating_point() or (whole.numel() and int(whole.min()) < 0):
+        raise ValueError(f"{name} are no whole numbers of 0 or more")
+    return whole
 
 
 def assign(

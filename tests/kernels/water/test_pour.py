@@ -151,6 +151,8 @@ def test_leading_axes_nothing_to_do_and_too_much() -> None:
         ({"most": torch.zeros(3, 2, dtype=torch.int64)}, r"most is \[3, 2\], not \[3, 3\]"),
         ({"routed": torch.tensor([1, -1, 0])}, "routed are no whole numbers of 0 or more"),
         ({"tokens": torch.ones(3)}, "tokens are no whole numbers of 0 or more"),
+        ({"most": -torch.ones(3, 3, dtype=torch.int64)}, "most are no whole numbers of 0 or more"),
+        ({"routed": torch.tensor(1), "tokens": torch.tensor(1)}, "do not fit"),
         *[({"cost": cost}, "not a finite number above 0") for cost in (0.0, -1.0, math.nan, math.inf)],
     ],
 )
@@ -159,6 +161,19 @@ def test_what_does_not_fit_is_told_in_one_line(changed: dict[str, Any], says: st
     arguments: dict[str, Any] = {"routed": three, "tokens": three, "cost": 1.0, "node_of_rank": 0 * three} | changed
     with pytest.raises(ValueError, match=says):
         pour(**arguments)
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int16, torch.int32, torch.uint16])
+def test_any_integer_type_gives_the_same(kind: torch.dtype) -> None:
+    routed, tokens, node = torch.tensor([[100, 7, 3]]), torch.tensor([[90, 70, 0]]), torch.tensor([0, 0, 1])
+    most = torch.tensor([[[0, 50, 20], [3, 0, 60], [0, 0, 0]]])
+    for limit in (None, most):
+        plain, peak = pour(routed, tokens, 1.0, node, limit)
+        narrow = None if limit is None else limit.to(kind)
+        quotas, same = pour(routed.to(kind), tokens.to(kind), 1.0, node.to(kind), narrow)
+        assert quotas.dtype == torch.int64
+        assert torch.equal(quotas, plain)
+        assert (float(same), float(peak)) == ((100.0, 100.0) if limit is None else (120.0, 120.0))
 
 
 @settings(max_examples=150, deadline=None)
