@@ -10,6 +10,8 @@ import torch
 
 from epsim.placement.base import Placement
 from epsim.policies.stack import parse_stack
+from epsim.runtime.balance import Balancer
+from epsim.runtime.collective import Collective
 from epsim.runtime.exchange.collectives import TorchExchange
 from epsim.runtime.layer import ExpertParallelMoE, LayerRecord, build_layer
 from epsim.runtime.phases import PhaseError
@@ -73,6 +75,11 @@ class References:
         return float((output.double() - wanted).norm() / wanted.norm())
 
 
+def several(rank: int, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+    """Functions of this module one after the other, in one world of processes."""
+    return [globals()[name](rank, *args) for name, args in calls]
+
+
 def run_stacks(
     rank: int, size: int, nodes: int, stacks: list[tuple[str, Any]], dtype_name: str, shape: LayerShape = SHAPE
 ) -> dict[int, Ran]:
@@ -85,8 +92,10 @@ def run_stacks(
     found = {}
     for place, (text, slots) in enumerate(stacks):
         key = np.asarray(slots).tobytes()
-        made = build(text, slots, shape, size, nodes, dtype, weights, layers.get(key))
-        layers[key] = made
+        if key in layers:
+            made = restacked(layers[key], text)
+        else:
+            made = layers[key] = build(text, slots, shape, size, nodes, dtype, weights)
         ran = found[place] = Ran()
         for step in STEPS:
             output = made(batches[step], step=step)
@@ -109,7 +118,6 @@ def build(
     nodes: int,
     dtype: torch.dtype,
     weights: Any,
-    like: ExpertParallelMoE | None = None,
     spare: int = 0,
 ) -> ExpertParallelMoE:
     layer = build_layer(
@@ -123,11 +131,16 @@ def build(
         dtype=dtype,
         exchange="auto",
         weights=weights,
-        router=like.router if like else None,
         spare_slots=spare,
     )
     assert isinstance(layer.exchange, TorchExchange)
     return layer
+
+
+def restacked(like: ExpertParallelMoE, text: str) -> ExpertParallelMoE:
+    """The same experts on the same placement under another stack."""
+    balancer = Balancer(parse_stack(text), like.balancer.placement, like.balancer.bound.setting, Collective())
+    return ExpertParallelMoE(like.shape, LAYER, like.router, balancer, like.exchange, like.experts, like.clock)
 
 
 def run_relocation(rank: int, size: int, nodes: int, old: Any, new: Any, spare: int, most: int) -> dict[str, Any]:
@@ -232,34 +245,41 @@ def exchanged(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def run_model(rank: int, size: int, seed: int) -> float:
-    """Layers of a transformers model under a stack, with its real router: the largest distance to the model's own."""
-    from epsim.runtime.weights import ModelWeights
-    from epsim.traces.model.config import ModelShape, build_model
-
-    torch.manual_seed(seed)
-    small = ModelShape(vocabulary=64, num_layers=2, hidden=32, num_heads=2, num_experts=8, top_k=2, intermediate=16)
-    model = build_model(small)
-    weights, far = ModelWeights(model), 0.0
-    for layer in weights.layers:
-        slots = [[*range(8), *range(8)]]
+def run_model(rank: int, size: int, layers: list[tuple[Any, Any, Any]]) -> float:
+    """layers: weights and router of each, and of each rank hidden states and what the model makes of them: the largest
+    distance to that."""
+    far = 0.0
+    for number, (weights, router, given) in enumerate(layers):
         made = build_layer(
             weights.shape,
             parse_stack("eplb+lplb+waterfill"),
-            Placement(torch.tensor(slots), 8, size),
-            layer=layer,
+            Placement(torch.tensor([[*range(8), *range(8)]]), 8, size),
+            layer=number,
             seed=1,
             group=None,
             device=torch.device("cpu"),
             dtype=torch.float32,
             weights=weights,
-            router=weights.router(layer, torch.device("cpu"), torch.float32),
+            router=router,
         )
-        hidden = torch.randn(80 + rank, 32, generator=torch.Generator().manual_seed(rank))
-        with torch.no_grad():
-            wanted = model.model.layers[layer].mlp(hidden[None])[0]
-            far = max(far, float((made(hidden, step=0) - wanted).norm() / wanted.norm()))
+        hidden, wanted = given[rank]
+        far = max(far, float((made(hidden, step=0) - wanted).norm() / wanted.norm()))
     return far
+
+
+@dataclass
+class Held:
+    """Weights of one layer, which processes take over without the library that the model is of."""
+
+    shape: LayerShape
+    experts: list[Any]
+    common: Any
+
+    def routed(self, layer: int, expert: int) -> Any:
+        return self.experts[expert]
+
+    def shared(self, layer: int) -> Any:
+        return self.common
 
 
 def recorded(rank: int, size: int, nodes: int, text: str, slots: Any) -> Any:

@@ -7,6 +7,8 @@ import torch
 
 from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.exchange.deep_ep import obstacle
+from epsim.runtime.weights import ModelWeights
+from epsim.traces.model.config import ModelShape, build_model
 from tests.runtime import programs
 from tests.runtime.worlds import launch
 
@@ -71,4 +73,18 @@ def test_what_deep_ep_cannot_serve(
 
 
 def test_real_routers_and_weights_give_the_models_outputs() -> None:
-    assert max(launch(2, programs.run_model, 2, 0)) < 1e-5
+    """Layers of a transformers model under a stack, with its own router."""
+    torch.manual_seed(0)
+    small = ModelShape(vocabulary=64, num_layers=2, hidden=32, num_heads=2, num_experts=8, top_k=2, intermediate=16)
+    model = build_model(small)
+    weights = ModelWeights(model)
+    layers = []
+    for layer in weights.layers:
+        held = programs.Held(weights.shape, [weights.routed(layer, e) for e in range(8)], weights.shared(layer))
+        given = []
+        for rank in range(2):
+            hidden = torch.randn(80 + rank, 32, generator=torch.Generator().manual_seed(rank))
+            with torch.no_grad():
+                given.append((hidden, model.model.layers[layer].mlp(hidden[None])[0]))
+        layers.append((held, weights.router(layer, CPU, torch.float32), given))
+    assert max(launch(2, programs.run_model, 2, layers)) < 1e-5

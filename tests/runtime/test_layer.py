@@ -43,28 +43,21 @@ def choices(hint: Any) -> tuple[Any, ...]:
     return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
 
 
-def stacks(placements: list[str], splits: list[Any], shared: list[Any]) -> list[str]:
-    default = parse_stack("contiguous")
-    made = []
-    for name, split, dispatch in itertools.product(placements, splits, shared):
-        if dispatch.name == "waterfill-joint" and split.name != "lplb":
-            continue  # Refused by PolicyStack.
-        made.append(str(PolicyStack(KINDS["placement"][name], default.router, split, dispatch, default.reader)))
-    return made
-
-
 def all_stacks(size: int) -> list[str]:
-    """On 2 processes all of the registry; on more, where a layer takes long, every policy with some of the others."""
+    """Every split with every shared policy, placements taking turns; on 16 processes, where a layer takes long, every
+    policy with one of the other kind."""
     splits = [v for policy in KINDS["split"].values() for v in variants(policy)]
     shared = [v for policy in KINDS["shared"].values() for v in variants(policy)]
-    placements = list(KINDS["placement"])
-    if size <= 2:
-        return stacks(placements, splits, shared)
-    gathered = [parse_stack("lplb(counts=gathered)").split]
-    waterfill = [parse_stack("waterfill").shared, parse_stack("waterfill(candidates=all,counts=local)").shared]
-    found = stacks(["eplb"], splits, waterfill[:1] if size > 4 else shared)
-    found += stacks(["eplb-global"], gathered, shared)
-    found += stacks(placements, [*gathered, parse_stack("random").split], waterfill[1:])
+    pairs = list(itertools.product(splits, shared))
+    if size > 4:
+        gathered, waterfill = (parse_stack(text) for text in ("lplb(counts=gathered)", "waterfill"))
+        pairs = [*((split, waterfill.shared) for split in splits), *((gathered.split, one) for one in shared)]
+    default, found = parse_stack("contiguous"), []
+    placements = itertools.islice(itertools.cycle(KINDS["placement"].values()), size, None)
+    for split, dispatch in pairs:
+        if dispatch.name == "waterfill-joint" and split.name != "lplb":
+            continue  # Refused by PolicyStack.
+        found.append(str(PolicyStack(next(placements), default.router, split, dispatch, default.reader)))
     return list(dict.fromkeys(found))
 
 
@@ -101,36 +94,45 @@ def needed(stack: PolicyStack) -> dict[str, int]:
     return {kind: number for kind, number in calls.items() if number}
 
 
-@pytest.mark.parametrize(
-    ("size", "nodes", "dtype"),
-    [
-        pytest.param(2, 1, "float32", marks=pytest.mark.slow),
-        (2, 2, "bfloat16"),
-        (4, 2, "float32"),
-        pytest.param(16, 2, "float32", marks=pytest.mark.slow),
-    ],
-)
-def test_every_stack(size: int, nodes: int, dtype: str) -> None:
-    texts = all_stacks(size if dtype == "float32" else 4)
-    known = {name: placed(name, size, nodes) for name in KINDS["placement"]}
-    tables = [known[parse_stack(text).placement.name] for text in texts]
-    given = [(text, placement.physical_to_logical.numpy()) for text, placement in zip(texts, tables)]
-    ran = launch(size, programs.run_stacks, size, nodes, given, dtype)
-    for place, (text, placement) in enumerate(zip(texts, tables)):
-        by_rank = [rank[place] for rank in ran]
-        assert max(one.error for one in by_rank) < TOLERANCE[dtype], text
-        load = expected(text, placement, block_of(programs.STEPS, [one.ids for one in by_rank]))
-        routed = np.stack([np.stack(one.received).sum(1) for one in by_rank], axis=1)
-        assert np.array_equal(routed, load.routed[:, 0].numpy()), text
-        shared = np.stack([one.received_shared for one in by_rank], axis=1)
-        assert np.array_equal(shared, load.shared_tokens[:, 0].numpy()), text
-        active = np.stack([(np.stack(one.received) > 0).sum(1) for one in by_rank], axis=1)
-        assert np.array_equal(active, load.active[:, 0].numpy()), text
-        calls = {kind: number * len(programs.STEPS) for kind, number in needed(parse_stack(text)).items()}
-        assert all(one.calls == calls for one in by_rank), (text, calls, by_rank[0].calls)
+WORLDS = {2: [(1, "float32"), (2, "bfloat16")], 4: [(2, "float32")], 16: [(2, "float32")]}
+"""By number of processes: nodes and numbers of each run."""
 
 
-def test_scores_that_are_not_numbers_name_rank_and_phase() -> None:
-    slots = placed("eplb", 2, 1).physical_to_logical.numpy()
-    said = launch(2, programs.not_a_number, 2, slots)
-    assert said[1].startswith("(1, 5, 3, 'route') rank 1, step 5, layer 3, phase route: router scores are not finite")
+@pytest.mark.parametrize("size", [2, 4, pytest.param(16, marks=pytest.mark.slow)])
+def test_every_stack(size: int) -> None:
+    known = {nodes: {name: placed(name, size, nodes) for name in KINDS["placement"]} for nodes, _ in WORLDS[size]}
+    texts = all_stacks(size)
+    tables = {nodes: [known[nodes][parse_stack(text).placement.name] for text in texts] for nodes in known}
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    for nodes, dtype in WORLDS[size]:
+        given = [(text, table.physical_to_logical.numpy()) for text, table in zip(texts, tables[nodes])]
+        calls.append(("run_stacks", (size, nodes, given, dtype)))
+    if size == 2:
+        calls.append(("not_a_number", (size, tables[1][0].physical_to_logical.numpy())))
+    ran = launch(size, programs.several, calls)
+    for number, (nodes, dtype) in enumerate(WORLDS[size]):
+        for place, (text, placement) in enumerate(zip(texts, tables[nodes])):
+            check_stack(text, placement, [rank[number][place] for rank in ran], TOLERANCE[dtype])
+    if size == 2:
+        line = "(1, 5, 3, 'route') rank 1, step 5, layer 3, phase route: router scores are not finite"
+        assert ran[1][-1].startswith(line)
+
+
+def check_stack(text: str, placement: Placement, by_rank: list[programs.Ran], tolerance: float) -> None:
+    assert max(one.error for one in by_rank) < tolerance, text
+    load = expected(text, placement, block_of(programs.STEPS, [one.ids for one in by_rank]))
+    routed = np.stack([np.stack(one.received).sum(1) for one in by_rank], axis=1)
+    assert np.array_equal(routed, load.routed[:, 0].numpy()), text
+    shared = np.stack([one.received_shared for one in by_rank], axis=1)
+    assert np.array_equal(shared, load.shared_tokens[:, 0].numpy()), text
+    active = np.stack([(np.stack(one.received) > 0).sum(1) for one in by_rank], axis=1)
+    assert np.array_equal(active, load.active[:, 0].numpy()), text
+    calls = {kind: number * len(programs.STEPS) for kind, number in needed(parse_stack(text)).items()}
+    assert all(one.calls == calls for one in by_rank), (text, calls, by_rank[0].calls)
+
+
+def test_every_policy_meets_every_placement() -> None:
+    met = {(s.placement.name, s.split) for s in map(parse_stack, all_stacks(2))}
+    assert len(met) == len(KINDS["placement"]) * len({split for _, split in met})
+    both = [parse_stack(text) for size in (2, 4) for text in all_stacks(size)]
+    assert {s.shared for s in both if s.placement.name == "searched"} == {s.shared for s in both}

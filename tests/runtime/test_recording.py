@@ -17,26 +17,30 @@ from epsim.traces.trace import TokenBlock, TraceMeta
 from tests.runtime import programs
 from tests.runtime.worlds import launch
 
+STACKS = ["eplb+lplb+waterfill", "eplb+lplb(counts=gathered)", "eplb+random+waterfill"]
 
-@pytest.mark.parametrize("text", ["eplb+lplb+waterfill", "eplb+lplb(counts=gathered)", "eplb+random+waterfill"])
-def test_a_recorded_run_replays_to_its_load(text: str, tmp_path: Path) -> None:
+
+def test_a_recorded_run_replays_to_its_load(tmp_path: Path) -> None:
     size, nodes, shape = 4, 2, programs.SHAPE
     rng = np.random.default_rng(1)
     slots = np.stack([rng.permutation([*range(32), *rng.integers(0, 32, 16)]) for _ in range(2)])
-    ran = launch(size, programs.recorded, size, nodes, text, slots)
-    block = ran[0][0]
-    assert [one[0] for one in ran[1:]] == [None] * 3
+    runs = launch(size, programs.several, [("recorded", (size, nodes, text, slots)) for text in STACKS])
     meta = TraceMeta("tokens", 2, 32, 4, size, shape.shared_cost, layers=(3, 7))
-    with TraceWriter(tmp_path / "run.parquet", meta) as writer:
-        writer.append(block)
-    trace = StoredTrace(tmp_path / "run.parquet")
-    setting = Setting(programs.SEED, shape.shared_cost, shape.top_k, trace.meta.layers)
-    bound = bind(parse_stack(text), Placement(torch.from_numpy(slots), 32, size, nodes), setting)
-    loads = [bound.load(part) for part in trace.blocks()]
-    routed, shared = (torch.cat([getattr(load, name) for load in loads]) for name in ("routed", "shared_tokens"))
-    served = torch.tensor([one[1] for one in ran])  # [R, S, L, 2]
-    assert torch.equal(routed, served[..., 0].permute(1, 2, 0))
-    assert torch.equal(shared, served[..., 1].permute(1, 2, 0))
+    for number, text in enumerate(STACKS):
+        ran = [rank[number] for rank in runs]
+        block = ran[0][0]
+        assert [one[0] for one in ran[1:]] == [None] * 3
+        path = tmp_path / f"run-{number}.parquet"
+        with TraceWriter(path, meta) as writer:
+            writer.append(block)
+        trace = StoredTrace(path)
+        setting = Setting(programs.SEED, shape.shared_cost, shape.top_k, trace.meta.layers)
+        bound = bind(parse_stack(text), Placement(torch.from_numpy(slots), 32, size, nodes), setting)
+        loads = [bound.load(part) for part in trace.blocks()]
+        routed, shared = (torch.cat([getattr(load, name) for load in loads]) for name in ("routed", "shared_tokens"))
+        served = torch.tensor([one[1] for one in ran])  # [R, S, L, 2]
+        assert torch.equal(routed, served[..., 0].permute(1, 2, 0)), text
+        assert torch.equal(shared, served[..., 1].permute(1, 2, 0)), text
 
 
 def kept(ids: dict[int, np.ndarray]) -> dict[int, Own]:

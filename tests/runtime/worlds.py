@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = ["torch", "torch.distributed", "epsim.runtime.layer", "epsim.runtime.relocation", "epsim.runtime.recording"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "epsim.runtime.layer",
+    "epsim.runtime.relocation",
+    "epsim.runtime.recording",
+]
+WARM = "tests.runtime.warm"
 
 
 def launch(
@@ -28,7 +35,7 @@ def launch(
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # Processes take over this path, and find `program` by its module's name.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, WARM] if backend == "gloo" else PRELOAD)
     with tempfile.TemporaryDirectory() as folder:
         results: Any = context.Queue()
         processes = [
