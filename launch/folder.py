@@ -14,7 +14,7 @@ from epsim.traces.store import TraceWriter
 from epsim.traces.trace import Phase, TokenBlock
 
 RESULTS, PREDICTED, TELEMETRY, LOGS = "results.json", "predicted.json", "telemetry", "logs"
-WRITTEN = re.compile(r"rank-\d{5,}\.(parquet|arrows|place)")
+WRITTEN = re.compile(r"rank-\d{5,}\.(parquet|arrows|begun|place)")
 
 
 def routed_file(number: int) -> str:

@@ -46,6 +46,8 @@ class Member:
         given = os.environ.get("EPSIM_STORE")
         if given:
             host, _, text = given.rpartition(":")
+            if not host or not text.isascii() or not text.isdigit():
+                raise ValueError(f"EPSIM_STORE is {given!r}, not HOST:PORT: leave it to `epsim run`")
             port = int(text)
         held = given or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(

@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from epsim.cli import MOST_SLOTS
+
 LAUNCHERS = ("inline", "torchrun", "ray")
 EXCHANGES = ("auto", "deep_ep", "torch")
 DEVICES = ("auto", "cpu", "cuda")
@@ -58,6 +60,9 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value}: give at least 1")
+        for name in ("ranks", "nodes", "redundant", "groups"):
+            if (getattr(self, name) or 0) > MOST_SLOTS:
+                raise ValueError(f"--{name} {getattr(self, name)}: give at most {MOST_SLOTS}")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"--seed {self.seed}: give 0 to 2^63 - 1")
         if (self.device, self.dtype) == ("cuda", "float32"):

@@ -18,6 +18,7 @@ from epsim.cost.model import ModelSpec
 from epsim.launch.options import CONTEXT, RunOptions
 from epsim.placement.base import Cluster, Placement
 from epsim.planning import plan_placements
+from epsim.policies.base import Dense
 from epsim.policies.stack import PolicyStack
 from epsim.replay import ReplayOptions, planned_steps
 from epsim.runtime.job import Job, JobStack
@@ -88,6 +89,9 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
     if options.ranks not in (None, num_ranks):
         raise ValueError(f"--ranks {options.ranks}, but {num_ranks} processes were started: give --ranks {num_ranks}")
     policies = tuple(named_stack(text) for text in options.policies)
+    for _, stack in policies:
+        if not isinstance(stack.reader, Dense):
+            raise ValueError(f"{str(stack)!r}: a run reads experts whole: leave {stack.reader.name} out")
     cluster = Cluster(num_ranks, options.nodes, options.redundant, options.groups)
     trace = open_trace([Path(options.trace)])
     history = None if options.history is None else open_trace([Path(options.history)])

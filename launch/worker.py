@@ -10,7 +10,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -186,15 +186,36 @@ def _model(prepared: Prepared, job: Job, place: Place, clock: JobClock) -> tuple
 
 
 def _check_alike(prepared: Prepared, member: Member) -> None:
-    """Ranks that read different traces or were given other options would wait for each other without end."""
-    own = (prepared.last - prepared.first, prepared.fingerprint, [str(stack) for _, stack in prepared.policies])
+    """Ranks that read different traces or were given other options would wait for each other without end, or serve
+    another's tokens wrongly."""
     found: list[Any] = [None] * member.num_ranks
-    dist.all_gather_object(found, own)
+    dist.all_gather_object(found, work_of(prepared))
+    different = first_difference(found)
+    if different:
+        raise ValueError(different)
+
+
+def work_of(prepared: Prepared) -> dict[str, Any]:
+    """What all ranks must have the same, by the words for it. Paths may be others on other machines."""
+    options, steps = prepared.options, prepared.last - prepared.first
+    named = ("seed", "nodes", "redundant", "groups", "exchange", "dtype", "sequence", "context")
+    return {
+        f"{steps} steps to run": steps,
+        "another trace, or other layers of it": prepared.fingerprint,
+        "other policies": [str(stack) for _, stack in prepared.policies],
+        **{f"--{name} {getattr(options, name)}": getattr(options, name) for name in named},
+        "another model": dataclasses.replace(prepared.shape, name=""),
+    }
+
+
+def first_difference(found: Sequence[dict[str, Any]]) -> str:
+    """found: `work_of` each rank. What is wrong and what to do, empty where all are the same."""
     for rank, theirs in enumerate(found):
-        if theirs != found[0]:
-            same = theirs[0] == found[0][0]
-            what = "other work than rank 0" if same else f"{theirs[0]} steps to run, rank 0 {found[0][0]}"
-            raise ValueError(f"rank {rank} has {what}: give every rank the same trace and the same options")
+        for (words, value), (first_words, first) in zip(theirs.items(), found[0].items(), strict=True):
+            if value != first:
+                than = "than rank 0" if words == first_words else f"and rank 0 {first_words}"
+                return f"rank {rank} has {words} {than}: give every rank the same trace and the same options"
+    return ""
 
 
 def _placements(prepared: Prepared, member: Member) -> dict[str, Placement]:

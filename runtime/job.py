@@ -17,6 +17,7 @@ from epsim.policies.stack import PolicyStack
 from epsim.runtime.faults import Watch
 from epsim.runtime.layer import ExpertParallelMoE, LayerRecord, build_layer
 from epsim.runtime.phases import PHASES, PhaseClock
+from epsim.runtime.seeds import generator
 from epsim.runtime.shapes import LayerShape
 from epsim.runtime.telemetry import COUNTS, TelemetryWriter
 from epsim.runtime.trial import Trial
@@ -119,8 +120,8 @@ class RandomLayers:
 
     def __init__(self, job: Job, place: Place, clock: PhaseClock) -> None:
         self.layers = build_layers(job, place, clock)
-        generator = torch.Generator().manual_seed(job.seed * 65_537 + place.rank)
-        hidden = torch.randn(max(job.max_tokens, 1), job.shape.hidden, generator=generator)
+        drawn = generator(torch.device("cpu"), "hidden", job.seed, place.rank)
+        hidden = torch.randn(max(job.max_tokens, 1), job.shape.hidden, generator=drawn)
         self._hidden = hidden.to(place.device, place.dtype)
 
     def begin(self, step: int, tokens: Tokens) -> None:

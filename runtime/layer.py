@@ -62,7 +62,8 @@ class LayerRecord:
 class ExpertParallelMoE(torch.nn.Module):
     """Route -> balance -> dispatch -> experts -> combine.
 
-    record: of the last call, None before it. observers: called with each record.
+    record: of the last call, None before it. observers: called with each record. moving: whether a relocation is under
+    way (runtime/relocation.py).
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ExpertParallelMoE(torch.nn.Module):
         self.shape, self.layer = shape, layer
         self.router, self.balancer, self.exchange, self.experts, self.clock = router, balancer, exchange, experts, clock
         self.record: LayerRecord | None = None
+        self.moving = False
         self.observers: list[Callable[[LayerRecord], None]] = []
         self.bad_scores: torch.Tensor
         self.register_buffer("bad_scores", torch.zeros((), dtype=torch.bool, device=clock.device))

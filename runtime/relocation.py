@@ -124,8 +124,11 @@ class Relocation:
     """
 
     def __init__(self, layer: ExpertParallelMoE, placement: Placement, bytes_per_step: int) -> None:
-        """Raises ValueError where the placement does not fit, ranks name different ones, or spare slots are too few."""
+        """Raises ValueError where the placement does not fit, ranks name different ones, spare slots are too few, or
+        the layer is still on its way to another placement."""
         balancer, experts = layer.balancer, layer.experts
+        if layer.moving:
+            raise ValueError(f"layer {layer.layer} is still moving to another placement: advance that one to its end")
         if bytes_per_step < 1:
             raise ValueError(f"bytes per step {bytes_per_step}: give at least 1")
         old = balancer.placement
@@ -154,6 +157,7 @@ class Relocation:
         self.num_steps = sum(len(wave.steps) for wave in self._waves)
         self._wave, self._step = 0, 0
         self._rows: dict[int, int] = {}
+        layer.moving = bool(self._waves)
 
     @property
     def done(self) -> bool:
@@ -177,6 +181,7 @@ class Relocation:
             self.layer.experts.switch({slot % self.per_rank: row for slot, row in self._rows.items()})
             self.layer.balancer = wave.balancer
             self._wave, self._step, self._rows = self._wave + 1, 0, {}
+            self.layer.moving = not self.done
         clock.enter("idle")
         return received
 

@@ -75,15 +75,21 @@ class TelemetryWriter:
         kept: list[pa.RecordBatch] = []
         if first_step is not None and (self.path.exists() or self._stream.exists()):
             kept = read_rank(folder, rank).filter(pc.field("step") < first_step).to_batches()
+        # What is kept is in the new file before the old one goes: a disk may be full, a process may end here.
+        begun = self._stream.with_suffix(".begun")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.path.unlink(missing_ok=True)
-            self._file = os.open(self._stream, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            self._file = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         except OSError as error:
             raise CannotWriteError(self._stream, error) from None
         self._write(self._schema.serialize())
         for batch in kept:
             self._write(batch.cast(self._schema).serialize())
+        try:
+            begun.replace(self._stream)
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CannotWriteError(self._stream, error) from None
 
     def append(self, columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> None:
         """The rows of one finished step."""

@@ -15,6 +15,8 @@ from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import connect, serve
+from epsim.launch.worker import first_difference, work_of
+from epsim.runtime.shapes import SHAPES, LayerShape
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]
@@ -41,6 +43,8 @@ def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
         (["--timeout", "0"], "--timeout 0: give 1 to 3600 seconds"),
         (["--steps", "many"], "--steps"),
         (["--seed", "-1"], "--seed -1: give 0 to 2"),
+        (["--redundant", "1000000000"], "--redundant 1000000000: give at most 65536"),
+        (["--ranks", "1000000000"], "--ranks 1000000000: give at most 65536"),
         (["--context", "0"], "--context 0: give at least 1"),
         (["--device", "cuda", "--dtype", "float32"], "--dtype float32: on GPUs experts compute in bfloat16"),
         (["--nonsense"], "--nonsense"),
@@ -62,6 +66,7 @@ def test_options_that_make_no_sense(arguments: list[str], words: str) -> None:
         ({"layers": 3}, "--layers 3: the trace has 2"),
         ({"policies": ("eplb", "eplb")}, "--policy eplb is given twice"),
         ({"policies": ("eplb+nothing",)}, "unknown policy 'nothing'"),
+        ({"policies": ("eplb+topk-channels(0.2)",)}, "a run reads experts whole: leave topk-channels out"),
         ({"trace": "nowhere.parquet"}, "no such file"),
         ({"hardware": "abacus"}, "--hardware abacus: known are"),
         ({"text": "some.txt"}, "--text, --sequence and --context say what a trained model reads"),
@@ -139,6 +144,7 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a whole number"),
         ({"RANK": "2"}, "RANK is 2, and WORLD_SIZE 2: ranks are 0 to WORLD_SIZE - 1"),
         ({"RANK": "-1"}, "RANK is '-1', not a whole number"),
+        ({"EPSIM_STORE": "here"}, "EPSIM_STORE is 'here', not HOST:PORT"),
     ],
 )
 def test_an_environment_that_is_not_torchruns(
@@ -187,3 +193,28 @@ def test_ranks_tell_other_work_by_its_fingerprint(make_trace: TraceMaker, tmp_pa
     one, other = make_trace("tokens"), make_trace("tokens", seed=1, name="other.parquet")
     assert print_of(one) == print_of(one)
     assert len({print_of(one), print_of(other), print_of(one, steps=2), print_of(one, layers=1)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, ""),
+        ({"steps": 2}, "2 steps to run and rank 0 3 steps to run: give every rank the same trace and the same options"),
+        ({"layers": 1}, "another trace, or other layers of it than rank 0"),
+        ({"policies": ("eplb-global",)}, "other policies than rank 0"),
+        ({"seed": 1}, "--seed 1 and rank 0 --seed 0"),
+        ({"redundant": 2}, "--redundant 2 and rank 0 --redundant 0"),
+        ({"nodes": 2}, "--nodes 2 and rank 0 --nodes 1"),
+        ({"model": "wide"}, "another model than rank 0"),
+    ],
+)
+def test_ranks_with_other_options_are_told(
+    make_trace: TraceMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
+) -> None:
+    """Weights, draws and places would be others, and every output wrong."""
+    monkeypatch.setitem(SHAPES, "wide", LayerShape("wide", 128, 32, 8, 2))
+    given: dict[str, Any] = {"trace": str(make_trace("tokens").path), "model": "tiny", "policies": ("eplb",)}
+    one, other = (prepare(RunOptions(out=tmp_path, **given | more), 2) for more in ({}, changed))
+    said = first_difference([work_of(one), work_of(one), work_of(other)])
+    assert said.startswith(f"rank 2 has {words}" if words else "")
+    assert bool(said) is bool(words)

@@ -124,6 +124,12 @@ def test_scores_that_are_no_numbers_stop_the_job(make_trace: TraceMaker, tmp_pat
     assert set(read_telemetry(tmp_path)["step"].to_pylist()) == {0, 1}
 
 
+def test_the_largest_seed_is_one(make_trace: TraceMaker, tmp_path: Path) -> None:
+    trace = make_trace("tokens", steps=4, tokens=20)
+    hidden = [start(trace, tmp_path, "eplb", seed=seed)[2]._hidden for seed in (2**63 - 1, 2**63 - 2, 0)]
+    assert len({float(drawn.sum()) for drawn in hidden}) == 3
+
+
 @pytest.mark.parametrize("text", ["kill", "burn:rank=0,step=1", "kill:rank=0", "kill:rank=0,step=1,speed=3"])
 def test_trials_that_make_no_sense(text: str) -> None:
     with pytest.raises(ValueError, match="EPSIM_TRIAL_FAULT"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack
-from epsim.runtime.relocation import Move, plan_moves, plan_pieces, plan_waves
+from epsim.runtime.relocation import Move, Relocation, plan_moves, plan_pieces, plan_waves
+from epsim.runtime.weights import RandomWeights
 from epsim.traces.trace import TokenBlock
 from tests.runtime import programs
 from tests.runtime.worlds import launch
@@ -97,7 +100,12 @@ def test_pieces_move_every_byte_once_within_the_bound(pairs: list[tuple[int, int
 def test_outputs_stay_while_experts_move(size: int, spare: int, most: int) -> None:
     physical, nodes = 48, 2
     old, new = [random_slots(1, physical)], [random_slots(2, physical)]
-    ran = launch(size, programs.run_relocation, size, nodes, old, new, spare, most)
+    calls: list[tuple[str, tuple[Any, ...]]] = [("run_relocation", (size, nodes, old, new, spare, most))]
+    if size == 2:
+        calls.append(("disagree", (size, old, new)))
+    ran, *said = zip(*launch(size, programs.several, calls))
+    for lines in said:
+        assert set(lines) == {"rank 1 was given another placement or bound to relocate to than rank 0"}
     first = ran[0]
     assert first["planned"] == len(first["received"])
     assert all(one["versions"] == first["versions"] for one in ran), "every rank changes over at the same step"
@@ -124,7 +132,17 @@ def test_outputs_stay_while_experts_move(size: int, spare: int, most: int) -> No
         assert load.shared_tokens[0, 0].tolist() == [one["loads"][at][2] for one in ran]
 
 
-def test_ranks_with_different_plans_are_told() -> None:
-    old, new = [random_slots(1, 48)], [random_slots(2, 48)]
-    said = launch(2, programs.disagree, 2, old, new)
-    assert said == ["rank 1 was given another placement or bound to relocate to than rank 0"] * 2
+def test_one_relocation_at_a_time() -> None:
+    """A second one would take the spare rows that the first one's experts are arriving in."""
+    layer = programs.build(
+        "eplb", [random_slots(1, 48)], SHAPE, 1, 1, torch.float32, RandomWeights(SHAPE, programs.SEED), 4
+    )
+    new, other = (programs.table([random_slots(seed, 48)], SHAPE, 1, 1) for seed in (2, 3))
+    move = Relocation(layer, new, EXPERT_BYTES // 2)
+    move.advance(0)
+    with pytest.raises(ValueError, match="layer 3 is still moving to another placement: advance that one to its end"):
+        Relocation(layer, other, EXPERT_BYTES)
+    while not move.done:
+        move.advance(1)
+    assert layer.balancer.version == new.version
+    assert not Relocation(layer, other, EXPERT_BYTES).done

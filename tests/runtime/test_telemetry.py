@@ -87,6 +87,24 @@ def test_a_restart_keeps_what_came_before_its_first_step(tmp_path: Path, closed:
     assert list(dict.fromkeys(zip(table["step"].to_pylist(), table["rank"].to_pylist()))) == [(0, 0), (1, 0), (2, 9)]
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_restart_that_fails_loses_no_finished_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    writer = TelemetryWriter(tmp_path, 0, 4, JOB)
+    for step in range(4):
+        writer.append(rows(step, 0))
+    if closed:
+        writer.close()
+    full = os.open("/dev/full", os.O_WRONLY)
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777: full if flags & os.O_WRONLY else real(path, flags))
+    with pytest.raises(OSError, match="no space left on device"):
+        TelemetryWriter(tmp_path, 0, 4, JOB, first_step=2)
+    monkeypatch.undo()
+    assert set(read_telemetry(tmp_path)["step"].to_pylist()) == {0, 1, 2, 3}
+
+
 def test_full_disk_is_told_and_finished_steps_stay(tmp_path: Path) -> None:
     writer = TelemetryWriter(tmp_path, 0, 4, JOB)
     writer.append(rows(0, 0))
