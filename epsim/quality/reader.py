@@ -130,9 +130,9 @@ class Reading:
         if num_experts % self.num_ranks:
             raise ValueError(f"--ranks {self.num_ranks} do not divide the model's {num_experts} experts")
         reader, device = self.reader, sketch.signs.device
-        self.counts = torch.zeros(len(self.layers), 4, dtype=torch.float64, device=device)
-        """Of each layer: tokens read, channels kept, most experts of a token that the budget does not pay for, experts
-        of all tokens."""
+        self.counts = torch.zeros(len(self.layers), 5, dtype=torch.float64, device=device)
+        """Of each layer: tokens read, channels kept, the largest place in `allowed` of a token that the budget does not
+        pay for, experts of all tokens, ranks of all tokens."""
         self.rank_of_expert = torch.arange(num_experts, device=device) // (num_experts // self.num_ranks)
         if isinstance(reader, SparseInputs):
             self.share = sparse_inputs_share(reader.budget, hidden, intermediate, reader.which)
@@ -140,14 +140,16 @@ class Reading:
         if isinstance(reader, ThresholdChannels) and self.thresholds is None:
             raise ValueError(f"{reader.name} needs thresholds: fit them on text with `calibrated`")
         sizes = self._sizes()
-        # By the number of experts of a token, or of a batch that chooses as one; -1 where the budget does not pay.
+        # By the number of experts and of ranks of a token, or of a batch that chooses as one: place experts * (ranks in
+        # all + 1) + ranks; -1 where the budget does not pay.
         fixed = self.num_kept
-        allowed = [self._allowed(sizes, n) if fixed is None else fixed for n in range(num_experts + 1)]
+        places = ((experts, ranks) for experts in range(num_experts + 1) for ranks in range(self.num_ranks + 1))
+        allowed = [self._allowed(sizes, *place) if fixed is None else fixed for place in places]
         self.allowed = torch.tensor(allowed, device=device)
 
-    def _allowed(self, sizes: ReadBytes, num_experts: int) -> int:
+    def _allowed(self, sizes: ReadBytes, num_experts: int, num_ranks: int) -> int:
         try:
-            return sizes.kept(self.reader.budget, num_experts)
+            return sizes.kept(self.reader.budget, num_experts, num_ranks)
         except ValueError:
             return -1
 
@@ -200,13 +202,15 @@ class Reading:
             return keep_above(scores, self.thresholds[number]) & (ids >= 0)[..., None]
         num_experts = len(self.rank_of_expert)
         if batches is None:
-            experts = (ids >= 0).sum(1)
+            experts, ranks = (ids >= 0).sum(1), self._ranks(ids)
         else:
             found = torch.zeros(batches.total, num_experts + 1, dtype=torch.bool, device=ids.device)
             found[batches.of_token[:, None], torch.where(ids >= 0, ids, num_experts)] = True
             experts = found[:, :num_experts].sum(1)
-        allowed = self.allowed[experts]
-        self.counts[number, 2] = torch.maximum(self.counts[number, 2], torch.where(allowed < 0, experts, 0).amax())
+            ranks = found[:, :num_experts].view(batches.total, self.num_ranks, -1).any(-1).sum(1)
+        place = experts * (self.num_ranks + 1) + ranks
+        allowed = self.allowed[place]
+        self.counts[number, 2] = torch.maximum(self.counts[number, 2], torch.where(allowed < 0, place, 0).amax())
         allowed = allowed.clamp(min=0)
         if batches is not None:
             return keep_for_batch(scores, ids, num_experts, allowed, batches.of_token)
@@ -216,10 +220,17 @@ class Reading:
             return keep_by_rank(scores, ids, quotas, self.rank_of_expert)
         return keep_top(scores, allowed)
 
+    def _ranks(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [T, k] -> [T]: ranks that have an expert of the token."""
+        found = torch.zeros(len(ids), self.num_ranks + 1, dtype=torch.bool, device=ids.device)
+        rank = torch.where(ids >= 0, self.rank_of_expert[ids.clamp(min=0)], self.num_ranks)
+        return found.scatter_(1, rank, torch.ones_like(rank, dtype=torch.bool))[:, : self.num_ranks].sum(1)
+
     def _count(self, number: int, x: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> None:
         self.counts[number, 0] += (ids >= 0).any(1).sum()
         self.counts[number, 1] += kept.sum()
         self.counts[number, 3] += (ids >= 0).sum()
+        self.counts[number, 4] += self._ranks(ids).sum()
         if self.record is not None:
             self.record(number, x, ids, kept)
 
@@ -228,12 +239,12 @@ class Reading:
         return float(self.counts[:, 1].sum() / self.counts[:, 0].sum())
 
     def described(self) -> dict[str, float]:
-        """kept_channels of a token in a layer, and share_read: what tokens alone read over the bytes of their experts,
-        both in the mean."""
+        """kept_channels of a token in a layer, and share_read: what tokens alone read, on all ranks, over the bytes of
+        their experts, both in the mean."""
         sizes, kept = self._sizes(), self.kept_channels()
-        experts = float(self.counts[:, 3].sum() / self.counts[:, 0].sum())
+        experts, ranks = (self.counts[:, 3:].sum(0) / self.counts[:, 0].sum()).tolist()
         skipped = experts * sizes.intermediate - kept
-        read = experts * sizes.screen + kept * sizes.kept_channel + skipped * sizes.skipped_channel + sizes.once
+        read = experts * sizes.screen + kept * sizes.kept_channel + skipped * sizes.skipped_channel + ranks * sizes.once
         share = 1.0 if self.reader.budget >= 1 else read / (experts * sizes.expert)
         return {"kept_channels": kept, "share_read": share}
 
@@ -245,7 +256,8 @@ class Reading:
         with replaced(model, whole_sequences, self._output):
             yield
         if short := int(self.counts[:, 2].amax()):
-            self._sizes().kept(self.reader.budget, short)  # raises, and says how much it takes
+            # Raises, and says how much it takes.
+            self._sizes().kept(self.reader.budget, *divmod(short, self.num_ranks + 1))
 
 
 @contextmanager

@@ -52,6 +52,20 @@ class LayerSketch:
     def tensors(self) -> dict[str, torch.Tensor]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each tensor, as `codes`, `norms` and `basis` have E, H, I and r."""
+        experts, hidden, inter, rank = self.num_experts, self.hidden, self.intermediate, self.rank
+        tables = ((experts, hidden // BLOCK, 2, inter), torch.float16)
+        return {
+            "codes": ((experts, hidden, row_bytes(inter)), torch.uint8),
+            "scales": tables,
+            "errors": tables,
+            "norms": ((experts, inter), torch.bfloat16),
+            "signs": ((hidden,), torch.int8),
+            "basis": ((hidden, rank), torch.bfloat16),
+            "coefficients": ((experts, inter, rank), torch.bfloat16),
+        }
+
     def to(self, device: Any) -> LayerSketch:
         return LayerSketch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
@@ -108,6 +122,10 @@ def build_layer(gate_up: torch.Tensor, down: torch.Tensor, seed: int = 0, rank: 
         columns = down[expert].double()
         sketch.norms[expert] = columns.norm(dim=0).to(torch.bfloat16)
         sketch.coefficients[expert] = (columns.T @ sketch.basis.double()).to(torch.bfloat16)
+        if not bool(torch.isfinite(sketch.norms[expert]).all() and torch.isfinite(sketch.coefficients[expert]).all()):
+            raise ValueError(
+                f"expert {expert} has a down column longer than bfloat16 can hold: nothing can be restored"
+            )
     return sketch
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, floor
 from typing import Literal
 
 import torch
@@ -79,29 +81,32 @@ class ReadBytes:
         signs = self._whole(self.hidden) if self.source == "sketch" else 0
         return signs + self.hidden * self._whole(2 * self.rank)
 
-    def token(self, num_experts: int, num_kept: int) -> int:
-        """Of a token with so many experts, on one rank, and channels kept; keeping all reads the weights alone."""
+    def token(self, num_experts: int, num_kept: int, num_ranks: int = 1) -> int:
+        """Of a token with so many experts, on so many ranks, and channels kept; keeping all reads the weights alone.
+        Each rank has signs and U of its own."""
         channels = num_experts * self.intermediate
         if num_kept >= channels:
             return num_experts * self.expert
         read = num_experts * self.screen + num_kept * self.kept_channel
-        return read + (channels - num_kept) * self.skipped_channel + (self.once if num_experts else 0)
+        return read + (channels - num_kept) * self.skipped_channel + (self.once * num_ranks if num_experts else 0)
 
-    def kept(self, budget: float, num_experts: int) -> int:
-        """The most channels that a token of so many experts may keep for `token` to stay within the budget, a share of
-        its experts' bytes. Raises ValueError where the budget does not pay for the screen."""
+    def kept(self, budget: float, num_experts: int, num_ranks: int = 1) -> int:
+        """The most channels that a token of so many experts, on so many ranks, may keep for `token` to stay within the
+        budget, a share of its experts' bytes. Raises ValueError where the budget does not pay for the screen."""
         channels = num_experts * self.intermediate
         if budget >= 1 or not num_experts:
             return channels
-        room = budget * num_experts * self.expert - self.token(num_experts, 0)
+        # In whole bytes, as a rounded product may be more than the budget.
+        room = floor(Fraction(budget) * num_experts * self.expert) - self.token(num_experts, 0, num_ranks)
         if room < 0:
-            least = self.token(num_experts, 0) / (num_experts * self.expert)
+            least = ceil(Fraction(self.token(num_experts, 0, num_ranks), num_experts * self.expert) * 10_000) / 10_000
+            where = f" on {num_ranks} ranks" if num_ranks > 1 else ""
             raise ValueError(
                 f"a budget of {budget:g} does not pay for choosing: of {num_experts} experts of {self.hidden} x "
-                f"{self.intermediate} {least:.4f} is read before any channel is; give more"
+                f"{self.intermediate}{where} {least:.4f} is read before any channel is; give more"
             )
         # One less than all, since a screen is read as well.
-        return min(int(room // (self.kept_channel - self.skipped_channel)), channels - 1)
+        return min(room // (self.kept_channel - self.skipped_channel), channels - 1)
 
 
 def token_bytes(sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

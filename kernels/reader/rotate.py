@@ -19,9 +19,8 @@ def _hadamard() -> torch.Tensor:
 
 @cache
 def hadamard(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[128, 128]: Sylvester's, symmetric, over sqrt(128), so that it is its own inverse."""
-    matrix: torch.Tensor = _hadamard() / BLOCK**0.5
-    return matrix.to(device, dtype)
+    """[128, 128] of 1 and -1: Sylvester's, symmetric; over sqrt(128) it is its own inverse."""
+    return _hadamard().to(device, dtype)
 
 
 def random_signs(hidden: int, seed: int) -> torch.Tensor:
@@ -31,10 +30,11 @@ def random_signs(hidden: int, seed: int) -> torch.Tensor:
 
 
 def rotated(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """values [..., H], signs [H] -> R values, in the type of values: block b is hadamard @ (signs * values) of block b.
+    """values [..., H], signs [H] -> R values, in the type of values: block b is hadamard @ (signs * values) of block b,
+    over sqrt(128), which comes last, so that sums which are equal are so whoever adds up.
 
     R is orthogonal: inner products stay.
     """
     blocks = in_blocks(values * signs.to(values.dtype))
-    turned: torch.Tensor = blocks @ hadamard(values.dtype, values.device)
+    turned: torch.Tensor = blocks @ hadamard(values.dtype, values.device) * BLOCK**-0.5
     return turned.flatten(-2)

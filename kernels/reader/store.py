@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ FORMAT = "epsim channel sketch 1"
 FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)$")
 SINGLE = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+PREDICTORS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)[^.]*\.")
+"""Names of layers that predict further tokens, which are numbered from 0 as well."""
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -58,10 +61,12 @@ class Checkpoint:
                 raise ValueError(f"{path}: no whole safetensors file ({error})") from None
             self._files.append(opened)
             for name in list(opened.keys()):  # type: ignore[no-untyped-call]
+                if PREDICTORS.search(name):
+                    continue
                 if found := FUSED.search(name):
-                    self._at[int(found[1]), found[2], -1] = (opened, name)
+                    self._add((int(found[1]), found[2], -1), opened, name)
                 elif found := SINGLE.search(name):
-                    self._at[int(found[1]), found[3], int(found[2])] = (opened, name)
+                    self._add((int(found[1]), found[3], int(found[2])), opened, name)
         self.layers = sorted({layer for layer, _, _ in self._at})
         if not self.layers:
             raise ValueError(
@@ -69,18 +74,34 @@ class Checkpoint:
                 "model.layers.0.mlp.experts.0.gate_proj.weight, are looked for"
             )
 
+    def _add(self, place: tuple[int, str, int], opened: Any, name: str) -> None:
+        if place in self._at:
+            raise ValueError(
+                f"{self._at[place][1]} and {name} are both the {place[1]} of layer {place[0]}: give a folder that "
+                "holds one model"
+            )
+        self._at[place] = (opened, name)
+
     def experts(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """gate_up [E, 2I, H] and down [E, H, I]. Raises ValueError where a part is missing."""
+        """gate_up [E, 2I, H] and down [E, H, I]. Raises ValueError where a part is missing, of another shape than the
+        others, or not of floating-point numbers that stand for themselves."""
         if (layer, "gate_up_proj", -1) in self._at:
             return self._tensor(layer, "gate_up_proj", -1).to(dtype), self._tensor(layer, "down_proj", -1).to(dtype)
         experts = sorted({expert for number, _, expert in self._at if number == layer})
         if experts != list(range(len(experts))):
             raise ValueError(f"layer {layer} has experts {experts[:3]}... : not all of them are in these files")
-        stacks = [
-            torch.stack([self._tensor(layer, name, expert).to(dtype) for expert in experts])
-            for name in ("gate_proj", "up_proj", "down_proj")
-        ]
-        return torch.cat(stacks[:2], 1), stacks[2]
+        names = ("gate_proj", "up_proj", "down_proj")
+        parts = {name: [self._tensor(layer, name, expert) for expert in experts] for name in names}
+        for name in names:
+            wanted = parts["gate_proj"][0].shape if name != "down_proj" else parts["gate_proj"][0].shape[::-1]
+            for expert, tensor in enumerate(parts[name]):
+                if tensor.shape != wanted:
+                    raise ValueError(
+                        f"layer {layer}: {name} of expert {expert} is {list(tensor.shape)}, not {list(wanted)} as the "
+                        "gate of expert 0 has it"
+                    )
+        gate, up, down = (torch.stack(parts[name]).to(dtype) for name in names)
+        return torch.cat([gate, up], 1), down
 
     def _tensor(self, layer: int, name: str, expert: int) -> torch.Tensor:
         if (layer, name, expert) not in self._at:
@@ -88,6 +109,11 @@ class Checkpoint:
             raise ValueError(f"layer {layer} has no {name}{of}: not all of the checkpoint is in these files")
         opened, key = self._at[layer, name, expert]
         tensor: torch.Tensor = opened.get_tensor(key)
+        if tensor.dtype not in (*DTYPES.values(), torch.float64):
+            raise ValueError(
+                f"{key} is {str(tensor.dtype).removeprefix('torch.')}: a sketch is made from weights in "
+                f"{', '.join(DTYPES)}, not from quantised ones; give a checkpoint of these"
+            )
         return tensor
 
 
@@ -143,6 +169,19 @@ def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch
         raise ValueError(f"{path}: made from another checkpoint than {folder} holds: {again}")
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        _, layer, part = name.split(".")
-        layers.setdefault(int(layer), {})[part] = tensor
-    return {layer: LayerSketch(**parts) for layer, parts in sorted(layers.items())}
+        named = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
+        if named is None:
+            raise ValueError(f"{path}: {name} is no part of a channel sketch: {again}")
+        layers.setdefault(int(named[1]), {})[named[2]] = tensor
+    return {layer: _whole(parts, f"{path}: layer {layer}", again) for layer, parts in sorted(layers.items())}
+
+
+def _whole(parts: dict[str, torch.Tensor], where: str, again: str) -> LayerSketch:
+    """The sketch of these tensors. Raises ValueError where one is missing or they do not fit each other."""
+    if sorted(parts) != sorted(field.name for field in fields(LayerSketch)):
+        raise ValueError(f"{where} holds {', '.join(sorted(parts))}, which is no sketch: {again}")
+    sketch = LayerSketch(**parts)
+    for name, (shape, dtype) in sketch.layout().items():
+        if (tuple(parts[name].shape), parts[name].dtype) != (shape, dtype):
+            raise ValueError(f"{where} has {name} {list(parts[name].shape)}, not {list(shape)} {dtype}: {again}")
+    return sketch

@@ -142,6 +142,25 @@ def test_quotas_of_ranks(model: Any, layers: Any, text: torch.Tensor) -> None:
         Reading(layers, TopkChannels(0.5), num_ranks=3)
 
 
+@pytest.mark.parametrize("quota", ["token", "experts", "weights", "batch"])
+def test_all_ranks_of_a_token_together_keep_its_budget(model: Any, layers: Any, text: torch.Tensor, quota: Any) -> None:
+    """Each of them reads signs and U."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    reader = TopkChannels(0.8, quota=quota)
+    record = lambda number, x, ids, kept: seen.append((ids, kept))  # noqa: E731
+    reading = Reading(layers, reader, num_ranks=4, record=record, batch_size=1)
+    logits(model, text, reading)
+    sizes, shares = reader.sizes(128, 40), []
+    for ids, kept in seen:
+        for experts, number in zip(ids.tolist(), kept.sum((1, 2)).tolist(), strict=True):
+            ranks = len({expert // 2 for expert in experts})
+            shares.append((sizes.token(3, number) + (ranks - 1) * sizes.once) / (3 * sizes.expert))
+    assert 0.75 < max(shares) <= 0.8
+    assert reading.described()["share_read"] == pytest.approx(sum(shares) / len(shares))
+    with pytest.raises(ValueError, match=r"of 3 experts of 128 x 40 on 3 ranks 0.\d+ is read"):
+        logits(model, text, Reading(layers, TopkChannels(0.4, quota=quota), num_ranks=4, batch_size=1))
+
+
 def test_one_set_for_a_batch(model: Any, layers: Any, text: torch.Tensor) -> None:
     """Tokens of a batch share channels; a batch of one token is that token."""
     own = logits(model, text, Reading(layers, TopkChannels(0.5)))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from epsim.kernels.reader import build_layer
@@ -127,6 +128,76 @@ def test_a_file_of_sketches(fused: bool, tmp_path: Path) -> None:
         load_sketches(tmp_path / "model" / "model-1.safetensors", tmp_path / "model", "bfloat16")
     with pytest.raises(ValueError, match="cannot be read as a channel sketch"):
         load_sketches(tmp_path / "nothing", tmp_path / "model", "bfloat16")
+
+
+def test_a_sketch_that_is_not_whole(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "model", True)
+    out = tmp_path / "sketch.safetensors"
+    save_sketches(out, dict(build_checkpoint(tmp_path / "model", seed=5)), tmp_path / "model", "bfloat16", 5)
+    with safe_open(out, "pt") as opened:
+        described = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    missing = {name: tensor for name, tensor in tensors.items() if name != "layers.3.scales"}
+    for changed, says in (
+        (missing, "layer 3 holds basis, codes, coefficients, errors, norms, signs, which is no sketch: build it again"),
+        ({**tensors, "layers.1.norms": tensors["layers.1.norms"][:2]}, r"layer 1 has norms \[2, 24\], not \[3, 24\]"),
+        ({**tensors, "layers.1.codes": tensors["layers.1.codes"].short()}, "layer 1 has codes"),
+        ({**tensors, "signs": tensors["layers.1.signs"].clone()}, "signs is no part of a channel sketch"),
+    ):
+        save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out, described)
+        with pytest.raises(ValueError, match=says) as error:
+            load_sketches(out, tmp_path / "model", "bfloat16")
+        assert "\n" not in str(error.value)
+    save_file(tensors, out, described)
+    assert list(load_sketches(out, tmp_path / "model", "bfloat16")) == [1, 3]
+    whole = out.read_bytes()
+    for length in (0, 7, 500, len(whole) - 1):
+        out.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="cannot be read as a channel sketch"):
+            load_sketches(out, tmp_path / "model", "bfloat16")
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """Qwen3.5 numbers them from 0 as well, in files behind the others."""
+    expected = checkpoint(tmp_path / "model", False)
+    other = {
+        f"mtp.layers.1.mlp.experts.{e}.{name}.weight": torch.ones(shape)
+        for e in range(3)
+        for name, shape in (("gate_proj", (24, 256)), ("up_proj", (24, 256)), ("down_proj", (256, 24)))
+    }
+    save_file(other, tmp_path / "model" / "model-3.safetensors")
+    found = dict(build_checkpoint(tmp_path / "model", seed=5))
+    assert list(found) == [1, 3]
+    assert torch.equal(found[1].codes, expected[1].codes)
+    # Two of one place are refused, whatever they are called.
+    twice = {name.replace("mtp", "speech"): tensor for name, tensor in other.items()}
+    save_file(twice, tmp_path / "model" / "model-3.safetensors")
+    with pytest.raises(ValueError, match=r"model\..* and speech\..* are both the .*_proj of layer 1"):
+        list(build_checkpoint(tmp_path / "model"))
+
+
+def test_weights_that_do_not_stand_for_themselves_are_refused(tmp_path: Path) -> None:
+    """8-bit weights need scales that a sketch knows nothing of."""
+    name = "model.layers.0.mlp.experts.0"
+    shapes = {"gate_proj": (2, 128), "up_proj": (2, 128), "down_proj": (128, 2)}
+    for dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+        parts = {f"{name}.{part}.weight": torch.ones(shape).to(dtype) for part, shape in shapes.items()}
+        save_file(parts, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="made from weights in bfloat16, float16, float32, not from quantised"):
+            list(build_checkpoint(tmp_path))
+    parts = {f"{name}.{part}.weight": torch.ones(shape) for part, shape in shapes.items()}
+    parts |= {f"{name[:-1]}1.{part}.weight": torch.ones(shape) for part, shape in shapes.items()}
+    parts[f"{name[:-1]}1.up_proj.weight"] = torch.ones(3, 128)
+    save_file(parts, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layer 0: up_proj of expert 1 is \[3, 128\], not \[2, 128\]"):
+        list(build_checkpoint(tmp_path))
+
+
+def test_down_columns_beyond_bfloat16_are_refused() -> None:
+    down = torch.zeros(2, 128, 3)
+    down[1, :, 2] = 3e38
+    with pytest.raises(ValueError, match="expert 1 has a down column longer than bfloat16 can hold"):
+        build_layer(torch.ones(2, 6, 128), down)
 
 
 def test_checkpoints_that_are_none(tmp_path: Path) -> None:

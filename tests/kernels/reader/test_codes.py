@@ -121,7 +121,7 @@ def test_128_coordinates_take_26_bytes() -> None:
 
 
 def test_the_rotation_is_orthogonal() -> None:
-    matrix = hadamard(torch.float64, torch.device("cpu"))
+    matrix = hadamard(torch.float64, torch.device("cpu")) / 128**0.5
     assert float((matrix @ matrix.T - torch.eye(128)).abs().max()) < 1e-15
     signs = random_signs(384, 7)
     assert sorted(set(signs.tolist())) == [-1, 1]
@@ -134,6 +134,9 @@ def test_the_rotation_is_orthogonal() -> None:
     in_float = (rotated(w.float(), signs) * rotated(x.float(), signs)).sum(1)
     rounding = 2.0**-24 * 16 * w.norm(dim=1) * x.norm(dim=1)
     assert bool(((in_float.double() - products).abs() <= rounding).all())
+    # Sums that are equal stay equal, to the last bit, so that ties are told in the same way everywhere.
+    whole = rotated(w[:, :128].sign().float(), signs[:128]).abs()
+    assert set(whole.flatten().tolist()) <= {float(torch.tensor(float(n)) * 128**-0.5) for n in range(129)}
     # What is large is spread: of one weight of 1000 every coordinate of its block gets 1000 / sqrt(128).
     spread = rotated(torch.eye(384, dtype=torch.float64)[3] * 1000, signs)
     torch.testing.assert_close(spread[:128].abs(), torch.full((128,), 1000 / 128**0.5, dtype=torch.float64))

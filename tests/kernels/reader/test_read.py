@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -130,6 +133,22 @@ def test_kept_channels_are_exact_and_skipped_ones_restored() -> None:
         torch.testing.assert_close(found[t], out + world.sketch.basis.double() @ low, rtol=0, atol=1e-12)
 
 
+def test_scores_that_are_no_numbers_count_as_infinite() -> None:
+    """So that a token of them keeps its k, and what it gives shows that it is no number."""
+    nan, inf = float("nan"), float("inf")
+    scores = torch.tensor([[[1.0, nan, 3.0], [inf, -inf, nan]]])
+    for number in (2, torch.tensor([2])):
+        assert keep_top(scores, number).tolist() == [[[False, True, False], [True, False, False]]]
+    world = make_world(tokens=2)
+    world.x[1, 0] = nan
+    kept = keep_top(torch.full((2, 3, 24), nan), 5)
+    found = read_output(world.x, world.ids, world.weights, world.experts, kept)
+    assert bool(found[1].isnan().all())
+    assert not bool(found[0].isnan().any())
+    # A weight below 0 adds as much as one above.
+    assert output_scores(torch.tensor([[-2.0]]), torch.tensor([[[3.0]]]), torch.tensor([[[-5.0]]])).item() == 30
+
+
 def test_what_is_restored_is_what_was_skipped() -> None:
     """With the true activations and a map of full rank nothing is lost but the rounding of the map to 16 bits."""
     world = make_world(tokens=4)
@@ -184,6 +203,32 @@ def test_the_budget_is_kept_and_used_up(
     assert sizes.token(experts, kept) <= max(budget, 1 if budget >= 1 else 0) * dense_bytes
     if kept < experts * shape[1] - 1:
         assert sizes.token(experts, kept + 1) > budget * dense_bytes
+
+
+@given(SHAPES, st.integers(1, 8), st.integers(1, 8), st.integers(0, 2000), st.sampled_from([0, 32]))
+def test_budgets_at_the_border(shape: tuple[int, int], experts: int, ranks: int, number: int, rank: int) -> None:
+    """The float nearest to the bytes of so many channels: within it, whichever side it was rounded to."""
+    sizes = ReadBytes(*shape, rank=rank)
+    dense_bytes = experts * sizes.expert
+    wanted = sizes.token(experts, number % (experts * shape[1] - 1), ranks)
+    budget = wanted / dense_bytes
+    if budget < 1 and Fraction(budget) * dense_bytes >= sizes.token(experts, 0, ranks):
+        assert sizes.token(experts, sizes.kept(budget, experts, ranks), ranks) <= Fraction(budget) * dense_bytes
+    # Each rank reads signs and U.
+    assert sizes.token(experts, 3, ranks) == sizes.token(experts, 3) + (ranks - 1) * sizes.once
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inter", "experts", "ranks"), [(2048, 768, 8, 1), (512, 256, 8, 4), (128, 40, 3, 1)]
+)
+def test_the_budget_that_a_refusal_asks_for_pays(hidden: int, inter: int, experts: int, ranks: int) -> None:
+    sizes = ReadBytes(hidden, inter)
+    with pytest.raises(ValueError, match="is read before any channel is; give more") as refused:
+        sizes.kept(0.01, experts, ranks)
+    found = re.search(r"(0\.\d+) is read", str(refused.value))
+    assert found is not None
+    assert sizes.kept(float(found[1]), experts, ranks) >= 0
+    assert (f"on {ranks} ranks" in str(refused.value)) == (ranks > 1)
 
 
 @settings(deadline=None, max_examples=20)
