@@ -5,7 +5,7 @@ Collective: every rank of the group calls both. Smaller groups are the first ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from epsim.runtime.seeds import generator
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CPU_TOKENS = (4, 16, 64)
+EXCHANGES = ("torch", "deep_ep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,19 @@ def groups(machine: Machine) -> Iterator[Group]:
         yield Group(number, max(number // local, 1), group, machine.rank < number)
 
 
-def exchange_tables(machine: Machine, model: ModelSpec, progress: Callable[[str], None]) -> list[ExchangeTable]:
-    """Every exchange that serves, on every group; empty where there is one rank. Experts are drawn evenly."""
-    found = []
+def exchange_tables(
+    machine: Machine, model: ModelSpec, known: Collection[tuple[str, int]], progress: Callable[[str], None]
+) -> Iterator[ExchangeTable]:
+    """Every exchange that serves, on every group, but those known: (implementation, ranks), alike on every rank.
+    Experts are drawn evenly."""
     for group in groups(machine):
-        if group.own:
-            for name in ("torch", "deep_ep"):
+        for name in EXCHANGES:
+            if group.own and (name, group.size) not in known:
                 table = _table(machine, model, group, name)
                 progress(f"{name}, {group.size} ranks: " + ("measured" if table else "does not serve here"))
-                found += [] if table is None else [table]
+                if table is not None:
+                    yield table
         dist.barrier()
-    return found
 
 
 def collective_costs(machine: Machine) -> list[CollectiveCost]:

@@ -20,8 +20,9 @@ from epsim.traces.files import reason, whole_file
 Table: TypeAlias = "ExpertTable | ExchangeTable | PolicyTable"
 
 
-def check_folder(out: Path) -> None:
-    """Makes it. Raises ValueError where it cannot be a folder to write in."""
+def check_folder(out: Path, device: str) -> None:
+    """Makes it. Raises ValueError where it cannot be a folder to write in, or holds a JSON file that is no whole table
+    or was measured on another device: `hardware.toml` names all of them."""
     try:
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out {out}: is a file; give a folder")
@@ -30,24 +31,26 @@ def check_folder(out: Path) -> None:
             temporary.write_text("")
             raise _TriedError
     except _TriedError:
-        return
+        pass
     except OSError as error:
         raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
+    for path in sorted(out.glob("*.json")):
+        try:
+            found = read_table(path)
+        except ValueError as error:
+            raise ValueError(f"{error}: remove it, or give another --out") from None
+        if found.device != device:
+            raise ValueError(f"{path} was measured on {found.device}, this is {device}: give another --out")
 
 
 class _TriedError(Exception):
     """Ends a trial of writing, which leaves nothing."""
 
 
-def known(out: Path, name: str, device: str) -> Table | None:
-    """A table that is there. Raises ValueError where it is broken, or was measured on another device."""
+def known(out: Path, name: str) -> Table | None:
+    """A table that is there."""
     path = out / name
-    if not path.exists():
-        return None
-    found = read_table(path)
-    if found.device != device:
-        raise ValueError(f"{path} was measured on {found.device}, this is {device}: give another --out")
-    return found
+    return read_table(path) if path.exists() else None
 
 
 def write_table(table: Table, path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -75,7 +76,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.on_gpu else platform.processor() or platform.machine()
+        return torch.cuda.get_device_name(self.device) if self.on_gpu else _cpu_name()
 
     @property
     def multiprocessors(self) -> int:
@@ -158,6 +159,17 @@ def _anchor(device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
 
 def _pool(device: torch.device) -> Any:
     return _anchor(device)[0].pool()
+
+
+@functools.cache
+def _cpu_name() -> str:
+    """By Linux its model, elsewhere by its architecture alone."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine()
 
 
 def command(size: int) -> str:

@@ -105,7 +105,8 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """Measured costs of policies and of their collectives."""
+    """Measured costs of policies and of their collectives. num_experts, top_k: with which policies were measured, 0 in
+    a table that does not tell."""
 
     device: str
     command: str
@@ -114,6 +115,15 @@ class PolicyTable:
     kind: Literal["policies"] = "policies"
     versions: str = ""
     date: str = ""
+    num_experts: int = 0
+    top_k: int = 0
+
+    @property
+    def of(self) -> str:
+        """What policies were measured with, in words."""
+        return (
+            f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "of experts that it does not tell"
+        )
 
     def us(self, policy: str, ranks: int, tokens: torch.Tensor) -> torch.Tensor | None:
         """tokens [...] of a rank -> microseconds [...], of the nearest number of ranks; None for one not measured."""

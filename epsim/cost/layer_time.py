@@ -73,7 +73,9 @@ class LayerTiming:
             beyond = "the roofline's shape" if table.fit is None else "its fit by tiles goes on"
             experts = f"table measured on {table.device} ({table.covers}; beyond, {beyond})"
         halves = ", halves of a batch overlapping" if self.overlap else ""
-        policies = ", policies as measured" if measured is not None and measured.policies is not None else ""
+        policies = ""
+        if measured is not None and measured.policies is not None and measured.policies.costs:
+            policies = f", policies as measured with {measured.policies.of}"
         exchange = f"{self.kernels} exchange"
         if measured is not None and measured.exchange and self.kernels == "normal":
             groups = sorted({(one.ranks, one.nodes, one.dtype, one.dispatch_bytes[-1]) for one in measured.exchange})

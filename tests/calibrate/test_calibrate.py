@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,11 @@ from hypothesis import strategies as st
 from epsim.calibrate import run
 from epsim.calibrate.experts import drawn_counts, received_of
 from epsim.calibrate.fit import fit_tiles, non_negative
+from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.run import Request, calibrate
 from epsim.cli import main
-from epsim.cost.calibrated import load_calibration
+from epsim.cost.calibrated import PolicyCost, PolicyTable, load_calibration
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
 from epsim.cost.hardware import load_hardware
 from epsim.cost.model import load_model
@@ -145,14 +148,60 @@ def test_what_cannot_be_measured_is_one_line(tmp_path: Path, tiny: str) -> None:
     file.write_text("")
     with pytest.raises(ValueError, match="is a file; give a folder"):
         calibrate(Request(file, "cpu", (tiny,)), nothing, CPU)
-    out = tmp_path / "other"
-    out.mkdir()
-    table = ExpertTable("another GPU", "", "bf16", 64, 32, (1.0,), (1.0,), ((1.0,),))
-    (out / "experts-tiny.json").write_text(json.dumps(table.__dict__))
-    with pytest.raises(
-        ValueError, match=r"experts-tiny\.json was measured on another GPU, this is .*: give another --out"
-    ):
-        calibrate(Request(out, "cpu", (tiny,), ("experts",)), nothing, CPU)
+
+
+def measured_elsewhere(**change: Any) -> str:
+    table = ExpertTable(CPU.name, "", "bf16", 64, 32, (1.0,), (1.0,), ((1.0,),))
+    return json.dumps(dataclasses.asdict(dataclasses.replace(table, **change)))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "experts-tiny.json",
+            measured_elsewhere(device="another GPU"),
+            "was measured on another GPU, this is .*: give",
+        ),
+        # Of another name than what is asked for: it would be named beside this machine's.
+        (
+            "experts-mine.json",
+            measured_elsewhere(device="another GPU"),
+            "was measured on another GPU, this is .*: give",
+        ),
+        ("notes.json", '{"a": 1}', "unknown key 'a'.*: remove it, or give another --out"),
+        ("experts-tiny.json", measured_elsewhere()[:40], r"not JSON .*: remove it, or give another --out"),
+        ("experts-tiny.json", measured_elsewhere(hidden=128), "is no table of tiny's experts of 64 x 32: give"),
+    ],
+)
+def test_what_is_in_the_folder_is_checked_before_anything_is_measured(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch, file: str, content: str, message: str
+) -> None:
+    monkeypatch.setattr(run, "expert_table", None)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=message) as found:
+        calibrate(Request(tmp_path, "cpu", (tiny,), ("experts",)), nothing, CPU)
+    assert str(found.value).startswith(str(tmp_path / file))
+    assert not (tmp_path / "hardware.toml").exists()
+
+
+def test_policies_that_stay_are_told_as_what_they_were_measured_with(tmp_path: Path, tiny: str) -> None:
+    cost = PolicyCost("even", 4, 4, (8.0,), (1.0,))
+    write_table(PolicyTable(CPU.name, "", (cost,), num_experts=256, top_k=8), tmp_path / "policies-4.json")
+    (line,) = calibrate(Request(tmp_path, "cpu", (tiny,), ("policies",)), nothing, CPU)
+    assert line.endswith("policies-4.json: policies on 4 ranks, 256 experts, top-8")
+
+
+def test_a_measurement_killed_in_a_part_leaves_what_the_next_one_goes_on_with(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGKILL: nothing that would end the part has run."""
+    whole = calibrate(Request(tmp_path, "cpu", (tiny,), ("experts",)), nothing, CPU)
+    (tmp_path / ".experts-tiny.json.a1b2.part").write_text("{")
+    (tmp_path / "hardware.toml").unlink()
+    monkeypatch.setattr(run, "expert_table", None)
+    assert calibrate(Request(tmp_path, "cpu", (tiny,), ("experts",)), nothing, CPU) == whole
+    assert load_calibration(str(tmp_path)).hardware.tables == ("experts-tiny.json",)
 
 
 @pytest.mark.parametrize("arguments", [["--out", "x", "--part", "all"], ["--out", "x", "--device", "tpu"], []])
@@ -183,3 +232,10 @@ def test_ranks_measure_their_exchange_together(tmp_path: Path, tiny: str) -> Non
     assert sorted((one.name, one.ranks) for one in found.policies.collectives) == sorted(
         (name, ranks) for name in ("all_reduce", "all_gather") for ranks in (2, 4)
     )
+    # Stopped before the last exchange: that one alone is measured.
+    times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    (out / "exchange-tiny-torch-4.json").unlink()
+    lines = launch(4, programs.measure, str(out), tiny)
+    again = {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
+    assert sorted(name for name in again if again[name] != times[name]) == ["exchange-tiny-torch-4.json"]
+    assert [line.rpartition(" by ")[2] for line in lines[0]][:2] == ["torch, 2 ranks", "torch, 4 ranks"]
