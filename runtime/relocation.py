@@ -228,10 +228,10 @@ class Relocation:
         different = [rank for rank, other in enumerate(names) if int(other) != int(names[0])]
         if different:
             raise ValueError(f"rank {different[0]} was given another placement or bound to relocate to than rank 0")
-        right, left = (
-            (self.collective.rank + 1) % self.collective.size,
-            (self.collective.rank - 1) % self.collective.size,
-        )
-        first = [self._operation(dist.isend, mine, right), self._operation(dist.irecv, torch.empty_like(mine), left)]
+        rank, size = self.collective.rank, self.collective.size
+        first = []
+        for away in range(1, size):  # weights may move between any two ranks
+            first.append(self._operation(dist.isend, mine, (rank + away) % size))
+            first.append(self._operation(dist.irecv, torch.empty_like(mine), (rank - away) % size))
         for work in dist.batch_isend_irecv(first):
             work.wait()
