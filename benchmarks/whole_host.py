@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tarfile
@@ -43,7 +42,7 @@ from epsim.traces.files import message_line, whole_file
 
 GRACE = 20.0
 """Seconds beyond its share after which a part is ended."""
-START = 90.0
+START = 150.0
 """Seconds until the first part must have begun."""
 KILLED_AT = STEPS * 3 // 4
 
@@ -81,33 +80,37 @@ class Run:
         (self.out / f"{part}.log").write_text(log[-(1 << 20) :])
         print(f"{part} failed: {reason}", flush=True)
 
-    def together(self, parts: list[str], reserve: float) -> str | None:
-        """One launch of the ranks for all of the parts; the one that it broke off in, None where none did."""
-        now, log = self.work / "now", self.work / "log"
-        now.unlink(missing_ok=True)
+    def words(self, parts: list[str], seconds: float) -> list[str]:
+        """The command of one launch of the ranks."""
         recordings = [] if self.recordings is None else ["--recordings", str(self.recordings)]
         script = str(Path(__file__).with_name("whole_host_worker.py"))
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
-        words += [script, *parts, "--seconds", f"{self.left() - reserve:.0f}", "--work", str(self.work), *recordings]
-        begun = time.time()
+        return [*words, script, *parts, "--seconds", f"{seconds:.0f}", "--work", str(self.work), *recordings]
+
+    def together(self, parts: list[str], reserve: float) -> str | None:
+        """One launch for all of the parts; the one that it broke off in, None where none did. reserve: seconds that are
+        left in the end."""
+        now, log = self.work / "now", self.work / "log"
+        now.unlink(missing_ok=True)
+        begun, late = time.time(), False
         with log.open("w") as file:
-            process = subprocess.Popen(words, stdout=file, stderr=file, env=environment(), start_new_session=True)
+            process = subprocess.Popen(
+                self.words(parts, self.left() - reserve), stdout=file, stderr=file, env=environment()
+            )
             while process.poll() is None:
                 time.sleep(0.25)
                 at = json.loads(now.read_text()) if now.is_file() else {"begun": begun, "seconds": START - GRACE}
-                if time.time() > at["begun"] + at["seconds"] + GRACE or self.left() < 0:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+                late = time.time() > at["begun"] + at["seconds"] + GRACE or self.left() < reserve - GRACE
+                if late:
+                    end(process)
         self.save()
         if process.returncode == 0:
             return None
         broken = json.loads(now.read_text())["part"] if now.is_file() else parts[0]
-        words_of_log = log.read_text(errors="replace")
-        said = [line for line in words_of_log.splitlines() if line.startswith("rank ")]
-        long = f"took longer than {at['seconds'] + GRACE:.0f} s and was ended"
-        code = process.returncode
-        reason = said[0] if said else (long if code < 0 else f"its processes ended with code {code}")
-        self.failed(broken, reason, words_of_log)
+        said = log.read_text(errors="replace")
+        lines = [line for line in said.splitlines() if line.startswith("rank ")]
+        reason = lines[0] if lines else f"its processes ended with code {process.returncode}"
+        self.failed(broken, "took longer than its time, and was ended" if late else reason, said)
         self.save()
         return broken
 
@@ -122,12 +125,12 @@ class Run:
         words += ["--redundant", str(2 * self.ranks), "--launcher", "torchrun", "--ranks", str(self.ranks)]
         process = subprocess.Popen(
             [*words, "--out", str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment() | {"EPSIM_TRIAL_FAULT": where}, start_new_session=True,
+            env=environment() | {"EPSIM_TRIAL_FAULT": where},
         )  # fmt: skip
         try:
             _, errors = process.communicate(timeout=max(self.left(), 1.0))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            end(process)
             self.failed("kill", "the job did not end in time", process.communicate()[1])
             return
         ended = time.time()
@@ -140,6 +143,16 @@ class Run:
         kept = sorted(set(read_telemetry(out / "telemetry")["step"].to_pylist()))
         row = {"fault": where, "said": said[-1].removeprefix("epsim: "), "ended_after_s": round(ended - written, 1)}
         self.found["parts"]["kill"] = {"rows": [row | {"steps_kept": kept}], "done": True}
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Launchers end their ranks when they are told to stop; those ranks are in sessions of their own."""
+    process.terminate()
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def environment() -> dict[str, str]:

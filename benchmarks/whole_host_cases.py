@@ -34,6 +34,7 @@ from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.runtime.balance_cuda import KernelBalancer
 from epsim.runtime.exchange.choose import choose_exchange
+from epsim.runtime.exchange.deep_ep import obstacle
 from epsim.runtime.faults import JobClock, Watch
 from epsim.runtime.job import Job, JobStack, Place, RandomLayers, run_job, tokens_of
 from epsim.runtime.layer import ExpertParallelMoE
@@ -71,7 +72,7 @@ class Sizes:
 
 V3, QWEN, TINY = shape_of("deepseek-v3-layer"), shape_of("qwen3-30b-a3b-layer"), shape_of("tiny")
 ON_GPU = Sizes(
-    V3, QWEN, ("deepseek-v3-bf16", "qwen3-30b-a3b"), (32, 16, 8, 0), {4096: 8, 1024: 16, 128: 32},
+    V3, QWEN, ("deepseek-v3-bf16", "qwen3-30b-a3b"), (32, 16, 8, 0), {4096: 16, 1024: 24, 128: 48},
     {16: 32, 4: 32, 1: 32}, 16, (128, 1024), 24, 0.01,
 )  # fmt: skip
 """docs/time.md and runtime/README.md: bfloat16 outputs are 0.43% from float64."""
@@ -111,12 +112,12 @@ class Host:
 
 
 def layers(host: Host, exchange: str, until: float) -> Iterator[dict[str, Any]]:
-    """Rows, on rank 0. Collective."""
+    """Rows, on rank 0. Collective. The first routing with all redundancies, the others with the most and none."""
     sizes, most = host.sizes, max(host.sizes.tokens)
     per_step = host.bench.size * most
-    for source in sources(host.recordings, sizes.wide, per_step, max(sizes.tokens.values()), host.bench.device):
-        source = _same(source)
-        for redundant in sizes.redundant:
+    found = sources(host.recordings, sizes.wide, per_step, max(sizes.tokens.values()), host.bench.device)
+    for number, source in enumerate(map(_same, found)):
+        for redundant in sizes.redundant if number == 0 else sizes.redundant[:: len(sizes.redundant) - 1]:
             yield from cases(host, source, STACKS, exchange, redundant, sizes.tokens, sizes.models[0], until)
 
 
@@ -185,8 +186,13 @@ def cases(
 def _made(
     host: Host, source: Source, texts: Sequence[str], exchange: str, redundant: int, tokens: dict[int, int]
 ) -> tuple[RandomLayers, Job, JobClock]:
-    cluster = Cluster(host.bench.size, 1, redundant, 1)
-    cluster.num_physical(source.shape.num_experts)
+    shape, cluster = source.shape, Cluster(host.bench.size, 1, redundant, 1)
+    slots = cluster.num_physical(shape.num_experts) // cluster.num_ranks + shape.has_shared
+    if exchange == "deep_ep":
+        given = (host.bench.device, host.dtype, host.bench.size, shape.hidden, slots, shape.top_k + shape.has_shared)
+        why = obstacle(*given)
+        if why is not None:
+            raise ValueError(why)
     stacks = []
     for text in texts:
         stack = parse_stack(text)
