@@ -217,6 +217,38 @@ def placement_lines() -> Iterator[str]:
     )
 
 
+def tune_lines() -> Iterator[str]:
+    found = load("tune.json")
+    if found is None:
+        return
+    shape = found["shape"]
+    yield line(
+        f"`epsim tune`, {shape['steps']:,} steps at counts level, {shape['layers']} layers x {shape['experts']} "
+        f"experts, {shape['gpus']} GPUs, {found['candidates']} candidates; {found['machine']}, load average "
+        f"{found['load_average']:.0f}",
+        f"{found['seconds']:.0f} s, {found['core_seconds']:.0f} s of cores (aim: 300 s); "
+        f"{found['resident_mib'] / 1024:.2f} GiB resident",
+        found["command"],
+    )
+
+
+def sweep_lines() -> Iterator[str]:
+    found = load("sweep.json")
+    if found is None:
+        return
+    rates = [f"{row['cells_per_minute']:.0f} with {row['workers']} ({row['kind']})" for row in found["rows"]]
+    same = "the same bytes" if all(row["equal"] for row in found["rows"]) else "RESULTS DIFFER"
+    ranks = found["by_ranks"]["rows"]
+    yield line(
+        f"`epsim sweep`, {found['rows'][0]['cells']} cells of {len(found['shape']['stacks'])} stacks; "
+        f"{found['machine']}, load average {found['load_before']:.0f} to {found['load_after']:.0f}",
+        f"cells a minute: {found['serial_cells_per_minute']:.0f} without workers, {', '.join(rates)}; {same}; "
+        f"a cell of {ranks[0]['ranks']} ranks {ranks[0]['cpu_s']:.2f} s of cores, of {ranks[-1]['ranks']:,} "
+        f"{ranks[-1]['cpu_s']:.1f} s",
+        found["command"],
+    )
+
+
 def figures_table() -> str:
     makers: tuple[Callable[[], Iterator[str]], ...] = (
         replay_lines,
@@ -225,6 +257,8 @@ def figures_table() -> str:
         dispatch_lines,
         oea_lines,
         placement_lines,
+        tune_lines,
+        sweep_lines,
     )
     lines = [text for make in makers for text in make()]
     return "\n".join(["| what | figure | command |", "|---|---|---|", *lines])

@@ -116,6 +116,10 @@ def tune_command(
     timing = load_timing(hardware, model, 1, "unknown", overlap, expert_table)
     spec, machine = timing.model, timing.hardware
     num_nodes = nodes or -(-gpus // machine.ranks_per_node)
+    stated = None if trace == "sample" else spec.name
+    read = {"only": only, "min-tokens": min_tokens if min_tokens > 1 else None, "top-k": top_k, "experts": experts}
+    read |= {"model": None if trace.endswith(".parquet") else stated, "phase": phase, "batch": batch}
+    read |= {"step-tokens": step_tokens, "score-rule": score_rule}
     options = TuneOptions(
         gpus=gpus,
         nodes=num_nodes,
@@ -133,10 +137,10 @@ def tune_command(
         shared_cost=shared_cost,
         model_path=model_path or spec.name,
         trace_path=trace,
+        reading=tuple(word for key, value in read.items() if value is not None for word in (f"--{key}", str(value))),
         command=shlex.join(["epsim", *sys.argv[1:]]),
     )
     check_out(out)
-    stated = None if trace == "sample" else spec.name
     reading = import_options(top_k, experts, stated, phase, shared_cost, batch, gpus, step_tokens, score_rule)
     with working("reading"):
         recorded: StoredTrace = selected(open_trace([Path(trace)], reading), only, min_tokens)

@@ -210,6 +210,10 @@ class StoredTrace:
         if not whole:
             raise ValueError(f"{self.path}: its description does not fit its content (damaged)")
 
+    def group_starts(self) -> Ints:
+        """Places among the steps at which row groups begin, and the number of steps at the end."""
+        return np.cumsum([0, *(num_steps for num_steps, *_ in self._index)])
+
     def blocks(
         self, start: int = 0, stop: int | None = None, max_bytes: int = BLOCK_BYTES, max_steps: int | None = None
     ) -> Iterator[Block]:

@@ -12,7 +12,7 @@ from epsim.traces.trace import Block, Ints, TokenBlock
 from epsim.tune.candidates import Candidate
 from epsim.tune.race import Interval, change
 from epsim.tune.scorer import ChangeBlock, Part, Problem, score
-from epsim.tune.steps import evenly
+from epsim.tune.steps import chosen_blocks, evenly
 
 FEWER = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 MORE = (2, 4, 8, 16)
@@ -35,13 +35,11 @@ def by_tokens(
 ) -> list[Condition]:
     """With so many times the tokens a step. Fewer: drawn from the recorded ones, without replacement; more: each
     counted so many times. The same steps at 1 come first."""
-    found = []
+    found, read = [], _Steps(problem, part)
     now = problem.tokens_a_step / problem.base.num_ranks
     for factor in (1.0, *(one for one in factors if one > 1 or one * now >= 1)):
         resized = _Resized(factor, problem.meta.top_k, problem.setting.seed)
-        found.append(
-            Condition(f"{factor:g} x the tokens", now * factor, _gain(problem, candidate, base, part, resized))
-        )
+        found.append(Condition(f"{factor:g} x the tokens", now * factor, read.gain(candidate, base, resized)))
     return found
 
 
@@ -51,19 +49,28 @@ def with_other_experts(problem: Problem, candidate: Candidate, base: Candidate, 
     rng = np.random.default_rng(problem.setting.seed)
     order = rng.permuted(np.tile(np.arange(num_experts), (num_layers, 1)), axis=1)[_layers(problem)]
     tokens = problem.tokens_a_step / problem.base.num_ranks
-    gain = _gain(problem, candidate.planned_once, base, part, lambda block: _permuted(block, order))
+    gain = _Steps(problem, part).gain(candidate.planned_once, base, lambda block: _permuted(block, order))
     return Condition("hot experts become others", tokens, gain)
 
 
-def _gain(problem: Problem, candidate: Candidate, base: Candidate, part: Part, changed: ChangeBlock) -> Interval:
-    most = MOST_STEPS
-    if problem.meta.level == "tokens":
-        most = int(min(most, max(PAIR_TOKENS // max(problem.tokens_a_step * MOST_LAYERS, 1), 4)))
-    places = evenly(part.first, part.last, most)
-    times = score(problem, [base, candidate], part, places, _layers(problem), changed=changed)
-    if not np.isfinite(times[base].step_us).any():
-        return Interval(0.0, None, None)
-    return change(times[candidate].step_us, times[base].step_us, problem.setting.seed).gain
+class _Steps:
+    """Some steps and layers of a part, read once."""
+
+    def __init__(self, problem: Problem, part: Part) -> None:
+        most = MOST_STEPS
+        if problem.meta.level == "tokens":
+            most = int(min(most, max(PAIR_TOKENS // max(problem.tokens_a_step * MOST_LAYERS, 1), 4)))
+        self.problem, self.part, self.layers = problem, part, _layers(problem)
+        self.places = evenly(part.first, part.last, most)
+        self.blocks = list(chosen_blocks(problem.trace, self.places, self.layers, problem.base.num_ranks))
+
+    def gain(self, candidate: Candidate, base: Candidate, changed: ChangeBlock) -> Interval:
+        times = score(
+            self.problem, [base, candidate], self.part, self.places, self.layers, changed=changed, blocks=self.blocks
+        )
+        if not np.isfinite(times[base].step_us).any():
+            return Interval(0.0, None, None)
+        return change(times[candidate].step_us, times[base].step_us, self.problem.setting.seed).gain
 
 
 def _layers(problem: Problem) -> list[int]:

@@ -23,13 +23,14 @@ Cost = Callable[[Candidate], tuple[float, int, float, str]]
 """What a candidate costs besides time: memory, complexity, rebalances a step, and its name to settle ties; less is
 preferred where times are alike."""
 
-PAIR_US = 9.0
-TOKEN_US = 0.35
-"""A core's microseconds for a (step, layer) under one candidate, and for each of its tokens where they are looked at:
-what the sizes of the rounds reckon with. Rounded figures of this project's machine; rounds never depend on a clock."""
+PAIR_US = {"counts": 9.0, "rank_counts": 300.0, "tokens": 300.0}
+TOKEN_US = 0.65
+"""A core's microseconds for a (step, layer) under one candidate by the trace's level, and for each of its tokens where
+they are looked at: what the sizes of the rounds reckon with. Rounded figures of this project's machine; rounds never
+depend on a clock."""
 ROUND_US = 45e6
-"""Of one round, all candidates together."""
-FIRST_STEPS, FEWEST_STEPS, FEWEST_LAYERS = 48, 8, 4
+"""Of one round, all candidates together, as far as the least steps and layers allow."""
+FIRST_STEPS, LEAST_STEPS, LEAST_LAYERS = 48, 4, 2
 GROWTH, KEPT = 4, 3
 """A round has GROWTH times the steps of the last and 1/KEPT of its candidates."""
 LEAST_KEPT = 6
@@ -119,13 +120,16 @@ def race(
 def affordable(problem: Problem, num_candidates: int, most_steps: int) -> tuple[int, int]:
     """Steps and layers of a round: all layers if they can be afforded, else evenly spaced ones."""
     layers = problem.meta.num_layers
-    a_pair = PAIR_US
-    if problem.meta.level == "tokens":
-        a_pair += TOKEN_US * problem.tokens_a_step
-    pairs = ROUND_US / (a_pair * num_candidates)
-    few = min(most_steps, FEWEST_STEPS)
-    num_layers = int(min(layers, max(pairs // most_steps, FEWEST_LAYERS)))
+    pairs = ROUND_US / (pair_us(problem) * num_candidates)
+    few = min(most_steps, LEAST_STEPS)
+    num_layers = int(min(layers, max(pairs // most_steps, LEAST_LAYERS)))
     return int(min(most_steps, max(pairs // num_layers, few))), num_layers
+
+
+def pair_us(problem: Problem) -> float:
+    """Of one core, for a (step, layer) under one candidate."""
+    level = problem.meta.level
+    return PAIR_US[level] + (TOKEN_US * problem.tokens_a_step if level == "tokens" else 0.0)
 
 
 def survivors(

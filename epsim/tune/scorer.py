@@ -8,7 +8,7 @@ rebalance costs is spread over the I steps that it serves.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -186,10 +186,12 @@ def score(
     layers: Sequence[int] | None = None,
     on_load: OnLoad | None = None,
     changed: ChangeBlock = lambda block: block,
+    blocks: Iterable[tuple[Ints, Block]] | None = None,
 ) -> dict[Candidate, Times]:
     """The candidates on the steps at `places` (ascending, within the part), all of them on the same; layers: places of
     the layers to look at, None for all. on_load is called step after step, but by several threads for several
-    placements. changed: what is made of the steps before they are scored; planning sees them as they are."""
+    placements. changed: what is made of the steps before they are scored; planning sees them as they are. blocks: the
+    steps where they have been read before, by `chosen_blocks`."""
     groups: dict[tuple[str, int, int | None], list[Candidate]] = {}
     for candidate in candidates:
         key = (candidate.stack.placement.name, candidate.redundant, candidate.interval)
@@ -197,7 +199,9 @@ def score(
     walks = [_Walk(problem, part, layers, group) for group in groups.values()]
     if not walks:
         return {}
-    for here, block in chosen_blocks(problem.trace, places, layers, problem.base.num_ranks):
+    if blocks is None:
+        blocks = chosen_blocks(problem.trace, places, layers, problem.base.num_ranks)
+    for here, block in blocks:
         block = changed(block)
         for _ in in_parallel(lambda walk: walk.score(here, block, on_load), walks):  # noqa: B023
             pass

@@ -13,10 +13,10 @@ from rich.text import Text
 from epsim.report.table import PIPE_WIDTH
 from epsim.results import Results
 from epsim.traces.files import printable
-from epsim.tune.memory import GB
+from epsim.tune.words import amount
 
 MOST_ROWS = 12
-HEADERS = ("candidate", "GB a GPU", "gain choosing", "gain on steps held out (95% interval)", "rounds")
+HEADERS = ("candidate", "weights a GPU", "gain choosing", "gain on steps held out (95% interval)", "rounds")
 
 
 def print_tune(results: Results) -> None:
@@ -58,7 +58,7 @@ def _table(found: Mapping[str, Any]) -> Table:
             held_out += f" ({gain['low']:+.2%} to {gain['high']:+.2%})"
         cells = (
             row["name"],
-            f"{row['memory_bytes'] / GB:.1f}",
+            amount(row["memory_bytes"]),
             "-" if choosing is None else f"{choosing:+.2%}",
             held_out,
             str(row["rounds"]),

@@ -66,10 +66,8 @@ def chosen_blocks(
     memory set aside, each with its steps' places."""
     pending: list[Block] = []
     at: list[Ints] = []
-    size, place = 0, int(places[0])
-    for block in trace.blocks(place, int(places[-1]) + 1, max_bytes=SMALL_BLOCK):
-        here = np.arange(place, place + len(block.steps))
-        place += len(block.steps)
+    size = 0
+    for here, block in _read(trace, places):
         chosen = np.isin(here, places)
         if not chosen.any():
             continue
@@ -85,6 +83,17 @@ def chosen_blocks(
             pending, at, size = [], [], 0
     if pending:
         yield np.concatenate(at), joined_blocks(pending)
+
+
+def _read(trace: StoredTrace, places: Ints) -> Iterator[tuple[Ints, Block]]:
+    """Blocks and their steps' places, of the row groups that hold any of the places."""
+    starts = trace.group_starts()
+    groups = np.unique(np.searchsorted(starts, places, side="right") - 1)
+    for run in np.split(groups, np.flatnonzero(np.diff(groups) > 1) + 1):
+        place = max(int(starts[run[0]]), int(places[0]))
+        for block in trace.blocks(place, min(int(starts[run[-1] + 1]), int(places[-1]) + 1), max_bytes=SMALL_BLOCK):
+            yield np.arange(place, place + len(block.steps)), block
+            place += len(block.steps)
 
 
 def joined_blocks(blocks: Sequence[Block]) -> Block:

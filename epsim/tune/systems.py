@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from epsim.policies.waterfill import Waterfill
 from epsim.tune.candidates import Candidate
 
+ON_EACH_HOST = "on every host, HEAD being the first one's address and NODE the host's number from 0"
 VLLM_INTERVAL = 3000
 """vLLM's own step_interval."""
 SGLANG_SPLITS = {"even": "dynamic", "random": "dynamic", "static": "static", "lplb-ipm": "lp"}
@@ -20,7 +21,8 @@ SGLANG_SPLITS = {"even": "dynamic", "random": "dynamic", "static": "static", "lp
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the options are for. model: its path or name; trace: the file that placements are planned on."""
+    """What the options are for. model: its path or name; trace: the file that placements are planned on, reading:
+    options that say how it is read."""
 
     model: str
     trace: str
@@ -28,6 +30,7 @@ class Setup:
     nodes: int
     groups: int
     decode: bool
+    reading: tuple[str, ...] = ()
 
 
 def sglang_lacks(candidate: Candidate) -> str:
@@ -65,7 +68,7 @@ def plan_command(candidate: Candidate, setup: Setup, system: str) -> str:
     """The command that makes the placement's file."""
     words = ["epsim", "plan", setup.trace, "--ranks", str(setup.gpus), "--nodes", str(setup.nodes)]
     words += ["--redundant", str(candidate.redundant), "--groups", str(setup.groups)]
-    words += ["--placement", candidate.stack.placement.name, "--format", system, "-o", _file(system)]
+    words += [*setup.reading, "--placement", candidate.stack.placement.name, "--format", system, "-o", _file(system)]
     return shlex.join(words)
 
 
@@ -88,7 +91,7 @@ def sglang_command(candidate: Candidate, setup: Setup) -> str:
         words += ["--init-expert-location", _file("sglang")]
     if isinstance(stack.shared, Waterfill):
         words.append("--enable-waterfill")
-    return shlex.join(words)
+    return shlex.join(words) + (' --dist-init-addr "$HEAD:20000" --node-rank "$NODE"' if setup.nodes > 1 else "")
 
 
 def vllm_command(candidate: Candidate, setup: Setup, interval: int) -> str:
@@ -99,7 +102,14 @@ def vllm_command(candidate: Candidate, setup: Setup, interval: int) -> str:
     if candidate.stack.placement.name != "contiguous":
         config = {"num_redundant_experts": candidate.redundant, "window_size": min(interval, 1000)}
         words += ["--enable-eplb", "--eplb-config", json.dumps(config | {"step_interval": interval})]
-    return shlex.join(words)
+    text = shlex.join(words)
+    if setup.nodes > 1:
+        own = setup.gpus // setup.nodes
+        text += f' --data-parallel-size-local {own} --data-parallel-start-rank "$((NODE * {own}))"'
+        text += ' --data-parallel-address "$HEAD" --data-parallel-rpc-port 13345'
+        # The hosts beyond the first serve no requests of their own.
+        text += ' $([ "$NODE" = 0 ] || echo --headless)'
+    return text
 
 
 def _file(system: str) -> str:

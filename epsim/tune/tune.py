@@ -28,7 +28,7 @@ from epsim.tune.candidates import (
 from epsim.tune.final import Finals
 from epsim.tune.memory import GB, Memory
 from epsim.tune.migration import LAYER_MS
-from epsim.tune.race import PAIR_US, ROUND_US, TOKEN_US, Class, Round, not_worse, race
+from epsim.tune.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair_us, race
 from epsim.tune.scorer import Part, Problem
 from epsim.tune.steps import WindowSums, evenly
 from epsim.tune.systems import Setup, sglang_lacks, vllm_lacks
@@ -48,7 +48,8 @@ class TuneOptions:
     redundant, policies, intervals: what is tried in place of the grid; empty for the grid. routers: router policies
     tried as well, which change what the model says: quality_loss names by how much, in the user's words, and is needed
     with them. worth: gains in throughput below it, as a share, are not worth memory or moving parts. layer_ms: host's
-    work of a rebalance, a layer. model_path, trace_path: for commands to paste.
+    work of a rebalance, a layer. model_path, trace_path, reading (options of how the trace is read): for
+    commands to paste.
     """
 
     gpus: int
@@ -67,6 +68,7 @@ class TuneOptions:
     shared_cost: float | None = None
     model_path: str = "MODEL"
     trace_path: str = "TRACE"
+    reading: tuple[str, ...] = ()
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -140,9 +142,9 @@ def tune(
     places = evenly(report.first, report.last, _affordable_steps(problem, len(finalists)))
     finals = Finals(problem, finalists, report, places, lambda c: [f"{used(c) / GB:.1f} GB of weights a GPU"])
     searched = Searched(candidates, tuple(rounds), finalists, tuple(picked), rebalanced, intervals, choose, report)
-    setup = Setup(
-        options.model_path, options.trace_path, options.gpus, options.nodes, options.groups, timing.kernels != "normal"
-    )
+    decode = timing.kernels != "normal"
+    shape = (options.gpus, options.nodes, options.groups)
+    setup = Setup(options.model_path, options.trace_path, *shape, decode, options.reading)
     progress("asking when it does not pay", 0.0)
     found = answer(problem, options.worth, searched, finals, memory, used, setup, options.quality_loss)
     return _results(problem, options, timing, searched, finals, found, len(places), trace_name)
@@ -224,8 +226,7 @@ def _best_rebalanced(rounds: Sequence[Round]) -> Candidate | None:
 
 
 def _affordable_steps(problem: Problem, num_finalists: int) -> int:
-    a_pair = PAIR_US + (TOKEN_US * problem.tokens_a_step if problem.meta.level == "tokens" else 0.0)
-    return max(int(ROUND_US / (a_pair * problem.meta.num_layers * num_finalists)), 8)
+    return max(int(ROUND_US / (pair_us(problem) * problem.meta.num_layers * num_finalists)), LEAST_STEPS)
 
 
 def _results(

@@ -13,7 +13,7 @@ from epsim.tune.conditions import Condition
 from epsim.tune.memory import GB, Memory
 from epsim.tune.race import Interval
 from epsim.tune.scorer import Part, Problem
-from epsim.tune.systems import sglang_lacks, vllm_lacks
+from epsim.tune.systems import ON_EACH_HOST, sglang_lacks, vllm_lacks
 
 if TYPE_CHECKING:
     from epsim.tune.answers import Rebalancing, Searched
@@ -46,15 +46,23 @@ def all_lines(
     lines.append(("does not pay", _not(problem, searched, first, gains, conditions, others, finals)))
     for one, candidate in zip(answers[1:], searched.picked[1:], strict=True):
         lines.append((SYSTEMS[one["for"]], _system(one, candidate, picked, first)))
+    if problem.base.num_nodes > 1:
+        lines.append(("to paste", f"{ON_EACH_HOST}."))
     lines.append(("limits", _limits(problem)))
     return lines
+
+
+def amount(size: float, sign: str = "") -> str:
+    """Bytes as GB, or MB where GB would round to nothing."""
+    small = 0 < abs(size) < 0.1 * GB
+    return f"{size / 1e6:{sign},.3g} MB" if small else f"{size / GB:{sign},.1f} GB"
 
 
 def verdict(first: Mapping[str, Any], base: Candidate) -> str:
     gain = _interval(first["throughput_gain"])
     if first["advised"]:
-        memory = first["more_bytes"] / GB
-        return f"Run {first['name']}: {percent(gain)} tokens a second over {base.name}, {memory:+.1f} GB a GPU."
+        memory = amount(first["more_bytes"], "+")
+        return f"Run {first['name']}: {percent(gain)} tokens a second over {base.name}, {memory} a GPU."
     if first["name"] == base.name:
         return f"No difference worth having: stay with {base.name}."
     return f"No difference: {first['name']} was chosen, and on steps held out changes throughput by {percent(gain)}."
@@ -127,8 +135,8 @@ def _gain(
     layer, step = first["layer_us"], first["step_us"]
     text = (
         f"{percent(gains[picked])} tokens a second over {base.name}, predicted on {steps} steps held out; an expert "
-        f"layer takes {layer['own']:,.0f} us instead of {layer['baseline']:,.0f}, a step {step['own'] / 1e3:,.1f} ms "
-        f"instead of {step['baseline'] / 1e3:,.1f}."
+        f"layer takes {layer['own']:,.0f} us instead of {layer['baseline']:,.0f}, a step {step['own'] / 1e3:,.2f} ms "
+        f"instead of {step['baseline'] / 1e3:,.2f}."
     )
     last = searched.rounds[-1].times
     choosing = last[base].mean_us / last[picked].mean_us - 1
@@ -149,10 +157,10 @@ def _memory(
     more = used(candidate) - used(base)
     kept = memory.total - used(candidate)
     return (
-        f"{used(candidate) / GB:.1f} GB of weights a GPU, {more / GB:+.1f} GB against {base.name}, leaving "
+        f"{amount(used(candidate))} of weights a GPU, {amount(more, '+')} against {base.name}, leaving "
         f"{kept / GB:.1f} of {memory.total / GB:.0f} GB. Assumed: {memory.kept_share:.0%} of the memory stays free for "
         f"KV cache, activations and embeddings, attention is data-parallel; a slot in every layer takes "
-        f"{memory.slot_bytes / GB:.2f} GB."
+        f"{amount(memory.slot_bytes)}."
     )
 
 
@@ -167,7 +175,7 @@ def _rebalancing(problem: Problem, searched: Searched, found: Rebalancing | None
             f"{problem.layer_ms:g} ms a layer of the host's work."
         )
     interval = found.candidate.interval
-    moves = f"a rebalance moves {found.migration.bytes_moved / GB:.1f} GB into a GPU and holds the batch up for "
+    moves = f"a rebalance moves {amount(found.migration.bytes_moved)} into a GPU and holds the batch up for "
     moves += f"{found.migration.us / 1e3:,.0f} ms"
     payback = "never pays that back" if found.payback is None else f"pays that back after {found.payback:,.0f} steps"
     gain = (
@@ -211,9 +219,12 @@ def _not(
             f"not for want of tokens: at {least.tokens_per_gpu:,.0f} a GPU and step (here {now:,.0f}) it still gains "
             f"{least.gain.mean:+.1%}"
         )
-    if others is not None:
+    if others is not None and picked.stack.placement.name != "contiguous":
         turned = "until the next rebalance" if picked.interval is not None else "until it is planned anew"
-        word = "when other experts become hot" if others.gain.mean <= 0 else "less when other experts become hot"
+        word = "when other experts become hot"
+        if others.gain.mean > 0:
+            less = round(others.gain.mean, 3) < round(conditions[0].gain.mean, 3)
+            word = f"less {word}" if less else f"not {word}"
         parts.append(f"{word}: then {percent(others.gain)} {turned}")
     policy = problem.timing.policy_us(picked.timed_as, picked.redundant > 0)
     if policy:
@@ -232,12 +243,11 @@ def _system(one: Mapping[str, Any], candidate: Candidate, best: Candidate, first
     lacks = {"sglang": sglang_lacks, "vllm": vllm_lacks}[one["for"]](best)
     gain = percent(_interval(one["throughput_gain"]))
     head = f"runs it as it is: {gain}." if candidate == best else f"the best it can run is {candidate.name}: {gain}."
-    if first["advised"] and lacks:
-        head = f"has {lacks}; {head}"
+    lacking = f"has {lacks}; " if first["advised"] and lacks else ""
     if not one["advised"]:
-        head = (
-            "nothing to switch on: no difference worth having." if candidate != best or not first["advised"] else head
-        )
+        what = "of what it can run, nothing" if lacking else "nothing"
+        return f"{lacking}{what} makes a difference worth having."
+    head = lacking + head
     if one["for"] == "vllm" and one["advised"] and candidate.interval is None:
         head += (
             " It loads no placement from a file (pull requests 41141 and 49572 are open): it plans by itself at its "

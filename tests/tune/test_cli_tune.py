@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,20 @@ def test_a_missing_trace_and_a_recording_of_one_step(epsim: Epsim, model: Path, 
     code, _, err = epsim("tune", counts, "--model", model, "--hardware", "h200", "--gpus", "4", "--top-k", "2")
     assert code == 2
     assert "holds 1 step(s)" in err
+
+
+def test_the_plan_command_reads_the_trace_as_tune_did(
+    epsim: Epsim, asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ["--gpus", "4", "--redundant", "0", "--min-tokens", "3", "--phase", "prefill", "--json"]
+    code, printed, _ = epsim(*asked, *more)
+    assert code == 0
+    command = next(one for one in json.loads(printed)["tune"]["answers"] if one["for"] == "sglang")["commands"][0]
+    assert "--min-tokens 3 --phase prefill" in command
+    monkeypatch.chdir(tmp_path)
+    code, printed, err = epsim(*shlex.split(command)[1:])
+    assert (code, err) == (0, "")
+    assert printed.startswith("placement-sglang.json: eplb for 4 ranks, 16 slots a layer")
 
 
 def test_an_empty_layer_is_no_hindrance(epsim: Epsim, make_counts: MakeCounts, model: Path) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,16 +24,18 @@ from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting
 from epsim.policies.stack import parse_stack
-from epsim.traces.trace import CountsBlock, RankCountsBlock, TokenBlock
+from epsim.traces.store import StoredTrace, TraceWriter
+from epsim.traces.trace import CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
 from epsim.tune.candidates import Candidate, all_candidates, possible_intervals, redundancies
 from epsim.tune.conditions import _permuted, _Resized
 from epsim.tune.ideal import ideal_us
 from epsim.tune.memory import Memory, parse_memory
 from epsim.tune.migration import migration
-from epsim.tune.race import Interval, change
+from epsim.tune.race import Interval, affordable, change
 from epsim.tune.scorer import Part, Problem, score
 from epsim.tune.steps import WindowSums, chosen_blocks, evenly
 from epsim.tune.systems import Setup, sglang_command, sglang_lacks, vllm_command, vllm_lacks
+from epsim.tune.words import amount
 from tests.tune.cases import GPUS, MakeCounts, hot
 
 V3, H200 = load_model("deepseek-v3"), load_hardware("h200")
@@ -161,11 +169,82 @@ def test_systems_are_told_what_they_can_run() -> None:
     config = json.loads(words[words.index("--eplb-config") + 1])
     assert config == {"num_redundant_experts": 32, "window_size": 100, "step_interval": 100}
     water = Candidate(parse_stack("eplb+random+waterfill(load=routed+local,counts=local)"), 16)
-    assert shlex.split(sglang_command(water, SETUP))[-1] == "--enable-waterfill"
+    assert "--enable-waterfill" in shlex.split(sglang_command(water, SETUP))
     assert not sglang_lacks(water)
     assert sglang_lacks(Candidate(parse_stack("eplb+lplb+waterfill-joint"), 0))
     assert vllm_lacks(Candidate(parse_stack("searched"), 0))
     assert "router" in vllm_lacks(Candidate(parse_stack("eplb+oea(k0=4)"), 0))
+
+
+def test_commands_of_several_hosts_are_pasted_on_each() -> None:
+    often = Candidate(parse_stack("eplb"), 32, 100)
+    alone = dataclasses.replace(SETUP, nodes=1)
+    for make in (sglang_command, lambda one, setup: vllm_command(one, setup, 100)):
+        assert "$" not in make(often, alone)
+
+    def words(text: str, node: int) -> list[str]:
+        done = subprocess.run(
+            ["sh", "-c", f'for word in {text}; do echo "$word"; done'],
+            env={"NODE": str(node), "HEAD": "10.0.0.1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.splitlines()
+
+    flags = words(sglang_command(often, SETUP), 1)
+    assert flags[-4:] == ["--dist-init-addr", "10.0.0.1:20000", "--node-rank", "1"]
+    first, second = (words(vllm_command(often, SETUP, 100), node) for node in (0, 1))
+    assert second == [*(one if one != "0" else "8" for one in first), "--headless"]
+    assert second[second.index("--data-parallel-start-rank") + 1] == "8"
+    assert second[second.index("--data-parallel-size-local") + 1] == "8"
+    assert second[second.index("--data-parallel-address") + 1] == "10.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("size", "sign", "shown"), [(2.6e9, "+", "+2.6 GB"), (0.0, "+", "+0.0 GB"), (-3.2e7, "+", "-32 MB")]
+)
+def test_amounts_of_memory_are_never_rounded_to_nothing(size: float, sign: str, shown: str) -> None:
+    assert amount(size, sign) == shown
+
+
+@pytest.mark.parametrize("tokens", [160, 4096, 65536])
+@pytest.mark.parametrize("number", [20, 180, 400])
+def test_a_round_on_tokens_costs_what_it_may(tokens: int, number: int) -> None:
+    problem = cast(
+        Problem, SimpleNamespace(meta=SimpleNamespace(num_layers=58, level="tokens"), tokens_a_step=float(tokens))
+    )
+    steps, layers = affordable(problem, number, 48)
+    # 0.3 ms a step and layer and 0.65 us a token, as measured; at least 4 steps of 2 layers.
+    spent = steps * layers * number * (300e-6 + 0.65e-6 * tokens)
+    assert spent <= 45 or (steps, layers) == (4, 2)
+    assert spent <= 140
+    assert steps * layers >= min(48 * 58, 45 / (number * (300e-6 + 0.65e-6 * tokens)) / 2)
+
+
+def test_row_groups_without_a_chosen_step_are_not_read(
+    make_trace: Callable[..., StoredTrace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = next(iter(make_trace("counts", steps=40, experts=16).blocks()))
+    assert isinstance(whole, CountsBlock)
+    with TraceWriter(tmp_path / "many.parquet", TraceMeta("counts", 2, 16, 2), group_bytes=4 * 2 * 16 * 8) as writer:
+        writer.append(whole)
+    trace = StoredTrace(tmp_path / "many.parquet")
+    assert trace.group_starts().tolist() == list(range(0, 41, 4))
+    read: list[int | None] = []
+    real = StoredTrace._read
+
+    def reading(self: StoredTrace, file: Any, group: int | None, *more: Any) -> Any:
+        read.append(group)
+        return real(self, file, group, *more)
+
+    monkeypatch.setattr(StoredTrace, "_read", reading)
+    places = np.array([1, 7, 21, 22, 39])
+    found = list(chosen_blocks(trace, places, None, GPUS))
+    assert read == [0, 1, 5, 9]
+    assert np.concatenate([at for at, _ in found]).tolist() == places.tolist()
+    counts = np.concatenate([block.counts for _, block in found if isinstance(block, CountsBlock)])
+    assert np.array_equal(counts, whole.counts[places])
 
 
 def test_a_change_of_times_as_a_gain() -> None:

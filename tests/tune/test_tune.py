@@ -91,6 +91,21 @@ def test_dearer_rebalances_never_come_more_often(make_counts: MakeCounts, run_tu
     assert chosen[-1] == np.inf
 
 
+def test_what_does_not_depend_on_hot_experts_is_not_said_to(
+    make_trace: Callable[..., StoredTrace], model: Path
+) -> None:
+    model.write_text(model.read_text() + "shared_intermediate = 2048\n")
+    timing = load_timing("h200", str(model), 1, "prefill")
+    trace = make_trace("tokens", steps=12, experts=16, tokens=64, shared_cost=1.0)
+    stack = parse_stack("contiguous+waterfill(load=routed+local,counts=local)")
+    found = tune(trace, TuneOptions(GPUS, 1, 1, 141e9, policies=(stack,), redundant=(0,)), timing)
+    # A fixed cost is saved, whichever experts are hot; vLLM cannot, and that is said.
+    assert answered(found)["advised"]
+    text = {line["about"]: line["text"] for line in found["tune"]["words"]}
+    assert "other experts" not in text["does not pay"]  # experts in order are planned for none
+    assert text["vLLM"].startswith("has no dispatch of the shared expert (waterfill); of what it can run, nothing")
+
+
 def test_uniform_routing_pays_for_nothing(make_counts: MakeCounts, run_tune: RunTune) -> None:
     results = run_tune(make_counts(np.full((60, 16), 1 / 16)))
     assert not any(one["advised"] for one in results["tune"]["answers"])
