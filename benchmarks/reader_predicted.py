@@ -1,0 +1,134 @@
+"""What the channel reader could gain by its bytes alone: predicted by the roofline, nothing is timed.
+
+    python benchmarks/reader_predicted.py [--hardware h200] [--budget 0.178] [--user-rate 100] [--out FILE]
+
+One GPU of `--hardware` holds all experts; tokens choose theirs uniformly. `bytes`: what the dense layer reads over what
+each reader does. `layer`: the same of microseconds of the routed experts, the larger of bytes over the memory's rate and
+of computing, and a launch, as long for every form. `topk-channels`: each token its own channels, as if independently;
+with `quota=batch` one set for all. `model` (Qwen3-30B-A3B alone, the shape whose rest is specified): steps with
+attention's weights and the specification's fixed costs, without any context; at `--user-rate` tokens a second for each
+user the largest batch of up to 128 whose step is fast enough. The kernel is slower than its roofline: docs/reader.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from command import command
+
+from epsim.cost.experts_time import ExpertsTime
+from epsim.cost.hardware import load_hardware
+from epsim.cost.layer_time import LayerTiming
+from epsim.cost.model import ModelSpec, load_model
+from epsim.policies.base import Dense
+from epsim.policies.reader import TopkChannels
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+SHAPES = {
+    # experts, top-k, hidden, intermediate
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "gemma-4-26b-a4b": (128, 8, 2816, 704),
+    "qwen3.5-35b-a3b": (256, 8, 2048, 512),
+}
+MODEL = "qwen3-30b-a3b"
+
+
+def readers(budget: float) -> dict[str, Dense | TopkChannels]:
+    return {
+        "dense": Dense(),
+        "topk-channels": TopkChannels(budget),
+        "topk-channels quota=batch": TopkChannels(budget, quota="batch"),
+    }
+
+
+def layers(
+    timing: LayerTiming, reader: Dense | TopkChannels, batches: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """batches [S] tokens on one GPU -> bytes [S] of routed experts and microseconds [S] of a layer of them."""
+    model, experts = timing.model, timing.experts
+    tokens = model.top_k * batches.double()
+    active = model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** batches.double())
+    shape = (model.hidden, model.intermediate, model.weight_bytes, model.top_k)
+    read = reader.bytes_read(tokens, active, *shape)
+    unread = active * model.expert_bytes - read if reader.acts else None
+    return read, experts.roofline(tokens, active, unread)
+
+
+def steps(timing: LayerTiming, reader: Dense | TopkChannels, batches: torch.Tensor) -> torch.Tensor:
+    """[S] microseconds of whole steps."""
+    return timing.step_us(layers(timing, reader, batches)[1][:, None], batches.double()[:, None], 1)
+
+
+def at_rate(timing: LayerTiming, reader: Dense | TopkChannels, rate: float) -> int:
+    """The largest batch, of up to the largest of BATCHES, whose steps are `rate` a second; 0 for none."""
+    batches = torch.arange(1, BATCHES[-1] + 1)
+    return int((steps(timing, reader, batches) <= 1e6 / rate).long().cumprod(0).sum())
+
+
+def timing_of(model: ModelSpec, hardware: str) -> LayerTiming:
+    return LayerTiming(ExpertsTime(load_hardware(hardware), model))
+
+
+def predicted(hardware: str, budget: float, rate: float) -> dict[str, Any]:
+    sizes, rows = torch.tensor(BATCHES), []
+    for name, (num_experts, top_k, hidden, intermediate) in SHAPES.items():
+        shape = {"num_experts": num_experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
+        timing = timing_of(replace(load_model(MODEL), name=name, **shape), hardware)
+        found = {reader: layers(timing, policy, sizes) for reader, policy in readers(budget).items()}
+        whole = {reader: steps(timing, policy, sizes) for reader, policy in readers(budget).items()}
+        for at, batch in enumerate(BATCHES):
+            for reader in list(found)[1:]:
+                read, us = (part[at] for part in found[reader])
+                row: dict[str, Any] = {"shape": name, "batch": batch, "reader": reader, "layer_us": float(us)}
+                row["bytes"] = float(found["dense"][0][at] / read)
+                row["layer"] = float(found["dense"][1][at] / us)
+                if name == MODEL:
+                    row["model"] = float(whole["dense"][at] / whole[reader][at])
+                    row["tokens_per_second"] = float(batch * 1e6 / whole[reader][at])
+                rows.append(row)
+    timing = timing_of(load_model(MODEL), hardware)
+    largest = {reader: at_rate(timing, policy, rate) for reader, policy in readers(budget).items()}
+    users = {reader: {"batch": batch, "tokens_per_second": batch * rate} for reader, batch in largest.items()}
+    return {
+        "predicted": "by the roofline from bytes; nothing is timed",
+        "hardware": hardware,
+        "budget": budget,
+        "user_rate": rate,
+        "users": users,
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--budget", type=float, default=0.178)
+    parser.add_argument("--user-rate", type=float, default=100.0, help="tokens a second that each user is to get")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    try:
+        found = predicted(options.hardware, options.budget, options.user_rate)
+    except ValueError as error:
+        parser.error(str(error))
+    print("predicted by the roofline from bytes; nothing is timed\n")
+    print("| shape | batch | reader | bytes | layer | model |\n|---|---|---|---|---|---|")
+    for row in found["rows"]:
+        model = f"{row['model']:.2f}" if "model" in row else ""
+        print(
+            f"| {row['shape']} | {row['batch']} | {row['reader']} | {row['bytes']:.2f} | {row['layer']:.2f} | {model} |"
+        )
+    print(f"\n{MODEL} at {options.user_rate:g} tokens a second for each user:")
+    for reader, one in found["users"].items():
+        print(f"{reader}: batch {one['batch']}, {one['tokens_per_second']:,.0f} tokens a second per GPU")
+    if options.out is not None:
+        options.out.write_text(json.dumps({**found, "command": command("reader_predicted.py")}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
