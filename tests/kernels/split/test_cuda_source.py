@@ -118,6 +118,17 @@ def test_hard_placements(library: ctypes.CDLL, slots: torch.Tensor, num_ranks: i
     assert_same(solve_on_host(library, structure, loads, layer), solve(structure, loads, layer))
 
 
+@pytest.mark.parametrize("total", [2**33 + 2**31, 2**40 - 1, 2**53 - 400])
+def test_totals_beyond_32_bits(library: ctypes.CDLL, total: int) -> None:
+    """Sums of lanes' 27 bits fill 32."""
+    rng = np.random.default_rng(0)
+    structure = random_structure(24, 384, rng)
+    share = rng.dirichlet(np.full(384, 0.1), 3)
+    loads = torch.from_numpy(np.floor(share * total).astype(np.int64))
+    layer = torch.arange(3)
+    assert_same(solve_on_host(library, structure, loads, layer), solve(structure, loads, layer))
+
+
 def test_kinds_of_loads_and_refusals(library: ctypes.CDLL) -> None:
     structure = prepare(chain(4), 4)
     layer = torch.tensor([0, 0, 1, -1])

@@ -84,12 +84,13 @@ static unsigned minimum(int line, unsigned value) {
 
 static unsigned maximum(int line, unsigned value) { return ~minimum(line, ~value); }
 
-static int addition(int line, int value) {
+// Signed or not, as on a GPU.
+template <typename T> static T addition(int line, T value) {
   offer(line, static_cast<unsigned>(value));
   unsigned total = 0;
   for (int i = 0; i < 32; ++i) total += static_cast<unsigned>(value_of[i]);
   meet(line);
-  return static_cast<int>(total);
+  return static_cast<T>(total);
 }
 
 static unsigned match(int line, int value) {
