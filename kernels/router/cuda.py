@@ -52,6 +52,8 @@ def uncovered(rule: Rule, tokens: int, experts: int, top_k: int) -> str | None:
         return f"{experts} experts and {tokens} tokens, not up to {MOST_EXPERTS} and 1 to {MOST_TOKENS}"
     if max(top_k, rule.kmax or 0) > LANES or len(rule.steps) > MOST_STEPS:
         return f"k {top_k}, kmax {rule.kmax} and {len(rule.steps)} steps, more than {LANES}, {LANES} and {MOST_STEPS}"
+    if rule.kmax is not None and rule.kmax < top_k:
+        return f"kmax {rule.kmax} is less than k, {top_k}, which batches below the first step take"
     return None
 
 
@@ -107,9 +109,8 @@ def check(rule: Rule, scores: torch.Tensor, top_k: int, given: dict[str, torch.T
     sizes, k0 = zip(*rule.steps, strict=True) if rule.steps else ((), ())
     if not k0 or list(sizes) != sorted(set(sizes)) or not 1 <= min(k0) <= max(k0) <= top_k <= experts:
         raise ValueError(f"steps {rule.steps}: give batch sizes that ascend, each with k0 of 1 to k, {top_k}")
-    for name, value in (("kmax", rule.kmax), ("maxp", rule.maxp)):
-        if value is not None and value < max(k0):
-            raise ValueError(f"{name} {value} is less than k0, {max(k0)}, which every token is guaranteed")
+    if rule.maxp is not None and rule.maxp < max(k0):
+        raise ValueError(f"maxp {rule.maxp} is less than k0, {max(k0)}, which every token is guaranteed")
     if rule.kmax is not None and rule.kmax > experts:
         raise ValueError(f"kmax {rule.kmax}, but there are {experts} experts")
     wide = (*scores.shape[:-1], top_k)

@@ -132,7 +132,13 @@ def test_one_token_keeps_k_and_k0_follows_the_batch() -> None:
         assert experts_of(Pruned("3@4/1@16").route(work)) == [sorted(row) for row in work.expert_ids[:, :k0].tolist()]
         assert experts_of(Pruned("2").route(work)) == [sorted(row) for row in work.expert_ids[:, :2].tolist()]
     one = work_of(scores[:1], 4)
-    assert torch.equal(Oea("1").route(one).expert_ids, one.expert_ids)
+    for alone in (Oea("1"), Oea("1", kmax=2, maxp=2, p=0.1), OeaEp("1")):
+        routed = alone.route(dataclasses.replace(one, holds=torch.eye(16, dtype=torch.bool)))
+        assert torch.equal(routed.expert_ids, one.expert_ids)
+        torch.testing.assert_close(routed.weights, one.weights)
+    two = Oea("1@3", kmax=2).route(work_of(np.stack([scores[:2], scores[2:4]]), 4))
+    assert torch.equal(two.expert_ids.flatten(0, 1), work_of(scores[:4], 4).expert_ids)
+    assert (Oea("1@3", kmax=2).route(work_of(scores[:3], 4)).expert_ids[:, 2:] == -1).all()
 
 
 def test_prefill_keeps_its_choice_and_its_experts_are_read_anyway() -> None:

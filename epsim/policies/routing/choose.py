@@ -42,17 +42,21 @@ def preference(work: RouterWork) -> Preference:
     return Preference(order, position, own, own | (scores > -torch.inf), work.decode & chosen.any(-1))
 
 
-def take(work: RouterWork, wish: Preference, allowed: torch.Tensor, most: int) -> Routed:
+def take(
+    work: RouterWork, wish: Preference, allowed: torch.Tensor, most: int, small: torch.Tensor | None = None
+) -> Routed:
     """allowed [..., B, E] bool: each token takes its `most` best of them, fewer where there are fewer.
 
-    Weights are in proportion to `work.weighs` and sum to what the model's own choice weighs. Tokens that are not routed
-    anew keep their choice and weights.
+    small [...] bool: batches whose tokens take at least the model's k. Weights are in proportion to `work.weighs` and
+    sum to what the model's own choice weighs. Tokens that are not routed anew keep their choice and weights.
     """
     top_k, num_experts = work.expert_ids.shape[-1], wish.position.shape[-1]
     width = min(max(most, top_k), num_experts)
     nowhere = torch.where(allowed & wish.known, wish.position, num_experts)
     place, ids = nowhere.topk(width, dim=-1, largest=False)
     kept = (place < num_experts) & (torch.arange(width, device=ids.device) < most)
+    if small is not None and most < top_k:
+        kept |= (place < num_experts) & small[..., None, None]
     weighs = work.weighs.gather(-1, ids).float().masked_fill(~kept, 0.0)
     whole = work.weights.float().sum(-1, keepdim=True)
     weights = weighs / weighs.sum(-1, keepdim=True).clamp(min=1e-20) * whole

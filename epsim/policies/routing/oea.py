@@ -45,7 +45,8 @@ class Oea:
 
     k0: a number, or by batch size (`parse_schedule`); a batch of one token keeps the model's k.
     p: a token's base is no more experts than have this share of its scores. kmax: experts a token takes in all, by
-    default the model's k. maxp: it looks no further than its maxp best, by default at all of known score.
+    default the model's k; in batches below k0's first step not less than k. maxp: it looks no further than its
+    maxp best, by default at all of known score.
     union: `batch`, over the tokens of the whole step, which takes one small all-reduce ahead of the exchange; `rank`,
     over those of each source rank, which takes none: k0 then follows from the rank's own number of tokens. Under the
     same k0 the experts read are the same either way, as a union of unions; with `rank` a token finds fewer to add.
@@ -94,4 +95,4 @@ class Oea:
         found = union(work, wish, schedule, self.p)
         within = wish.position < (num_experts if self.maxp is None else self.maxp)
         allowed = found.base | (found.loaded[..., None, :] & within)
-        return take(work, wish, allowed, top_k if self.kmax is None else self.kmax)
+        return take(work, wish, allowed, top_k if self.kmax is None else self.kmax, found.small)

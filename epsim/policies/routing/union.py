@@ -14,10 +14,12 @@ from epsim.policies.routing.schedule import Schedule
 @dataclass(frozen=True, slots=True, eq=False)
 class Union:
     """loaded [..., E] bool: experts that are read anyway: some token's base, or a prefill token's choice.
-    base [..., B, E] bool: each token's own guaranteed experts. extra [..., E] int64: what was summed along."""
+    base [..., B, E] bool: each token's own guaranteed experts. small [...] bool: batches below the schedule's first
+    step, whose tokens keep the model's choice. extra [..., E] int64: what was summed along."""
 
     loaded: torch.Tensor
     base: torch.Tensor
+    small: torch.Tensor
     extra: torch.Tensor
 
 
@@ -50,7 +52,7 @@ def union(
     for index, other in enumerate(candidates[1:], 1):
         base = torch.where((place == index)[..., None, None], other, base)
     along = summed[..., -1, :-1] if extra is not None else demand.new_zeros(demand.shape)
-    return Union(demand > 0, base, along)
+    return Union(demand > 0, base, place == 0, along)
 
 
 def _reaching(work: RouterWork, wish: Preference, p: float) -> torch.Tensor:

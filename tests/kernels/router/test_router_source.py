@@ -115,7 +115,7 @@ def test_any_batch(on_host: Build, seed: int, tokens: int, k0: int, p: float) ->
         ({"rule": Rule(((2, 0),))}, "each with k0 of 1 to k, 6"),
         ({"rule": Rule(((9, 4), (4, 2)))}, "give batch sizes that ascend"),
         ({"rule": Rule(())}, "give batch sizes that ascend"),
-        ({"rule": Rule(((2, 3),), kmax=2)}, "kmax 2 is less than k0, 3"),
+        ({"rule": Rule(((2, 3),), kmax=5)}, "kmax 5 is less than k, 6"),
         ({"rule": Rule(((2, 3),), maxp=2)}, "maxp 2 is less than k0, 3"),
         ({"rule": Rule(((2, 3),), kmax=13)}, "kmax 13, but there are 12 experts"),
         ({"scores": torch.zeros(5, 12, dtype=torch.bfloat16)}, r"scores: \[5, 12\] torch.bfloat16"),
