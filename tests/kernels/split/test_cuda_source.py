@@ -118,14 +118,14 @@ def test_hard_placements(library: ctypes.CDLL, slots: torch.Tensor, num_ranks: i
     assert_same(solve_on_host(library, structure, loads, layer), solve(structure, loads, layer))
 
 
-@pytest.mark.parametrize("total", [2**33 + 2**31, 2**40 - 1, 2**53 - 400])
+@pytest.mark.parametrize("total", [2**34 + 2**31, 2**53 - 400])
 def test_totals_beyond_32_bits(library: ctypes.CDLL, total: int) -> None:
     """Sums of lanes' 27 bits fill 32."""
     rng = np.random.default_rng(0)
     structure = random_structure(24, 384, rng)
-    share = rng.dirichlet(np.full(384, 0.1), 3)
+    share = rng.dirichlet(np.ones(384), 9)
     loads = torch.from_numpy(np.floor(share * total).astype(np.int64))
-    layer = torch.arange(3)
+    layer = torch.arange(9) % 3
     assert_same(solve_on_host(library, structure, loads, layer), solve(structure, loads, layer))
 
 
