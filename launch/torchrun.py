@@ -65,7 +65,8 @@ def run_torchrun(options: RunOptions) -> Results:
         elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stopped:
         fault = read_fault(faults)
-        print(f"epsim: {fault.line if fault else f'stopped by signal {stopped.sigval.value}'}", file=sys.stderr)
+        early = f"stopped by {signal.Signals(stopped.sigval).name} in phase setup, before ranks had met"
+        print(f"epsim: {fault.line if fault else early}", file=sys.stderr)
         sys.exit(128 + int(stopped.sigval))
     except ChildFailedError as error:
         fault = read_fault(faults) or _without_words(error, logs)

@@ -43,6 +43,8 @@ START_PATIENCE = 300.0
 """Seconds that a rank may take to its first beat."""
 UNTIMED = ("setup", "results")
 """Phases that may take as long as they like, as long as the process beats."""
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask a job to stop; the second is a terminal's Ctrl-C."""
 FAULT, BAD_INPUT = 1, 2
 KEY = "fault"
 
@@ -146,6 +148,7 @@ class Watch:
         self._looked = time.monotonic()
         self._begun = time.monotonic()
         self._stopped_at: float | None = None
+        self._stopped_by = signal.SIGTERM
         self._signals: int | None = None
         self._parent = os.getppid()
         self._over = threading.Event()
@@ -153,13 +156,14 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="epsim-watch", daemon=True)
 
     def start(self, signals: bool = True) -> None:
-        """signals: SIGTERM is taken by this thread, since the main one may be waiting inside a collective."""
+        """signals: those that stop a job are taken by this thread, since the main one may be inside a collective."""
         if self._store is None:
             return
         if signals:
             reading, writing = os.pipe()
             os.set_blocking(writing, False)
-            signal.signal(signal.SIGTERM, lambda number, frame: None)
+            for stopping in STOPPING:
+                signal.signal(stopping, lambda number, frame: None)
             signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
             os.set_blocking(reading, False)
             self._signals = reading
@@ -254,8 +258,9 @@ class Watch:
                 got = os.read(self._signals, 64)
             except BlockingIOError:
                 return
-            if signal.SIGTERM in got:
-                self._stopped_at = time.monotonic()
+            for stopping in STOPPING:
+                if stopping in got:
+                    self._stopped_by, self._stopped_at = stopping, time.monotonic()
 
     def _listen(self) -> None:
         assert self._store is not None
@@ -347,11 +352,12 @@ class Watch:
         """Told to stop: as soon as all others are too, it is the job that was stopped; if not, one rank was, or it is
         the launcher's answer to a rank's death, which the beats will show."""
         assert self._stopped_at is not None
+        by = self._stopped_by
         others = [beat for rank, beat in self._known.items() if rank != self.rank]
         if all(beat.stopping or beat.state == "finished" for beat in others):
-            return self._publish(f"stopped by SIGTERM; rank {self.rank} was in {self.beat().words}", 128 + 15)
+            return self._publish(f"stopped by {by.name}; rank {self.rank} was in {self.beat().words}", 128 + by)
         if now - self._stopped_at > VERDICT:
-            return self._publish(f"rank {self.rank} was stopped by SIGTERM in {self.beat().words}", 128 + 15)
+            return self._publish(f"rank {self.rank} was stopped by {by.name} in {self.beat().words}", 128 + by)
         return None
 
     def _publish(self, line: str, code: int) -> Fault:

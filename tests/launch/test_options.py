@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from epsim.cli_run import parse_arguments
+from epsim.launch import torchrun
 from epsim.launch.folder import clear, clear_logs
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
@@ -218,3 +222,24 @@ def test_ranks_with_other_options_are_told(
     said = first_difference([work_of(one), work_of(one), work_of(other)])
     assert said.startswith(f"rank 2 has {words}" if words else "")
     assert bool(said) is bool(words)
+
+
+@pytest.mark.parametrize("stopping", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_stopped_before_its_ranks_met(
+    make_trace: TraceMaker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stopping: signal.Signals,
+) -> None:
+    def stopped(*given: Any) -> Any:
+        raise SignalException("stopped", stopping)
+
+    monkeypatch.setattr(torchrun, "elastic_launch", stopped)
+    monkeypatch.setattr(torchrun, "_end_those_that_cannot", lambda faults, num_ranks: None)
+    for name in ("EPSIM_STORE", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):  # set for workers
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    with pytest.raises(SystemExit) as ended:
+        torchrun.run_torchrun(RunOptions(str(make_trace("tokens").path), "tiny", ("eplb",), tmp_path, ranks=2))
+    assert ended.value.code == 128 + stopping
+    assert capsys.readouterr().err == f"epsim: stopped by {stopping.name} in phase setup, before ranks had met\n"

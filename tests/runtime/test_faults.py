@@ -164,3 +164,20 @@ def test_who_holds_the_store_stays_for_the_last_beats_of_others(tmp_path: Path) 
     assert 0.3 < time.monotonic() - begun < SILENCE
     assert watches[0]._known[1].state == "finished"
     late.join()
+
+
+@pytest.mark.parametrize("stopping", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_that_is_told_to_stop(watch: Watch, stopping: signal.Signals) -> None:
+    """Ctrl-C reaches all ranks as SIGTERM does, and none of them is to blame."""
+    reading, writing = os.pipe()
+    watch._signals = reading
+    os.write(writing, bytes([stopping]))
+    watch._take_signals()
+    own = beat_of(watch, "running", 3, "balance", 1)
+    assert own.stopping
+    assert look(watch, own, own) == f"stopped by {stopping.name}; rank 1 was in phase balance, step 1, layer 0"
+    told = watch._look()
+    assert told is not None
+    assert told.code == 128 + stopping
+    os.close(reading)
+    os.close(writing)
