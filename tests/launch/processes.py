@@ -51,12 +51,12 @@ def last_written(folder: Path) -> float:
     return max(path.stat().st_mtime for path in folder.glob("rank-*.arrows"))
 
 
-def await_steps(folder: Path, num_bytes: int) -> None:
-    """Until rank 0 has written more than so many bytes of telemetry."""
+def await_place(folder: Path, rank: int, place: str) -> None:
+    """Until a rank has left word that it is there: phase, step and layer."""
     deadline = time.monotonic() + LIMIT / 2
-    stream = folder / "rank-00000.arrows"
-    while not stream.exists() or stream.stat().st_size <= num_bytes:
-        assert time.monotonic() < deadline, "no step was finished"
+    file = folder / f"rank-{rank:05d}.place"
+    while not file.exists() or not file.read_text().startswith(place):
+        assert time.monotonic() < deadline, f"rank {rank} never came to {place}"
         time.sleep(0.1)
 
 

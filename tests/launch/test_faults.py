@@ -15,7 +15,8 @@ import pytest
 
 from epsim.runtime.telemetry import read_telemetry
 from epsim.traces.store import StoredTrace
-from tests.launch.processes import EPSIM, TORCHRUN, Ended, await_steps, environment, last_written, run, start, survivors
+from tests.launch.forked import run_forked
+from tests.launch.processes import EPSIM, TORCHRUN, Ended, await_place, environment, last_written, run, start, survivors
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +51,6 @@ def check_kept(out: Path, steps: list[int], num_ranks: int = 2) -> None:
     [
         (3, "kill:rank=2,step=8,layer=1,phase=dispatch", "rank 2 stopped answering in phase dispatch, step 8, layer 1"),
         (2, "stop:rank=0,step=8,layer=0,phase=experts", "rank 0 stopped answering in phase experts, step 8, layer 0"),
-        (2, "sleep:rank=1,step=8,layer=1,phase=combine", "rank 1 hangs in phase combine, step 8, layer 1 for 6 s"),
-        (2, "nan:rank=1,step=8", "rank 1, step 8, layer 0, phase route: router scores are not finite"),
-        (3, "short:rank=2,step=8", "rank 2 finished after step 7, but rank"),
     ],
 )
 def test_a_rank_that_fails_is_named(job: list[str | Path], ranks: int, trial: str, line: str) -> None:
@@ -64,6 +62,31 @@ def test_a_rank_that_fails_is_named(job: list[str | Path], ranks: int, trial: st
     check_kept(Path(job[-1]), [6, 7], ranks)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "trial", "line"),
+    [
+        (2, "sleep:rank=1,step=8,layer=1,phase=combine", "rank 1 hangs in phase combine, step 8, layer 1 for 6 s"),
+        (2, "nan:rank=1,step=8", "rank 1, step 8, layer 0, phase route: router scores are not finite"),
+        (3, "short:rank=2,step=8", "rank 2 finished after step 7, but rank"),
+    ],
+)
+def test_workers_end_by_themselves(job: list[str | Path], ranks: int, trial: str, line: str) -> None:
+    """Without a launcher that would end those that do not."""
+    every = {"environment": {"EPSIM_TRIAL_FAULT": trial}}
+    said = [one for one in run_forked(ranks, job, dict.fromkeys(range(ranks), every)) if check_ended(one)]
+    assert len(said) == 1
+    assert said[0].lines[0].startswith(f"epsim: {line}")
+    assert time.time() - last_written(Path(job[-1]) / "telemetry") < MOST_SECONDS
+    check_kept(Path(job[-1]), [6, 7], ranks)
+
+
+def check_ended(ended: Ended, code: int = 1) -> bool:
+    """Whether this worker is the one that says why."""
+    assert ended.code == code, ended.err
+    assert len(ended.lines) <= 1, ended.err
+    return bool(ended.lines)
+
+
 def test_sigterm_to_the_launcher(job: list[str | Path]) -> None:
     trial = "sleep:rank=1,step=8,layer=0,phase=balance"
     job[-3] = "600"
@@ -71,8 +94,8 @@ def test_sigterm_to_the_launcher(job: list[str | Path]) -> None:
     process = start(
         [*EPSIM, "run", *job, "--launcher", "torchrun", "--ranks", "2"], environment(EPSIM_TRIAL_FAULT=trial)
     )
-    await_steps(out / "telemetry", 0)
-    time.sleep(3)
+    await_place(out / "telemetry", 1, "balance 8 0")
+    await_place(out / "telemetry", 0, "dispatch 8 0")
     begun = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
@@ -91,8 +114,8 @@ def test_full_disk_under_telemetry(make_trace: Callable[..., StoredTrace], tmp_p
     if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=192k", "tmpfs", disk]).returncode:
         pytest.skip("a small file system cannot be mounted here")
     try:
-        options = ["--model", "tiny", "--policy", "contiguous", "--policy", "eplb", "--redundant", "1"]
-        command: list[str | Path] = [*EPSIM, "run", trace.path, *options, "--launcher", "torchrun", "--ranks", "3"]
+        options = ["--model", "tiny", "--policy", "contiguous", "--policy", "eplb", "--redundant", "2"]
+        command: list[str | Path] = [*EPSIM, "run", trace.path, *options, "--launcher", "torchrun", "--ranks", "2"]
         ended = run([*command, "--out", disk / "out"])
         assert ended.code == 1
         assert len(ended.lines) == 1, ended.err
@@ -102,7 +125,7 @@ def test_full_disk_under_telemetry(make_trace: Callable[..., StoredTrace], tmp_p
         steps = sorted(set(table["step"].to_pylist()))
         assert len(steps) > 5
         assert steps == list(range(60, 60 + len(steps)))
-        assert table.num_rows == len(steps) * 2 * 2 * 3
+        assert table.num_rows == len(steps) * 2 * 2 * 2
         assert not survivors(disk)
     finally:
         subprocess.run(["umount", disk], check=True)
@@ -118,17 +141,12 @@ def test_plain_torchrun_says_the_line_too(job: list[str | Path]) -> None:
     check_kept(Path(job[-1]), [6, 7])
 
 
-def test_ranks_given_different_numbers_of_steps(job: list[str | Path], tmp_path: Path) -> None:
-    script = tmp_path / "uneven.py"
-    script.write_text(
-        "import os, sys\n"
-        "from epsim.launch.worker import main\n"
-        "main([*sys.argv[1:], '--steps', '3' if os.environ['RANK'] == '1' else '4'])\n"
-    )
-    ended = run([*TORCHRUN, "--nproc-per-node", "2", script, *job])
-    assert len(ended.lines) == 1, ended.err
-    assert "phase setup: rank 1 has 3 steps to run, rank 0 4: give every rank the same" in ended.lines[0]
-    assert not survivors(Path(job[-1]))
+def test_ranks_given_different_numbers_of_steps(job: list[str | Path]) -> None:
+    given = {rank: {"arguments": ["--steps", steps]} for rank, steps in enumerate("43")}
+    said = [one for one in run_forked(2, job, given) if check_ended(one, 2)]
+    assert len(said) == 1
+    words = "phase setup: rank 1 has 3 steps to run and rank 0 4 steps to run: give every rank the same"
+    assert words in said[0].lines[0]
 
 
 def test_a_worker_that_cannot_start_is_told(job: list[str | Path], tmp_path: Path) -> None:
