@@ -86,10 +86,10 @@ class Bench:
     def reading(self, reader: TopkChannels | SparseInputs, **options: Any) -> Reading:
         return Reading(self.layers, reader, **options)
 
-    def payable(self, reader: TopkChannels, num_experts: int = 0) -> bool:
-        """Whether the budget pays for the screen of so many experts, by default the model's k."""
+    def payable(self, reader: TopkChannels, num_experts: int = 0, num_ranks: int = 1) -> bool:
+        """Whether the budget pays for the screen of so many experts, by default the model's k, on so many ranks."""
         sizes, number = reader.sizes(self.sizes.hidden, self.sizes.intermediate), num_experts or self.top_k
-        return sizes.token(number, 0) <= reader.budget * number * sizes.expert
+        return sizes.token(number, 0, min(number, num_ranks)) <= reader.budget * number * sizes.expert
 
     def kept(self, reader: TopkChannels) -> int:
         return reader.sizes(self.sizes.hidden, self.sizes.intermediate).kept(reader.budget, self.top_k)
@@ -252,8 +252,10 @@ class Bench:
         trials.setdefault(f"partial on {budget}", Trial(self.reading(TopkChannels(budget))))
         num_experts = self.report["num_experts"]
         for ranks in (r for r in (2, 4, 8) if num_experts % r == 0):
-            for quota in ("experts", "weights"):
+            for quota in ("token", "experts", "weights"):
                 reader = TopkChannels(budget, quota=quota)
+                if not self.payable(reader, num_ranks=ranks):
+                    continue
                 trials[f"{ranks} ranks by {quota} {budget}"] = Trial(self.reading(reader, num_ranks=ranks))
         for size in (4, 16, 64):
             if size <= len(self.mixed):

@@ -296,11 +296,15 @@ def _beyond(report: Mapping[str, Any]) -> list[Row]:
     for name, one in trials.items():
         if " ranks by " in name:
             ranks, _, _, by, budget = name.split()
+            # Each rank reads a map of its own, so that the best of all ranks is of so many ranks as well.
+            best = trials.get(f"{ranks} ranks by token {budget}")
+            if by == "token" or best is None:
+                continue
             rows.append(
                 Row(
                     f"{ranks} ranks that each keep their own best, shared out by {by}, {float(budget):.1%} (KL)",
                     "",
-                    f"{one['kl']:.4f}, best of all ranks {whole[budget]['kl']:.4f}",
+                    f"{one['kl']:.4f}, best of all ranks {best['kl']:.4f}",
                     None,
                 )
             )
