@@ -30,7 +30,8 @@ they are looked at: what the sizes of the rounds reckon with. Rounded figures of
 depend on a clock."""
 ROUND_US = 45e6
 """Of one round, all candidates together, as far as the least steps and layers allow."""
-FIRST_STEPS, LEAST_STEPS, LEAST_LAYERS = 48, 4, 2
+FIRST_STEPS = {"counts": 48, "rank_counts": 48, "tokens": 24}
+LEAST_STEPS, LEAST_LAYERS = 4, 2
 GROWTH, KEPT = 4, 3
 """A round has GROWTH times the steps of the last and 1/KEPT of its candidates."""
 LEAST_KEPT = 6
@@ -94,7 +95,7 @@ def race(
     """
     rounds: list[Round] = []
     total = part.last - part.first
-    left, steps = list(candidates), FIRST_STEPS
+    left, steps = list(candidates), FIRST_STEPS[problem.meta.level]
     while True:
         num_steps, num_layers = affordable(problem, len(left), min(steps, total))
         layers = None if num_layers == problem.meta.num_layers else _layers(problem, num_layers)

@@ -114,9 +114,14 @@ def tune(
         candidates = all_candidates(*sizes, clusters, intervals, options.routers)
     check_levels(candidates, problem.meta.level, has_shared)
 
-    def used(candidate: Candidate) -> float:
+    def used(candidate: Candidate, moving: bool = False) -> float:
         slots = (problem.meta.num_experts + candidate.redundant) // options.gpus
-        return memory.used(slots, candidate.interval is not None)
+        return memory.used(slots, moving or candidate.interval is not None)
+
+    def vllm_runs(candidate: Candidate) -> bool:
+        # It plans by itself alone, so that what is planned once is rebalanced as well, and needs the room for that.
+        moving = candidate.stack.placement.name != "contiguous"
+        return not vllm_lacks(candidate) and used(candidate, moving) <= memory.limit
 
     candidates = [c for c in candidates if c == candidates[0] or used(c) <= memory.limit]
 
@@ -124,7 +129,11 @@ def tune(
         often = 0.0 if candidate.interval is None else 1 / candidate.interval
         return used(candidate), candidate.complexity, often, candidate.name
 
-    classes: tuple[Class, ...] = (lambda c: True, lambda c: not sglang_lacks(c), lambda c: not vllm_lacks(c))
+    classes: tuple[Class, ...] = (
+        lambda c: True,
+        lambda c: not sglang_lacks(c),
+        lambda c: c == candidates[0] or vllm_runs(c),
+    )
     rounds = race(problem, candidates, choose, classes, cost, options.worth, lambda part: progress("choosing", part))
     last = rounds[-1].times
     picked = []
