@@ -44,6 +44,8 @@ GRACE = 20.0
 """Seconds beyond its share after which a part is ended."""
 START = 150.0
 """Seconds until the first part must have begun."""
+MOST_SECONDS = 30.0
+"""From a rank's death to the end of all others."""
 KILLED_AT = STEPS * 3 // 4
 
 
@@ -61,6 +63,10 @@ class Run:
     def left(self) -> float:
         return self.end - time.monotonic()
 
+    def written(self) -> float:
+        """When a rank last told something."""
+        return max((path.stat().st_mtime for path in self.work.glob("*.json")), default=0.0)
+
     def save(self) -> None:
         machine = self.work / "machine.json"
         if machine.is_file():
@@ -71,9 +77,10 @@ class Run:
         self.found["gates"] = gates_of(self.found["parts"])
         with whole_file(self.out / "whole_host.json") as temporary:
             temporary.write_text(json.dumps(self.found, indent=1) + "\n")
-        if (self.work / "calibrated").is_dir():
-            with whole_file(self.out / "calibrated.tar.gz") as temporary, tarfile.open(temporary, "w:gz") as archive:
-                archive.add(self.work / "calibrated", "calibrated")
+        archive = self.out / "calibrated.tar.gz"
+        if self.found["parts"].get("calibrate", {}).get("done") and not archive.exists():
+            with whole_file(archive) as temporary, tarfile.open(temporary, "w:gz") as tar:
+                tar.add(self.work / "calibrated", "calibrated")
 
     def failed(self, part: str, reason: str, log: str) -> None:
         self.found["parts"].setdefault(part, {})["failed"] = reason
@@ -92,17 +99,20 @@ class Run:
         left in the end."""
         now, log = self.work / "now", self.work / "log"
         now.unlink(missing_ok=True)
-        begun, late = time.time(), False
+        begun, late, saved = time.time(), False, self.written()
         with log.open("w") as file:
             process = subprocess.Popen(
                 self.words(parts, self.left() - reserve), stdout=file, stderr=file, env=environment()
             )
             while process.poll() is None:
-                time.sleep(0.25)
+                time.sleep(0.5)
                 at = json.loads(now.read_text()) if now.is_file() else {"begun": begun, "seconds": START - GRACE}
                 late = time.time() > at["begun"] + at["seconds"] + GRACE or self.left() < reserve - GRACE
                 if late:
                     end(process)
+                elif self.written() != saved:
+                    saved = self.written()
+                    self.save()
         self.save()
         if process.returncode == 0:
             return None
@@ -142,6 +152,7 @@ class Run:
         written = max(path.stat().st_mtime for path in (out / "telemetry").glob("rank-*.arrows"))
         kept = sorted(set(read_telemetry(out / "telemetry")["step"].to_pylist()))
         row = {"fault": where, "said": said[-1].removeprefix("epsim: "), "ended_after_s": round(ended - written, 1)}
+        row["right"] = f"rank {self.ranks - 1} " in row["said"] and ended - written < MOST_SECONDS
         self.found["parts"]["kill"] = {"rows": [row | {"steps_kept": kept}], "done": True}
 
 
@@ -186,6 +197,7 @@ def main() -> None:
     if options.recordings is not None and not options.recordings.is_dir():
         parser.error(f"--recordings {options.recordings}: no such folder")
     options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "calibrated.tar.gz").unlink(missing_ok=True)
     run = Run(options, options.ranks or torch.cuda.device_count() or 2)
     parts = [part for part in SHARES if part in (options.part or SHARES)]
     together = [part for part in parts if part != "kill"]

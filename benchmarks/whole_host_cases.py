@@ -50,7 +50,7 @@ STACKS = (
 )  # fmt: skip
 ROUTED = ("eplb+even", "eplb+even+pruned(k0=3)", "eplb+even+oea(k0=3)", "eplb+even+oea-ep(k0=3)")
 GAIN = "throughput_gain"
-GRAPHED = 4
+GRAPHED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +193,11 @@ def _made(
         why = obstacle(*given)
         if why is not None:
             raise ValueError(why)
+    if host.on_gpu:
+        wanted = len(texts) * (slots * shape.expert_bytes)
+        free = -host.bench.slowest(-float(torch.cuda.mem_get_info()[0]))
+        if wanted > 0.8 * free:
+            raise ValueError(f"weights of {wanted / 1e9:.0f} GB a rank, {free / 1e9:.0f} GB are free: more ranks")
     stacks = []
     for text in texts:
         stack = parse_stack(text)
@@ -258,7 +263,7 @@ def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list
     if job.exchange != "deep_ep":
         return None
     bench, shape, (block,) = host.bench, job.shape, job.blocks(0)
-    batches = [tokens_of(block, step, job, host.place).ids[:, 0] for step in range(GRAPHED)]
+    batches = [tokens_of(block, step, job, host.place).ids[:, 0] for step in range(min(GRAPHED, job.num_steps))]
     ids, hidden = torch.empty_like(batches[0]), torch.randn(tokens, shape.hidden, device=bench.device).to(host.dtype)
     fixed = choose_exchange(
         "deep_ep", group=None, device=bench.device, dtype=host.dtype, hidden=shape.hidden,
@@ -277,7 +282,7 @@ def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list
         ids.copy_(batch)
         for graph, times in zip(captured, found, strict=True):
             if graph is not None and times is not None:
-                times.append(bench.time(graph.replay, inner=5, repeats=5))
+                times.append(bench.time(graph.replay, inner=5, repeats=3))
     for graph in captured:
         if graph is not None:
             graph.reset()

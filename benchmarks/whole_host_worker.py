@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ def tables(host: Host, machine: Machine, until: float) -> Iterator[dict[str, Any
             yield {"part": parts[0], "model": models[0], "skipped": "no time left"}
             continue
         request = Request(host.calibration, machine.device.type, models, parts)
+        # What tables name as the command that made them.
+        sys.argv[1:] = ["calibrate", "--part", parts[0], "--model", models[0], "--out", "DIR"]
         for line in calibrate(request, lambda text: None, machine):
             yield {"part": parts[0], "found": line.rpartition("/")[2], "seconds": round(time.monotonic() - begun, 1)}
 
@@ -96,8 +100,10 @@ def main() -> None:
         try:
             _run(part, rows_of(part, host, machine, begun + seconds), options.work, first)
         except Exception as error:
-            print(f"rank {bench.rank}: {type(error).__name__}: {message_line(str(error))}", file=sys.stderr, flush=True)
-            raise
+            print(f"rank {bench.rank}: {type(error).__name__}: {message_line(str(error))}", file=sys.stderr)
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # what is left to destructors may wait for the other ranks
     dist.barrier()
     dist.destroy_process_group()
 
