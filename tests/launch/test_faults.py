@@ -46,25 +46,19 @@ def check_kept(out: Path, steps: list[int], num_ranks: int = 2) -> None:
     assert not survivors(out)
 
 
+def test_a_stopped_rank_is_named_and_ended(job: list[str | Path]) -> None:
+    ended, seconds = fault(job, "stop:rank=0,step=8,layer=0,phase=experts", 2)
+    assert ended.code == 1
+    assert len(ended.lines) == 1, ended.err
+    assert ended.lines[0].startswith("epsim: rank 0 stopped answering in phase experts, step 8, layer 0")
+    assert seconds < MOST_SECONDS
+    check_kept(Path(job[-1]), [6, 7])
+
+
 @pytest.mark.parametrize(
     ("ranks", "trial", "line"),
     [
         (3, "kill:rank=2,step=8,layer=1,phase=dispatch", "rank 2 stopped answering in phase dispatch, step 8, layer 1"),
-        (2, "stop:rank=0,step=8,layer=0,phase=experts", "rank 0 stopped answering in phase experts, step 8, layer 0"),
-    ],
-)
-def test_a_rank_that_fails_is_named(job: list[str | Path], ranks: int, trial: str, line: str) -> None:
-    ended, seconds = fault(job, trial, ranks)
-    assert ended.code == 1
-    assert len(ended.lines) == 1, ended.err
-    assert ended.lines[0].startswith(f"epsim: {line}")
-    assert seconds < MOST_SECONDS
-    check_kept(Path(job[-1]), [6, 7], ranks)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "trial", "line"),
-    [
         (2, "sleep:rank=1,step=8,layer=1,phase=combine", "rank 1 hangs in phase combine, step 8, layer 1 for 6 s"),
         (2, "nan:rank=1,step=8", "rank 1, step 8, layer 0, phase route: router scores are not finite"),
         (3, "short:rank=2,step=8", "rank 2 finished after step 7, but rank"),
@@ -73,7 +67,10 @@ def test_a_rank_that_fails_is_named(job: list[str | Path], ranks: int, trial: st
 def test_workers_end_by_themselves(job: list[str | Path], ranks: int, trial: str, line: str) -> None:
     """Without a launcher that would end those that do not."""
     every = {"environment": {"EPSIM_TRIAL_FAULT": trial}}
-    said = [one for one in run_forked(ranks, job, dict.fromkeys(range(ranks), every)) if check_ended(one)]
+    ended = run_forked(ranks, job, dict.fromkeys(range(ranks), every))
+    if trial.startswith("kill"):
+        assert ended.pop(2).code == -signal.SIGKILL
+    said = [one for one in ended if check_ended(one)]
     assert len(said) == 1
     assert said[0].lines[0].startswith(f"epsim: {line}")
     assert time.time() - last_written(Path(job[-1]) / "telemetry") < MOST_SECONDS

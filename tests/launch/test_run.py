@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from epsim.cost.formulas import METRICS
+from epsim.launch.inline import run_inline
+from epsim.launch.options import RunOptions
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
@@ -22,6 +24,7 @@ from epsim.results import read_results
 from epsim.runtime.telemetry import read_telemetry
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock
+from tests.launch.forked import run_forked
 from tests.launch.processes import EPSIM, TORCHRUN, environment, run, survivors
 
 TraceMaker = Callable[..., StoredTrace]
@@ -48,11 +51,8 @@ def test_one_rank_in_this_process(make_trace: TraceMaker, tmp_path: Path) -> Non
     results = read_results(tmp_path / "out" / "results.json")
     assert results["run"]["exchange"] == "torch"
     assert (results["run"]["device"], results["run"]["dtype"]) == ("CPU", "float32")
-    many = run(
-        [*EPSIM, "run", "sample", "--model", "tiny", "--policy", "eplb", "--ranks", "2", "--out", tmp_path / "x"]
-    )
-    assert many.code == 2
-    assert many.err == "epsim: --ranks 2: inline is one process, one rank; give --launcher torchrun\n"
+    with pytest.raises(ValueError, match="--ranks 2: inline is one process, one rank; give --launcher torchrun"):
+        run_inline(RunOptions("sample", "tiny", ("eplb",), tmp_path / "x", ranks=2))
 
 
 @pytest.mark.slow
@@ -137,25 +137,12 @@ def test_a_trained_models_router_chooses(make_trace: TraceMaker, tmp_path: Path)
     model.save_pretrained(tmp_path / "model")
     trace = in_phases(make_trace("tokens", steps=6, tokens=30, ranks=3, shared_cost=1.0), tmp_path)
     out = tmp_path / "out"
-    command: list[str | Path] = [
-        *EPSIM,
-        "run",
-        trace.path,
-        "--model",
-        tmp_path / "model",
-        "--redundant",
-        "2",
-        "--launcher",
-        "torchrun",
-        "--sequence",
-        "6",
-        "--context",
-        "5",
-    ]
     stacks = ["eplb", "eplb+lplb", "eplb+pruned(k0=1)+lplb", "eplb+oea(k0=1,union=rank)"]
-    command += [*policies(stacks), "--ranks", "2", "--out", out]
-    done = run(command, environment(EPSIM_CACHE=str(tmp_path / "nothing")))
-    assert done.code == 0, done.err
+    command: list[str | Path] = [trace.path, "--model", tmp_path / "model", "--redundant", "2", *policies(stacks)]
+    command += ["--sequence", "6", "--context", "5", "--out", out]
+    every = {"environment": {"EPSIM_CACHE": tmp_path / "nothing"}}
+    for done in run_forked(2, command, dict.fromkeys(range(2), every)):
+        assert done.code == 0, done.err
     results = read_results(out / "results.json")
     assert results["run"]["equals_replay"] is True
     words = "random token ids, as no corpus is prepared, decode steps after 5 tokens of context"
