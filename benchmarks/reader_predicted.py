@@ -6,8 +6,8 @@ One GPU of `--hardware` holds all experts; tokens choose theirs uniformly. `byte
 of each reader. `layer`: the same of microseconds of the routed experts, the larger of bytes over the memory's rate
 and of computing, and a launch, as long for every form. `topk-channels`: each token its own channels, as if
 independently; with `quota=batch` one set for all. `model` (Qwen3-30B-A3B alone, the shape whose rest is specified):
-steps with attention's weights and the specification's fixed costs, without any context; at `--user-rate` tokens a second
-for each user the largest batch of up to 128 whose step is fast enough. The kernel is slower than its roofline:
+steps with attention's weights and the specification's fixed costs, without any context; at `--user-rate` tokens a
+second for each user the largest batch of up to 128 whose step is fast enough. The kernel is slower than its roofline:
 docs/reader.md.
 """
 
