@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -68,12 +69,28 @@ def read_results(path: Path) -> Results:
     """Raises FileNotFoundError or ValueError in one line."""
     check_source(path)
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(
+            path.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite, parse_int=_whole
+        )
+        json.dumps(results, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a results.json ({error})") from None
+        raise ValueError(f"{path}: not a results.json ({str(error)[:200]}): make it again") from None
     check_results(results, str(path))
     assert isinstance(results, dict)
     return results
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > 18:  # 64 bits hold no more
+        raise ValueError(f"{text[:40]} has more than 18 digits")
+    return int(text)
 
 
 def write_results(results: Results, path: Path) -> None:

@@ -85,3 +85,19 @@ def test_unreadable_results_are_named(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[]")
     with pytest.raises(ValueError, match=r"list\.json"):
         read_results(tmp_path / "list.json")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ("NaN", "NaN is not a finite"),
+        ("1e999", "1e999 is not"),
+        ("1" + 30 * "0", "18 digits"),
+        ('"\\ud800"', "surrogates"),
+    ],
+)
+def test_what_json_allows_and_nothing_can_show(tmp_path: Path, wrong: str, word: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(some_results(), indent=1).replace('"verdict": ', f'"more": {wrong}, "verdict": '))
+    with pytest.raises(ValueError, match=rf"results.json: not a results.json \(.*{word}.*make it again"):
+        read_results(path)

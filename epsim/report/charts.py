@@ -40,7 +40,8 @@ def figures(results: Results) -> list[Figure]:
         (
             any(entry["metrics"][key]["mean"] for entry in stacks for key in CAUSES), _causes, "causes",
             "What peak over mean is made of",
-            "x: peak over mean as the product of the mean gaps + 1, by cause (1: perfectly balanced); y: stacks", bars,
+            "x: product of the mean gaps + 1, by cause (1: perfectly balanced; of means, so near the mean peak over "
+            "mean, not equal to it); y: stacks", bars,
         ),
         (
             _any(stacks, "load_over_mean_by_step"), _heat, "heat",
@@ -109,7 +110,7 @@ def _name(entry: dict[str, Any], narrow: bool = False) -> str:
 
 
 def _bars(
-    axes: Axes, results: Results, parts: Sequence[tuple[str, Sequence[float]]], start: float, narrow: bool
+    axes: Axes, results: Results, parts: Sequence[tuple[str, Sequence[float]]], start: float, digits: int, narrow: bool
 ) -> None:
     """Stacked bars, a stack's name over its bar. parts: (name, lengths by stack)."""
     stacks = results["stacks"]
@@ -121,7 +122,9 @@ def _bars(
         axes.annotate(
             _name(entry, narrow), (start, number), (0, 11), textcoords="offset points", va="center", fontsize=8.5
         )
-        axes.annotate(f"{left[number]:.4g}", (left[number], number), (3, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            f"{left[number]:.{digits}f}", (left[number], number), (3, 0), textcoords="offset points", va="center"
+        )
     axes.set_ylim(len(stacks) - 0.7, -0.75)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
@@ -146,7 +149,7 @@ def _causes(results: Results, canvas: Canvas, narrow: bool) -> None:
         if gaps.any():
             parts.append((cause, (left * gaps).tolist()))
         left = left * (1 + gaps)
-    _bars(axes, results, parts, 1.0, narrow)
+    _bars(axes, results, parts, 1.0, 3, narrow)
     axes.set_xlabel("peak / mean, as the product of mean gaps + 1")
     _bar_legend(canvas, axes, narrow)
 
@@ -155,7 +158,7 @@ def _phases(results: Results, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
     there = [entry.get("phases_us", {}) for entry in results["stacks"]]
     parts = [(p, [one.get(p, {}).get("mean", 0.0) for one in there]) for p in PHASES if any(p in one for one in there)]
-    _bars(axes, results, parts, 0.0, narrow)
+    _bars(axes, results, parts, 0.0, 1, narrow)
     axes.set_xlabel("microseconds a layer")
     _bar_legend(canvas, axes, narrow)
 

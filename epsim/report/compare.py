@@ -206,20 +206,28 @@ def _layers(results: Results) -> Sequence[int]:
 
 
 def words(rows: Sequence[Row]) -> str:
-    """One sentence: peak over mean of the pair where it differs most."""
-    known = [row for row in rows if row.metric == "max_over_mean" and row.difference is not None and row.first]
+    """Peak over mean of the pair where it differs most, then the layer's time likewise, where a pair has one."""
+    said = [_most(rows, "max_over_mean", "Peak over mean", 3), _most(rows, "layer_time_us", "Layer time (us)", 1)]
+    return " ".join(filter(None, said)) or "Peak over mean has no value on both sides."
+
+
+def _most(rows: Sequence[Row], key: str, what: str, digits: int) -> str:
+    known = [row for row in rows if row.metric == key and row.difference is not None and row.first]
     if not known:
-        return "Peak over mean has no value on both sides."
-    row = max(known, key=lambda one: abs(one.difference or 0.0))
+        return ""
+    row = max(known, key=lambda one: abs((one.difference or 0.0) / (one.first or 1.0)))
     assert row.first is not None
     assert row.second is not None
     assert row.difference is not None
     who = row.stack if row.stack == row.second_stack else f"{row.second_stack} against {row.stack}"
+    if row.difference == 0:
+        everyone = f"with each of {len(known)} stacks" if len(known) > 1 else f"with {who}"
+        return f"{what} is the same {everyone}."
     change = f"{row.difference / row.first:+.1%}"
     if row.low is not None and row.high is not None:
         change += f", 95% interval {row.low / row.first:+.1%} to {row.high / row.first:+.1%}, {row.how}"
-    most = "Peak over mean differs most with" if len(known) > 1 else "Peak over mean of"
+    most = "differs most with" if len(known) > 1 else "of"
     told = (
         "" if row.low is None or row.high is None or row.low * row.high > 0 else "; these steps do not tell them apart"
     )
-    return f"{most} {who}: {row.second:.3f} against {row.first:.3f} ({change}){told}."
+    return f"{what} {most} {who}: {row.second:.{digits}f} against {row.first:.{digits}f} ({change}){told}."

@@ -53,16 +53,45 @@ def _cells(results: Results) -> list[str]:
         place = best_of(own)
         if place is not None:
             ahead.setdefault(own[place]["of"], []).append(cell)
+    said = _apart(results, by_cell)
     if len(ahead) < 2:
-        return [f"{winner} is ahead in every cell." for winner in ahead]
-    said = []
+        return [f"{winner} is ahead in every cell." for winner in ahead] + said
+    told_apart, said = said, []
     for winner, cells in sorted(ahead.items(), key=lambda item: -len(item[1])):
         # What all its cells share, where that is not what every cell has.
         shared = {key: [value for value in axes[key] if value in {cell.get(key) for cell in cells}] for key in axes}
         told = [f"{key} {' or '.join(map(str, own))}" for key, own in shared.items() if 0 < len(own) < len(axes[key])]
         where = f", all with {', '.join(told)}" if told else ""
         said.append(f"{winner} is ahead in {len(cells)} of {len(results['sweep']['cells'])} cells{where}.")
+    return said + told_apart
+
+
+def _apart(results: Results, by_cell: dict[str, list[Any]]) -> list[str]:
+    """From where to where the best stack's gain over its cell's first goes, and in how many cells it is none."""
+    gains, doubtful = [], []
+    for cell in results["sweep"]["cells"]:
+        own = by_cell[cell["key"]]
+        place = best_of(own)
+        interval = own[place]["versus_first"].get("max_over_mean") if place else None
+        if place and interval and own[0]["metrics"]["max_over_mean"]["mean"]:
+            gains.append(interval["difference"] / own[0]["metrics"]["max_over_mean"]["mean"])
+            if interval["low"] is not None and interval["low"] <= 0 <= interval["high"]:
+                doubtful.append(cell)
+    if not gains:
+        return []
+    said = [f"Peak over mean of the best against the first stack: from {min(gains):+.1%} to {max(gains):+.1%} by cell."]
+    if doubtful:
+        axes = results["sweep"]["axes"]
+        shared = [f"{key} {doubtful[0][key]}" for key in axes if len(axes[key]) > 1 and _one(doubtful, key)]
+        where = f", all with {', '.join(shared)}" if shared else ""
+        count = f"{len(doubtful)} of {len(results['sweep']['cells'])}"
+        said.append(f"In {count} cells the steps do not tell the best from the first{where}.")
     return said
+
+
+def _one(cells: list[Any], key: str) -> bool:
+    """Whether all have the same value there."""
+    return all(key in cell and cell[key] == cells[0].get(key) for cell in cells)
 
 
 def _measures(stacks: list[dict[str, Any]], place: int) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any
@@ -30,14 +31,17 @@ from epsim.verdict import best_of, label
 
 LEADING = ("Differences", "Candidates", "Predicted beside measured")
 """Tables that stand before the figures."""
+_BREAKS = re.compile(r"(\w[+_]|\w(?=\()|/)")
+"""After these a long name may go on in the next line."""
 
 
 def page(results: Results, pictures: Sequence[Drawn]) -> str:
     """The whole report as HTML; text from traces is escaped by the template, and the page may fetch nothing."""
     import jinja2
-    from markupsafe import Markup
+    from markupsafe import Markup, escape
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["breakable"] = lambda text: Markup(_BREAKS.sub(r"\1<wbr>", str(escape(text))))
     script = _file("page.js")
     sections = []
     for picture in pictures:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from epsim.cli import main
 from epsim.cost.statistics import paired_difference, unpaired_difference
@@ -16,8 +19,9 @@ from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.report.compare import Row, Side, combined, compare, read_sides, words
-from epsim.report.conditions import Condition, holds, parse_condition
+from epsim.report.conditions import OF_A_PAIR, OF_A_STACK, Condition, holds, parse_condition
 from epsim.results import Results, check_results, write_results
+from epsim.traces.files import message_line
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]
@@ -118,6 +122,14 @@ def test_words_say_what_differs_most() -> None:
         "Peak over mean differs most with y: 1.000 against 2.000 (-50.0%, 95% interval -55.0% to -45.0%, paired)."
     )
     assert words([row("x", 1.9, -0.2, 0.1)]).endswith("; these steps do not tell them apart.")
+    assert (
+        words([row("x", 2.0, 0.0, 0.0), row("y", 2.0, 0.0, 0.0)]) == "Peak over mean is the same with each of 2 stacks."
+    )
+    time = replace(row("x", 1.5, -0.6, -0.4), metric="layer_time_us")
+    assert words([row("x", 2.0, 0.0, 0.0), time]) == (
+        "Peak over mean is the same with x. "
+        "Layer time (us) of x: 1.5 against 2.0 (-25.0%, 95% interval -30.0% to -20.0%, paired)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,6 +158,27 @@ def test_conditions_are_read(text: str, parts: tuple[str, str, str, str, float])
 def test_bad_conditions(text: str, word: str) -> None:
     with pytest.raises(ValueError, match=word):
         parse_condition(text)
+
+
+PIECES = st.sampled_from(
+    ["best", ".", "max_over_mean", "mean", "low", " ", ">", "<=", "=", "1.05", "1e999", "nan", "\n"]
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.text(), st.lists(PIECES, max_size=9).map("".join)))
+def test_whatever_is_written_is_a_condition_or_one_line(text: str) -> None:
+    said = ""
+    try:
+        found = parse_condition(text)
+    except ValueError as error:
+        said = message_line(str(error))
+    if said:
+        assert "--fail-if" in said
+        assert len(said.splitlines()) == 1
+    else:
+        assert found.statistic in OF_A_STACK + OF_A_PAIR
+        assert found.number == found.number
 
 
 def test_conditions_hold_or_not(make_trace: TraceMaker) -> None:

@@ -99,7 +99,11 @@ def test_sweeps() -> None:
     assert flips(results) == [
         "lplb is ahead in 2 of 3 cells, all with redundant 8 or 16.",
         "eplb is ahead in 1 of 3 cells, all with redundant 0.",
+        "Peak over mean of the best against the first stack: from -25.0% to -20.0% by cell.",
     ]
+    unsure = sweep()
+    unsure["stacks"][3]["versus_first"]["max_over_mean"]["high"] = 0.1
+    assert flips(unsure)[-1] == "In 1 of 3 cells the steps do not tell the best from the first, all with redundant 8."
     found = gains(results, "redundant", "max_over_mean")
     assert found["eplb"] == {0.0: [0.0], 8.0: [0.0], 16.0: [0.0]}
     assert found["lplb"] == {0.0: [0.0], 8.0: [pytest.approx(-0.25)], 16.0: [pytest.approx(-0.2)]}
