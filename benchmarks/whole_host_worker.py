@@ -90,7 +90,9 @@ def main() -> None:
     host = Host(bench, sizes, options.recordings, options.work / "calibrated")
     first = bench.rank == 0
     if first:
-        found = {"device": machine.name, "num_devices": bench.size} | (versions() if machine.on_gpu else {})
+        found = {"device": machine.name, "num_devices": bench.size, "date": machine.described()["date"]} | (
+            versions() if machine.on_gpu else {}
+        )
         _write(options.work / "machine.json", {"torch": torch.__version__} | found)
     for number, part in enumerate(options.parts):
         begun = time.monotonic()
