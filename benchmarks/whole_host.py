@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tarfile
@@ -213,7 +212,7 @@ def main() -> None:
     for part in parts:
         shown(part, run.found["parts"].get(part, {}))
     table("gates of the time model, on layers that were not fitted", run.found["gates"])
-    print(f"\n{shlex.join([run.found['command']])}: {run.found.get('num_devices')} x {run.found.get('device')}")
+    print(f"\n{run.found['command']}: {run.found.get('num_devices')} x {run.found.get('device')}")
     if any("failed" in found for found in run.found["parts"].values()):
         sys.exit(1)
 
