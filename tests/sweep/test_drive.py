@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,38 +23,14 @@ from epsim.sweep.drive import Sweep, cell_path, finished_cells, locked_folder, r
 from epsim.sweep.grid import read_grid
 from epsim.sweep.ray_pool import SweepActor
 from epsim.sweep.sources import Making
-from epsim.sweep.work import Died, Job, Outcome, _opened, perform
+from epsim.sweep.work import Job, _opened, perform
 from epsim.traces.files import CannotWriteError
 from epsim.traces.store import StoredTrace
-from tests.sweep.conftest import Epsim
+from tests.sweep.conftest import Epsim, Here
 
 TraceMaker = Callable[..., StoredTrace]
 WriteGrid = Callable[..., Path]
 GRID = 'policies = ["contiguous", "eplb"]\nranks = [2, 4, 8]\nseed = [0, 1]\n[[trace]]\npath = "trace.parquet"\n'
-
-
-class Here:
-    """A pool that works in this process; `dies` says which jobs, by their number of being given out, lose a worker."""
-
-    num_workers = 2
-
-    def __init__(self, dies: Callable[[Job, int], bool] = lambda job, time: False) -> None:
-        self.dies, self.given, self.closed = dies, 0, False
-        self.at: deque[tuple[int, Job]] = deque()
-        self.order: list[str] = []
-
-    def give(self, worker: int, job: Job) -> None:
-        assert worker not in [other for other, _ in self.at]
-        self.at.append((worker, job))
-
-    def wait(self) -> list[tuple[int, Outcome]]:
-        worker, job = self.at.popleft()
-        self.order.append(job.key if isinstance(job, Cell) else job.target.name)
-        self.given += 1
-        return [(worker, Died("its worker is gone") if self.dies(job, self.given) else perform(job))]
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def planned(path: Path, out: Path) -> Plan:

@@ -15,6 +15,7 @@ import pytest
 from epsim.results import read_results
 from epsim.traces.store import StoredTrace
 from tests.launch.processes import EPSIM, LIMIT, environment, run
+from tests.sweep.conftest import Epsim, Here
 
 pytestmark = pytest.mark.slow
 TraceMaker = Callable[..., StoredTrace]
@@ -70,7 +71,7 @@ def stamps(out: Path) -> dict[str, tuple[int, int]]:
 
 def test_a_killed_sweep_and_a_killed_worker(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = start(grid, out, "--workers", "2")
+    first = start(grid, out, "--workers", "1")
     await_cells(first, out, 3)
     first.kill()
     first.communicate()
@@ -103,25 +104,29 @@ def test_a_killed_sweep_and_a_killed_worker(grid: Path, tmp_path: Path) -> None:
     assert {name: after[name] for name in before} == before
 
 
-def test_the_documented_example_in_processes_and_on_ray_with_a_killed_worker(tmp_path: Path) -> None:
+def test_the_documented_example(epsim: Epsim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "sweep.md").read_text(encoding="utf-8")
     example = re.search(r"```toml\n(.*?)```", text, re.DOTALL)
-    shown = re.search(r"^\d+ cells: .*$", text, re.MULTILINE)
+    shown = re.search(r"^\d+ cells: .*?^```", text, re.MULTILINE | re.DOTALL)
     assert example is not None
     assert shown is not None
     (tmp_path / "grid.toml").write_text(example[1])
-    here = tmp_path / "processes"
-    done = run([*EPSIM, "sweep", tmp_path / "grid.toml", "--out", here])
-    assert (done.code, done.err) == (0, "")
-    results = read_results(here / "results.json")
-    assert results["verdict"] in done.out
-    assert shown[0] in done.out
+    monkeypatch.setattr("epsim.sweep.pools.Processes", lambda workers, threads: Here())
+    code, printed, err = epsim("sweep", tmp_path / "grid.toml", "--out", tmp_path / "out")
+    assert (code, err) == (0, "")
+    results = read_results(tmp_path / "out" / "results.json")
+    assert results["verdict"] in printed
+    assert shown[0].removesuffix("```") in printed
     assert len(results["sweep"]["cells"]) == int(shown[0].split()[0])
 
+
+def test_a_killed_worker_on_ray_and_the_same_results_without(
+    epsim: Epsim, grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray", reason="Ray is not installed")
     there = tmp_path / "ray"
-    on_ray = start(tmp_path / "grid.toml", there, "--ray", "local", "--workers", "2")
-    await_cells(on_ray, there, 2)
+    on_ray = start(grid, there, "--ray", "local", "--workers", "1")
+    await_cells(on_ray, there, 1)
     os.kill(workers(there, r"ray::SweepActor")[0], signal.SIGKILL)
     printed, err = on_ray.communicate(timeout=LIMIT)
     assert on_ray.returncode == 0, err
@@ -131,9 +136,12 @@ def test_the_documented_example_in_processes_and_on_ray_with_a_killed_worker(tmp
         r"its Ray worker is gone \(\w+\), as where memory or a machine fails, .*; again \(1 of 2\)$", lines[0]
     )
     assert "raylet" not in printed + err
-    assert f"{shown[0]}\n1 given out again after a worker died" in printed
+    assert "12 cells: 12 computed, 0 kept from before\n1 given out again after a worker died" in printed
+    monkeypatch.setattr("epsim.sweep.pools.Processes", lambda workers, threads: Here())
+    here = tmp_path / "here"
+    assert epsim("sweep", grid, "--out", here)[0] == 0
     assert contents(here) == contents(there)
-    assert len(contents(here)) == len(results["sweep"]["cells"]) + 2
+    assert len(contents(here)) == 12 + 2
 
 
 def test_a_cluster_that_is_not_there(grid: Path, tmp_path: Path) -> None:
