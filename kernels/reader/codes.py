@@ -16,7 +16,7 @@ LARGEST = 65504.0
 
 def in_blocks(values: torch.Tensor) -> torch.Tensor:
     """[..., H] -> [..., H / 128, 128]."""
-    return values.reshape(*values.shape[:-1], -1, BLOCK)
+    return values.reshape(*values.shape[:-1], values.shape[-1] // BLOCK, BLOCK)
 
 
 class Ternary(NamedTuple):

@@ -65,7 +65,10 @@ def keep_for_batch(
         where = where + batch[:, None] * (num_experts + 1)
     total = scores.new_zeros(count * (num_experts + 1), scores.shape[-1])
     total.index_add_(0, where.flatten(), scores.flatten(0, 1))
-    known = total.view(count, num_experts + 1, -1)[:, :num_experts]
+    served = torch.zeros(len(total), dtype=torch.bool, device=ids.device)
+    served[where.flatten()] = True
+    # Channels of experts that no token has come behind those that add nothing.
+    known = total.masked_fill(~served[:, None], -1.0).view(count, num_experts + 1, -1)[:, :num_experts]
     several = number if isinstance(number, int) else number.view(count)
     chosen = torch.zeros_like(total, dtype=torch.bool).view(count, num_experts + 1, -1)
     chosen[:, :num_experts] = top_mask(known.flatten(1), several).view_as(known)

@@ -351,6 +351,25 @@ def test_one_set_for_a_batch() -> None:
     assert union_bytes(sizes, ids, kept, read, 3) == 3 * sizes.beside_codes + sizes.once + 3 * sizes.kept_channel
 
 
+def test_channels_that_add_nothing_come_before_those_of_experts_that_no_token_has() -> None:
+    ids = torch.tensor([[1, 3], [3, -1]])
+    scores = torch.zeros(2, 2, 2)
+    scores[0, 1, 1] = 2.0
+    everything = (ids >= 0)[..., None].expand(2, 2, 2)
+    assert torch.equal(keep_for_batch(scores, ids, 4, 4), everything)
+    assert keep_for_batch(scores, ids, 4, 2).tolist() == [[[True, False], [False, True]], [[False, True], [False] * 2]]
+
+
+def test_no_tokens() -> None:
+    world = make_world(tokens=1)
+    x, ids, weights = world.x[:0], world.ids[:0], world.weights[:0]
+    screen = Screen(world.sketch, torch.float64)
+    gate, up = screen.estimates(x, ids)
+    assert gate.shape == up.shape == screen.error_bounds(x, ids)[0].shape == (0, 3, 24)
+    kept = keep_top(output_scores(weights, world.sketch.norms[ids], gate * up), 5)
+    assert read_output(x, ids, weights, world.experts, kept, gate * up, world.sketch).shape == (0, 256)
+
+
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from([0.5, 0.8]), st.sampled_from([80, 128]))
 def test_a_batch_that_chooses_as_one_reads_within_its_budget(seed: int, budget: float, number: int) -> None:
