@@ -50,13 +50,13 @@ class StackDetail:
         over = (total / total.mean(-1, keepdim=True)).nan_to_num()
         busy = (total.sum(-1) > 0).double()
         place = self._places(num_steps, len(self._rank))
-        self._rank.index_add_(0, place, over.sum(1))
-        self._pairs.index_add_(0, place, busy.sum(1))
+        _join(self._rank, place, over.sum(1))
+        _join(self._pairs, place, busy.sum(1))
         if len(self._layer):
             coarse_place = self._places(num_steps, len(self._layer))
-            self._layer.index_add_(0, coarse_place, over)
-            self._layer_pairs.index_add_(0, coarse_place, busy)
-        self._add_metrics(metrics, place.numpy())
+            _join(self._layer, coarse_place, over)
+            _join(self._layer_pairs, coarse_place, busy)
+        self._add_metrics(metrics, place)
         self._add_tokens(metrics["max_over_mean"], tokens.amax(-1) / num_ranks)
         self._seen += num_steps
 
@@ -78,10 +78,10 @@ class StackDetail:
             found["max_over_mean_quantiles"] = np.round(np.quantile(values, QUANTILES), 5).tolist()
         return found
 
-    def _places(self, num_steps: int, stretches: int) -> torch.Tensor:
-        return (self._seen + torch.arange(num_steps)) * stretches // max(self._num_steps, 1)
+    def _places(self, num_steps: int, stretches: int) -> npt.NDArray[np.int64]:
+        return (self._seen + np.arange(num_steps)) * stretches // max(self._num_steps, 1)
 
-    def _add_metrics(self, metrics: Mapping[str, Values], place: Any) -> None:
+    def _add_metrics(self, metrics: Mapping[str, Values], place: npt.NDArray[np.int64]) -> None:
         for key, value in metrics.items():
             if isinstance(value, str) or key.startswith("routed_"):
                 continue
@@ -101,6 +101,13 @@ class StackDetail:
             sums = [float(of_power.sum()), float(max_over_mean[of_power].nansum()), float(there[of_power].sum())]
             if sums[2]:
                 self._by_tokens[one] = self._by_tokens.get(one, np.zeros(3)) + np.array(sums)
+
+
+def _join(sums: torch.Tensor, place: npt.NDArray[np.int64], values: torch.Tensor) -> None:
+    """Adds values [S, ...] to sums [stretches, ...] at place [S], which ascends."""
+    # On one thread: torch's index_add_ starts them all for a sum of microseconds, and they spin after it.
+    there, starts = np.unique(place, return_index=True)
+    sums.numpy()[there] += np.add.reduceat(values.numpy(), starts, axis=0)
 
 
 def step_weights(counts: Floats, stretches: int) -> list[int]:
