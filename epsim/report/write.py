@@ -9,7 +9,7 @@ from epsim.report.draw import drawn
 from epsim.report.markdown import markdown, pictures
 from epsim.report.page import page
 from epsim.results import Results, write_results
-from epsim.traces.files import whole_file
+from epsim.traces.files import reason, whole_file
 
 
 def write_report(results: Results, out: Path) -> None:
@@ -32,6 +32,9 @@ def _pages(results: Results) -> dict[str, bytes]:
 
 def _write(pages: dict[str, bytes], out: Path) -> None:
     for name, content in pages.items():
-        (out / name).parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(out / name) as temporary:
-            temporary.write_bytes(content)
+        try:
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(out / name) as temporary:
+                temporary.write_bytes(content)
+        except OSError as error:
+            raise ValueError(f"{out / name}: {reason(error)}: give another folder with --out, or make room") from None

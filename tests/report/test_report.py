@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import html.parser
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from epsim.replay import ReplayOptions, replay
 from epsim.report import write_report
 from epsim.report.content import cells, headers, key_headers, key_rows, reasons, rows
 from epsim.report.table import print_table
+from epsim.report.write import write_pages
 from epsim.results import Results
 from epsim.traces.store import StoredTrace
 from epsim.verdict import verdict
@@ -143,3 +146,14 @@ def test_verdict_in_words() -> None:
     assert "no interval" in verdict([entry("a", 1.25), entry("b", 1.0)])
     tied = verdict([entry("a", 1.25), entry("b", 1.0, -0.3, -0.2), entry("c", 1.01, -0.3, -0.2)], ["c"])
     assert tied.endswith("these steps do not tell c from it.")
+
+
+def test_a_full_disk_is_named(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("epsim.report.write._pages", lambda results: {"report.md": b"x"})
+    with pytest.raises(ValueError, match=r"report\.md: no space left on device: give another folder with --out"):
+        write_pages(results, tmp_path)
+    assert list(tmp_path.glob("*report*")) == []
