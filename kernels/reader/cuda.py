@@ -112,16 +112,18 @@ def uncovered(sizes: Sizes) -> str | None:
 
 def source() -> str:
     """reader.cu with its headers in place: CuPy looks up binaries by the text that it is given."""
-    text = (Path(__file__).parent / "reader.cu").read_text()
+    text = (FOLDER / "reader.cu").read_text()
+    for name in PARTS:
+        text = text.replace(f'#include "{name}"', (FOLDER / name).read_text())
     for name, path in HEADERS.items():
         text = text.replace(f'#include "{name}"', path.read_text())
     return text
 
 
-HEADERS = {
-    "hopper.cuh": Path(__file__).parents[1] / "experts" / "hopper.cuh",
-    "halves.cuh": Path(__file__).parent / "halves.cuh",
-}
+FOLDER = Path(__file__).parent
+PARTS = ("screen.cuh", "choose.cuh", "gather.cuh")
+HEADERS = {"hopper.cuh": FOLDER.parent / "experts" / "hopper.cuh", "halves.cuh": FOLDER / "halves.cuh"}
+"""Instructions that CUDA C++ has no words for."""
 
 
 @functools.cache

@@ -1,0 +1,205 @@
+// The screen of reader.cu: what channels would be, from the codes of the largest coordinates.
+
+// A block of 128 coordinates, 4 a lane: rotated, and the largest listed. One warp.
+__device__ void list_largest(const Arguments &a, int token, int block, int lane, Screened &to) {
+    float v[4];
+    const u16 *x = a.x + token * a.stride + block * 128 + lane * 4;
+    const signed char *signs = a.signs + block * 128 + lane * 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) v[i] = wide(x[i]) * signs[i];
+#pragma unroll
+    for (int far = 1; far < 4; far *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (!(i & far)) {
+                const float one = v[i], other = v[i | far];
+                v[i] = one + other, v[i | far] = one - other;
+            }
+#pragma unroll 1
+    for (int far = 1; far < 32; far *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float other = __shfl_xor_sync(~0u, v[i], far);
+            v[i] = lane & far ? other - v[i] : v[i] + other;
+        }
+    u32 key[4], most = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        v[i] *= 0.08838834764831845f;
+        key[i] = __float_as_int(v[i]) & 0x7fffffff;
+        most = key[i] > most ? key[i] : most;
+    }
+    most = __reduce_max_sync(~0u, most);
+    // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`. First guesses by a
+    // straight line between the two, then by halves of what is left of their bits.
+    u32 least = 0, beyond = most + 1;
+    int there = 128, past = 0;
+#pragma unroll 1
+    for (int turn = 0; there != COORDINATES && beyond - least > 1; ++turn) {
+        u32 middle = least + (beyond - least) / 2;
+        if (turn < 8) {
+            const float from = __int_as_float(least), upto = __int_as_float(beyond);
+            const u32 guess = __float_as_int(from + (upto - from) * (there - COORDINATES + 0.5f) / (there - past));
+            if (guess > least && guess < beyond) middle = guess;
+        }
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) count += key[i] >= middle;
+        count = __reduce_add_sync(~0u, count);
+        if (count >= COORDINATES) least = middle, there = count;
+        else beyond = middle, past = count;
+    }
+    // Too many equals: the first of them are taken.
+    const u32 before = (1u << lane) - 1;
+    const bool tied = there != COORDINATES;
+    int ties = 0, room = COORDINATES - there, own = 0;
+    if (tied) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 equal = __ballot_sync(~0u, key[i] == least);
+            ties += __popc(equal & before), room += __popc(equal);
+        }
+    }
+    // Halves hold up to 65,504 units.
+    const int found = most >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
+    const float one_over = __int_as_float((254 - exponent) << 23);
+    int place = 0;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const bool equal = key[i] == least;
+        const bool taken = key[i] >= least && !(tied && equal && ties + own >= room);
+        own += equal;
+        const u32 all = __ballot_sync(~0u, taken);
+        if (taken) {
+            const int at = place + __popc(all & before);
+            const float whole = v[i] * one_over;
+            const u16 first = to_half(whole);
+            const float rest = (whole - from_half(first)) * 2048;
+            const u16 second = to_half(rest);
+            to.coordinate[at] = lane * 4 + i;
+            to.part[0][at] = first, to.part[1][at] = second, to.part[2][at] = to_half((rest - from_half(second)) * 2048);
+            sum += v[i];
+        }
+        place += __popc(all);
+    }
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
+    if (lane == 0) to.unit = __int_as_float(exponent << 23), to.sum = sum;
+    __syncwarp();
+}
+
+// Bytes `which` and `which + 1` of two words, side by side.
+__device__ __forceinline__ u32 beside(u32 one, u32 other, int which) {
+    return which ? (one >> 16) | (other & 0xffff0000u) : (one & 0xffffu) | (other << 16);
+}
+
+// The lowest base-3 digits of the two halves, which are below 243; they are divided by 3.
+__device__ __forceinline__ u32 digits(u32 &halves) {
+    const u32 third = (halves * 171 >> 9) & 0x007f007fu, rest = halves - 3 * third;
+    halves = third;
+    return rest;
+}
+
+// Codes of a strip in a block of coordinates: a lane has those of coordinates 2t, 2t + 1, 2t + 8, 2t + 9 of 16, four
+// bytes each: words 2g and 2g + 1, each a byte of gate and a byte of up.
+__device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from, int lane, u32 (&code)[STEPS * 4][32]) {
+#pragma unroll 4
+    for (int i = 0; i < STEPS * 4; ++i) {
+        const int at = from.coordinate[i / 4 * 16 + lane % 4 * 2 + i % 2 + i / 2 % 2 * 8];
+        copy_word(&code[i][lane], codes + at * ROW + lane / 4 * 4);
+    }
+}
+
+// -> products [PAIRED]: of a word's 10 values, gate's five come first. sum of code times x.
+__device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[STEPS * 4][32], int lane, float *products) {
+    const int g = lane / 4, t = lane % 4;
+    float4 sum[2][5];
+#pragma unroll
+    for (int i = 0; i < 10; ++i) sum[i / 5][i % 5] = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int step = 0; step < STEPS; ++step) {
+        u32 b0 = 0, b1 = 0;
+        if (g < 3) {
+            b0 = *(const u32 *)&from.part[g][step * 16 + t * 2];
+            b1 = *(const u32 *)&from.part[g][step * 16 + t * 2 + 8];
+        }
+#pragma unroll
+        for (int which = 0; which < 2; ++which) {
+            const u32 one = beside(code[step * 4][lane], code[step * 4 + 1][lane], which);
+            const u32 other = beside(code[step * 4 + 2][lane], code[step * 4 + 3][lane], which);
+            u32 gate0 = one & 0x00ff00ffu, up0 = (one >> 8) & 0x00ff00ffu;
+            u32 gate1 = other & 0x00ff00ffu, up1 = (other >> 8) & 0x00ff00ffu;
+#pragma unroll
+            for (int digit = 0; digit < 4; ++digit)
+                multiply_halves(sum[which][digit], digits(gate0), digits(up0), digits(gate1), digits(up1), b0, b1);
+            multiply_halves(sum[which][4], gate0, up0, gate1, up1, b0, b1);
+        }
+    }
+    // Digits are in units of 2^-24, the smallest number of fp16, and one above the code.
+    const float unit = from.unit * 16777216.0f, part = 1.0f / 2048;
+#pragma unroll
+    for (int which = 0; which < 2; ++which)
+#pragma unroll
+        for (int digit = 0; digit < 5; ++digit) {
+            const float4 own = sum[which][digit];
+            const float third[2] = {__shfl_sync(~0u, own.x, g * 4 + 1), __shfl_sync(~0u, own.z, g * 4 + 1)};
+            if (t == 0) {
+                float *to = products + (2 * g + which) * 10 + digit;
+                to[0] = (own.x + (own.y + third[0] * part) * part) * unit - from.sum;
+                to[5] = (own.z + (own.w + third[1] * part) * part) * unit - from.sum;
+            }
+        }
+}
+
+__device__ void screen(const Arguments &a, Shared &shared, int warp, int lane) {
+    const long long tasks = (long long)a.tokens * COLUMNS * STRIPS;
+    const int begin = (int)(tasks * blockIdx.x / gridDim.x), end = (int)(tasks * (blockIdx.x + 1) / gridDim.x);
+    int listed = -1;
+#pragma unroll 1
+    for (int task = begin; task < end; ++task) {
+        const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
+        const long long expert = a.ids[pair];
+        const int value = threadIdx.x, word = value / 10, kind = value % 10 / 5;
+        const int channel = (strip * 16 + word) * 5 + value % 5;
+        const bool there = value < PAIRED && channel < INTER;
+        const long long at = (long long)pair * INTER + channel;
+        if (expert < 0) {
+            if (there && kind == 0) a.scores[at] = __int_as_float(-1);  // Of key 0.
+            continue;
+        }
+        u16 scale[BLOCKS];
+        if (there)
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block)
+                scale[block] = a.scales[(expert * BLOCKS * 2 + kind) * INTER + channel + block * 2 * INTER];
+        const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
+#pragma unroll 1
+        for (int block = warp; block < BLOCKS; block += WARPS) {
+            if (token != listed) list_largest(a, token, block, lane, shared.screened[block]);
+            load_codes(codes + block * (128 * ROW), shared.screened[block], lane, shared.code[block]);
+        }
+        listed = token;
+        copied();
+#pragma unroll 1
+        for (int block = warp; block < BLOCKS; block += WARPS)
+            screen_block(shared.screened[block], shared.code[block], lane, shared.products[block]);
+        __syncthreads();
+        if (there) {
+            float sum = 0;
+#pragma unroll
+            for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * shared.products[block][value];
+            shared.pair[value] = sum;
+        }
+        __syncthreads();
+        if (there && kind == 0) {
+            const float active = activation(shared.pair[value]) * shared.pair[value + 5];
+            const float size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
+            const u32 bits = (u32)__float_as_int(size * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
+            const float score = __int_as_float(bits > INFINITE ? INFINITE : bits);
+            a.estimates[at] = active;
+            a.scores[at] = score;
+            atomicAdd(a.bins + token * BINS + (key_of(score) >> FINE), 1u);
+        }
+    }
+}
