@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command import command
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 8, 256, 8, 2048
 STACKS = ("eplb", "eplb+lplb", "eplb+lplb(counts=gathered)")
@@ -152,7 +153,7 @@ def main() -> None:
         by_ranks = serial(write_grid(folder, "ranks", RANKS, 1, 4, ("eplb", "eplb+lplb")), folder / "ranks")
     found = {
         "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command("sweep.py"),
         "shape": {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "tokens": TOKENS, "stacks": list(STACKS)},
         "load_before": load,
         "load_after": os.getloadavg()[0],

@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import resource
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from command import command
 from replay import processor
 
 from epsim.traces.importing import open_trace
@@ -82,7 +82,7 @@ def main() -> None:
     results = json.loads(done.stdout)
     tuned = results["tune"]
     report = {
-        "command": shlex.join(["python", *sys.argv]).replace(str(arguments.folder), "FOLDER"),
+        "command": command("tune.py").replace(str(arguments.folder), "FOLDER"),
         "machine": processor(),
         "load_average": os.getloadavg()[0],
         "shape": {"steps": arguments.steps, "layers": 58, "experts": 256, "tokens": TOKENS, "gpus": arguments.gpus},
