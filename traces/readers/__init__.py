@@ -66,7 +66,10 @@ def read_recording(paths: Sequence[str | os.PathLike[str]], options: ImportOptio
     names = list(dict.fromkeys(reader.name for _, reader in found))
     if len(names) > 1:
         others = [document.path for document, reader in found if reader.name == names[1]]
-        raise ValueError(f"{found[0][0].path} is {names[0]}, {others[0]} is {names[1]}: import one kind at a time")
+        raise ValueError(
+            f"{found[0][0].path} is {names[0]}, {others[0]} is {names[1]}: import one kind at a time, naming its files "
+            f"in place of the folder, such as {found[0][0].path}"
+        )
     with naming(sources[0], names[0]):
         return found[0][1].read([document for document, _ in found], options)
 
