@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.kernels.split.launch import launch
+from epsim.kernels.split.launch import compiled, launch
 
 POINTERS = ("hidden", "ids", "weights", "gate_up", "down", "rows", "activated", "output", "counts", "arrived")
 ARGUMENTS = np.dtype(
@@ -93,14 +93,8 @@ def _properties(device: int) -> tuple[int, int]:
 
 
 @functools.cache
-def _kernel(device: int, sizes: Sizes) -> Any:
-    import cupy
-
-    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in sizes.definitions.items()))
-    with cupy.cuda.Device(device):
-        found = cupy.RawModule(code=source(), options=options).get_function("experts")
-        found.max_dynamic_shared_size_bytes = sizes.shared
-        return found.kernel.ptr
+def _kernel(device: int, sizes: Sizes) -> int:
+    return compiled(device, source(), sizes.definitions, "experts", sizes.shared)
 
 
 @functools.cache

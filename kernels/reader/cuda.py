@@ -6,14 +6,13 @@ import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.codes import BLOCK
-from epsim.kernels.split.launch import launch
+from epsim.kernels.split.launch import compiled, launch
 
 POINTERS = (
     "x",
@@ -138,14 +137,8 @@ def blocks_of(device: int) -> int:
 
 
 @functools.cache
-def _kernel(device: int, sizes: Sizes) -> Any:
-    import cupy
-
-    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in sizes.definitions.items()))
-    with cupy.cuda.Device(device):
-        found = cupy.RawModule(code=source(), options=options).get_function("reader")
-        found.max_dynamic_shared_size_bytes = sizes.shared
-        return found.kernel.ptr
+def _kernel(device: int, sizes: Sizes) -> int:
+    return compiled(device, source(), sizes.definitions, "reader", sizes.shared)
 
 
 @functools.cache

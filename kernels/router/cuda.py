@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.kernels.split.launch import launch
+from epsim.kernels.split.launch import compiled, launch
 
 WARPS, MOST_STEPS, MOST_EXPERTS, MOST_TOKENS, LANES = 16, 8, 512, 512, 32
 POINTERS = ("scores", "weighs", "own", "own_weights", "acting", "ids", "weights", "active")
@@ -75,12 +75,8 @@ def threads_of(tokens: int) -> int:
 
 
 @functools.cache
-def _kernel(device: int, wanted: tuple[tuple[str, int], ...]) -> Any:
-    import cupy
-
-    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in wanted))
-    with cupy.cuda.Device(device):
-        return cupy.RawModule(code=source(), options=options).get_function("oea").kernel.ptr
+def _kernel(device: int, wanted: tuple[tuple[str, int], ...]) -> int:
+    return compiled(device, source(), dict(wanted), "oea")
 
 
 def arguments_of(

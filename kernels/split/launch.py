@@ -45,6 +45,22 @@ def _launch_kernel() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
 
+def compiled(device: int, source: str, definitions: dict[str, int], name: str, shared: int = 0) -> int:
+    """The driver's handle of a kernel; NVRTC compiles it, CuPy keeps it on disk by the text. The caller keeps it.
+
+    definitions: the macros that it is compiled for. shared: bytes of dynamic shared memory that a block may have.
+    """
+    import cupy
+
+    options = ("--std=c++17", *(f"-D{macro}={value}" for macro, value in definitions.items()))
+    with cupy.cuda.Device(device):
+        found = cupy.RawModule(code=source, options=options).get_function(name)
+        if shared:
+            found.max_dynamic_shared_size_bytes = shared
+        function: int = found.kernel.ptr
+        return function
+
+
 def launch(
     function: int,
     grid: tuple[int, ...],
