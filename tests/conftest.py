@@ -1,7 +1,8 @@
-"""Traces that tests draw for themselves."""
+"""Traces that tests draw for themselves, and the command as a user types it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import pytest
 import torch
 from hypothesis import settings
 
+from epsim.cli import main
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import Block, TokenBlock, TraceMeta
 
 TraceMaker = Callable[..., StoredTrace]
+Epsim = Callable[..., tuple[int, str, str]]
 
 # The tests run in as many processes as there are cores.
 torch.set_num_threads(1)
@@ -71,3 +74,18 @@ def make_trace(tmp_path: Path) -> TraceMaker:
         return StoredTrace(path)
 
     return make
+
+
+@pytest.fixture
+def epsim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Epsim:
+    """epsim(*arguments) -> exit code, stdout, stderr."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["epsim", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        captured = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code, captured.out, captured.err
+
+    return run

@@ -9,37 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from epsim.cli import main
 from epsim.results import check_results
 from epsim.traces.store import StoredTrace
+from tests.conftest import Epsim, TraceMaker
 
-TraceMaker = Callable[..., StoredTrace]
 CLUSTER = ["--ranks", "4", "--redundant", "4"]
-
-
-@pytest.fixture
-def epsim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """epsim(*arguments) -> exit code, stdout, stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["epsim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, captured.out, captured.err
-
-    return run
-
-
-Epsim = Callable[..., tuple[int, str, str]]
 
 
 def test_replay_prints_a_table_and_writes_the_report(epsim: Epsim, make_trace: TraceMaker, tmp_path: Path) -> None:

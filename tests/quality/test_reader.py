@@ -17,21 +17,13 @@ from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import reroute_of, rerouted
 from epsim.quality.reader import Reading, SparseInputs, build_sketches, calibrated, layers_of
-from epsim.traces.model.config import ModelShape, build_model
+from tests.quality.reader_models import random_model
 from tests.quality.test_evaluate import save_cache
-
-SHAPE = ModelShape(
-    vocabulary=64, num_layers=2, hidden=128, num_heads=2, num_experts=8, top_k=3, intermediate=40, max_positions=128
-)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(0)
-    made = build_model(SHAPE).eval()
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.12)
-    return made
+    return random_model(seed=0, std=0.12, hidden=128, max_positions=128)
 
 
 @pytest.fixture(scope="module")

@@ -21,21 +21,13 @@ from epsim.quality.hook import keep
 from epsim.quality.reader import Reading, build_sketches, calibrated, layers_of
 from epsim.quality.reader_claims import Pair, claim_rows, pair, spearman, table, tally
 from epsim.quality.reader_measure import Figures, Trial, batch_bytes, kept_by_token, measure
-from epsim.traces.model.config import ModelShape, build_model
+from tests.quality.reader_models import random_model
 from tests.quality.test_evaluate import save_cache
-
-SHAPE = ModelShape(
-    vocabulary=64, num_layers=2, hidden=256, num_heads=2, num_experts=8, top_k=3, intermediate=40, max_positions=192
-)
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(1)
-    made = build_model(SHAPE).eval()
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return made
+    return random_model(seed=1, std=0.2, hidden=256, max_positions=192)
 
 
 @pytest.fixture(scope="module")

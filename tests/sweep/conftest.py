@@ -1,19 +1,15 @@
-"""Small grids, and the command as a user types it."""
+"""Small grids."""
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from epsim.cli import main
 from epsim.sweep.cells import Cell
 from epsim.sweep.work import Died, Job, Outcome, perform
-
-Epsim = Callable[..., tuple[int, str, str]]
 
 
 class Here:
@@ -38,21 +34,6 @@ class Here:
 
     def close(self) -> None:
         self.closed = True
-
-
-@pytest.fixture
-def epsim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Epsim:
-    """epsim(*arguments) -> exit code, stdout, stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["epsim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

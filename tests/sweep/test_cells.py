@@ -18,7 +18,7 @@ from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.grid import read_grid
 from epsim.sweep.work import Done, Failed, perform
 from epsim.traces.store import StoredTrace
-from tests.sweep.conftest import Epsim
+from tests.conftest import Epsim
 
 TraceMaker = Callable[..., StoredTrace]
 WriteGrid = Callable[..., Path]

@@ -26,7 +26,8 @@ from epsim.sweep.sources import Making
 from epsim.sweep.work import Job, _opened, perform
 from epsim.traces.files import CannotWriteError
 from epsim.traces.store import StoredTrace
-from tests.sweep.conftest import Epsim, Here
+from tests.conftest import Epsim
+from tests.sweep.conftest import Here
 
 TraceMaker = Callable[..., StoredTrace]
 WriteGrid = Callable[..., Path]

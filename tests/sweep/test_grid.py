@@ -11,7 +11,7 @@ import pytest
 from epsim.cli import named_stack
 from epsim.sweep.grid import read_grid
 from epsim.traces.store import StoredTrace
-from tests.sweep.conftest import Epsim
+from tests.conftest import Epsim
 
 TraceMaker = Callable[..., StoredTrace]
 WriteGrid = Callable[..., Path]

@@ -14,8 +14,9 @@ import pytest
 
 from epsim.results import read_results
 from epsim.traces.store import StoredTrace
+from tests.conftest import Epsim
 from tests.launch.processes import EPSIM, LIMIT, environment, run
-from tests.sweep.conftest import Epsim, Here
+from tests.sweep.conftest import Here
 
 pytestmark = pytest.mark.slow
 TraceMaker = Callable[..., StoredTrace]

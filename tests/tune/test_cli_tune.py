@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from epsim.cli import main
 from epsim.results import check_results
+from tests.conftest import Epsim
 from tests.tune.cases import MakeCounts, hot
 
-Epsim = Callable[..., tuple[int, str, str]]
 STATIONARY = np.tile(hot(0), (40, 1))
-
-
-@pytest.fixture
-def epsim(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Epsim:
-    """epsim(*arguments) -> exit code, stdout, stderr."""
-
-    def run(*arguments: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["epsim", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        captured = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

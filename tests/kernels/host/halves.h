@@ -37,17 +37,6 @@ static unsigned atomicAdd(unsigned *at, unsigned more) {
     return old;
 }
 static void multiply_halves(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    const u32 own[6] = {a0, a1, a2, a3, b0, b1};
-    for (int i = 0; i < 6; ++i) put(own[i], i);
-    meet_warp();
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    float *sums[4] = {&sum.x, &sum.y, &sum.z, &sum.w};
-    for (int at = 0; at < 4; ++at) {
-        const int high = at / 2, column = 2 * t + at % 2;  // Of a row g, or g + 8.
-        for (int k = 0; k < 16; ++k) {
-            const u32 a = got<u32>(g * 4 + k % 8 / 2, high + 2 * (k / 8)), b = got<u32>(column * 4 + k % 8 / 2, 4 + k / 8);
-            *sums[at] += from_half(a >> k % 2 * 16 & 0xffff) * from_half(b >> k % 2 * 16 & 0xffff);
-        }
-    }
-    meet_warp();
+    const auto half = [](u32 bits, int which) { return from_half(bits >> which * 16 & 0xffff); };
+    multiply_as(half, sum, a0, a1, a2, a3, b0, b1);
 }

@@ -30,7 +30,9 @@ static u16 rounded(float value) {
     const u32 bits = __float_as_int(value);
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-static void multiply(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// number(bits, which): the lower or the upper half of a register.
+template <typename F>
+static void multiply_as(F &&number, float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     const u32 own[6] = {a0, a1, a2, a3, b0, b1};
     for (int i = 0; i < 6; ++i) put(own[i], i);
     meet_warp();
@@ -40,8 +42,11 @@ static void multiply(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1
         const int high = at / 2, column = 2 * t + at % 2;  // Of a row g, or g + 8.
         for (int k = 0; k < 16; ++k) {
             const u32 a = got<u32>(g * 4 + k % 8 / 2, high + 2 * (k / 8)), b = got<u32>(column * 4 + k % 8 / 2, 4 + k / 8);
-            *sums[at] += wide(a, k % 2) * wide(b, k % 2);
+            *sums[at] += number(a, k % 2) * number(b, k % 2);
         }
     }
     meet_warp();
+}
+static void multiply(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    multiply_as(wide, sum, a0, a1, a2, a3, b0, b1);
 }
