@@ -41,7 +41,7 @@ struct Arguments {
 };
 
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
-constexpr int BLOCKS = HIDDEN / 128, ROUNDS = (BLOCKS + WARPS - 1) / WARPS;
+constexpr int BLOCKS = HIDDEN / 128;
 constexpr int BYTES = (INTER + 4) / 5, STRIPS = (2 * BYTES + 31) / 32, ROW = STRIPS * 32;
 constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate and up values.
 constexpr int STEPS = COORDINATES / 16;
