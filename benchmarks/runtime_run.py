@@ -1,16 +1,16 @@
-"""`epsim run` as a user starts it, on one GPU: each layer's phases by device events, beside what is predicted.
+"""`epsim run` as a user starts it: each layer's phases by device events, beside what is predicted.
 
-    python benchmarks/runtime_run.py [--out benchmarks/results/runtime_run.json]
+    python benchmarks/runtime_run.py [--ranks 1] [--out benchmarks/results/runtime_run.json]
 
-Tokens are drawn with a skewed popularity of experts that drifts from step to step. Microseconds, medians over steps and
-layers; `predicted` is the mean of the layer's time by `--hardware h200`.
+With several ranks (one a GPU, under torchrun) every run is made with both exchanges where deep_ep serves; tokens are a
+rank's. They are drawn with a skewed popularity of experts that drifts from step to step. Microseconds, medians over
+steps and layers; `predicted` is the mean of the layer's time by `--hardware h200`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from command import command
 
 from epsim.results import read_results
 from epsim.runtime.shapes import shape_of
@@ -25,12 +26,13 @@ from epsim.traces.store import TraceWriter
 from epsim.traces.trace import TokenBlock, TraceMeta
 
 RUNS: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
-    # shape, layers, tokens a step, stacks; 16 redundant experts
+    # shape, layers, tokens of a rank a step, stacks; 16 redundant experts
     ("qwen3-30b-a3b-layer", 2, 256, ("contiguous", "eplb+lplb", "eplb+lplb(counts=gathered)")),
     ("qwen3-30b-a3b-layer", 2, 4096, ("contiguous", "eplb+lplb", "eplb+lplb(counts=gathered)")),
     ("deepseek-v3-layer", 1, 4096, ("contiguous", "eplb+lplb+waterfill")),
 )
 STEPS = 16
+PHASES = ("route", "balance", "dispatch", "experts", "combine")
 
 
 def draw(path: Path, name: str, layers: int, tokens: int) -> None:
@@ -50,17 +52,21 @@ def draw(path: Path, name: str, layers: int, tokens: int) -> None:
             writer.append(TokenBlock(np.array([step]), source, source, ids))
 
 
-def measured(name: str, layers: int, tokens: int, stacks: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+def measured(
+    name: str, layers: int, tokens: int, stacks: tuple[str, ...], ranks: int, exchange: str, folder: Path
+) -> list[dict[str, Any]]:
     trace, out = folder / "trace.parquet", folder / "out"
-    draw(trace, name, layers, tokens)
+    draw(trace, name, layers, tokens * ranks)
     policies = [part for stack in stacks for part in ("--policy", stack)]
     options = [str(trace), "--model", name, *policies, "--redundant", "16", "--device", "cuda", "--hardware", "h200"]
-    subprocess.run([sys.executable, "-m", "epsim.cli", "run", *options, "--out", str(out)], check=True, stdout=2)
+    launched = ["--launcher", "torchrun", "--ranks", str(ranks)] if ranks > 1 else []
+    words = [sys.executable, "-m", "epsim.cli", "run", *options, *launched, "--exchange", exchange, "--out", str(out)]
+    subprocess.run(words, check=True, stdout=2)
     results = read_results(out / "results.json")
     run = results["run"]
     rows = []
     for entry in results["stacks"]:
-        row = {"shape": name, "tokens": tokens, "stack": entry["stack"]}
+        row = {"ranks": ranks, "shape": name, "tokens": tokens, "stack": entry["stack"]}
         row |= {"layer": entry["metrics"]["layer_time_us"]["p50"], "predicted": entry["predicted"]["layer_time_us"]}
         row |= {phase: value["p50"] for phase, value in entry["phases_us"].items()}
         row |= {key: run[key] for key in ("equals_replay", "exchange", "exchange_why", "device", "dtype", "torch")}
@@ -70,17 +76,21 @@ def measured(name: str, layers: int, tokens: int, stacks: tuple[str, ...], folde
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    shown = ("shape", "tokens", "stack", "layer", "predicted", "route", "balance", "dispatch", "experts", "combine")
+    shown = ("shape", "tokens", "exchange", "stack", "layer", "predicted", *PHASES)
     for run in RUNS:
-        with tempfile.TemporaryDirectory() as folder:
-            rows += measured(*run, Path(folder))
+        for exchange in ("auto", "torch") if options.ranks > 1 else ("auto",):
+            if exchange == "torch" and rows and rows[-1]["exchange"] == "torch":
+                continue  # what auto chose
+            with tempfile.TemporaryDirectory() as folder:
+                rows += measured(*run, options.ranks, exchange, Path(folder))
     for line in [dict(zip(shown, shown)), *rows]:
         print("  ".join(f"{line[key]:.0f}" if isinstance(line[key], float) else str(line[key]) for key in shown))
     if options.out:
-        report = {"command": shlex.join(["python", "benchmarks/runtime_run.py"]), "device": rows[0]["device"]}
+        report = {"command": command("runtime_run.py"), "device": rows[0]["device"]}
         options.out.write_text(json.dumps(report | {"runs": rows}, indent=1) + "\n")
 
 
