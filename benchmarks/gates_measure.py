@@ -1,18 +1,21 @@
 """Expert computation measured on one GPU, for benchmarks/gates.py: what no fit of `epsim calibrate` has seen.
 
-    python benchmarks/gates_measure.py BATCHES.npz --out benchmarks/results/gates_h200.json
+    python benchmarks/gates_measure.py cells --out benchmarks/results/gates_cells.json
+    python benchmarks/gates_measure.py slices --batches BATCHES.npz --out benchmarks/results/gates_slices.json
 
 `slices`: the GPU plays each rank of a group in turn, with exactly the rows that a stack gives it
-(benchmarks/gates_draw.py); of each rank its rows, the assignments of each of its slots (the shared expert's last), and
-microseconds. `cells`: sizes between those of the calibration's grid, of several spreads, and other numbers of active
-experts. Medians of CUDA graphs between device events.
+(benchmarks/gates_draw.py); of each rank its rows, the assignments of each of its slots (the shared expert's last),
+microseconds, and how far apart those of several passes were. `cells`: sizes between those of the calibration's grid, of
+several spreads, and other numbers of active experts. Medians of CUDA graphs between device events.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,45 +28,57 @@ from epsim.calibrate.experts import drawn_counts, rank_experts, received_of, sha
 from epsim.calibrate.machine import DTYPE, Machine
 from epsim.cost.model import load_model
 from epsim.runtime.exchange.base import Received
+from epsim.traces.files import whole_file
 
 MODELS = ("deepseek-v3-bf16", "qwen3-30b-a3b", "gpt-oss-20b")
 CELL_US = 15_000.0
 CELLS, SEED = 60, 11
 SIZES = (3, 6, 12, 24, 48, 80, 112, 160, 224, 320, 448, 640, 900, 1500, 3000)
 ACTIVE = (3, 5, 6, 10, 14, 18, 19, 28, 48, 96)
+PASSES = 5
 SPREADS = (0.0, 0.3, 0.5, 0.9)
 
 
-def slices(machine: Machine, path: Path, seconds: float) -> list[dict[str, Any]]:
+def slices(machine: Machine, path: Path, seconds: float, models: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Batch by batch, small ones first. Of a batch, every rank under every stack is captured, and all of them run in
+    turn, PASSES times over, so that a drift of the device touches all stacks alike; medians over the passes."""
     found = np.load(path)
-    cases = json.loads(str(found["cases"]))
-    experts: dict[Any, Any] = {}
-    models = {load_model(name).name: load_model(name) for name in MODELS}
-    buffer: torch.Tensor | None = None
-    begun, rows = time.perf_counter(), []
-    for number, case in enumerate(cases):
+    specs = {load_model(name).name: load_model(name) for name in models}
+    batches: dict[Any, list[tuple[int, dict[str, Any]]]] = {}
+    for number, case in enumerate(json.loads(str(found["cases"]))):
+        if case["model"] in specs:
+            key = (case["tokens"], case["model"], case["ranks"], case["layer"])
+            batches.setdefault(key, []).append((number, case))
+    held: dict[Any, Any] = {}
+    buffers: dict[int, torch.Tensor] = {}
+    begun = time.perf_counter()
+    for key, cases in sorted(batches.items(), key=lambda one: one[0]):
         if time.perf_counter() - begun > seconds:
-            print(f"stopped for time: {number} of {len(cases)} cases", flush=True)
-            break
-        model = models[case["model"]]
-        slots = case["slots"] + (model.shared_intermediate > 0)
-        if (model.name, slots) not in experts:
-            experts.clear()
-            torch.cuda.empty_cache()
-            experts[model.name, slots] = rank_experts(machine, shape_for(model), slots)
-        held = experts[model.name, slots]
-        all_rows = torch.from_numpy(found[f"rows{number}"])
-        if buffer is None or buffer.shape[1] != model.hidden or len(buffer) < max(case["rows"]):
-            buffer = torch.randn(1 << 16, model.hidden, device=machine.device).to(DTYPE)
-        times, loads = [], []
-        for part in all_rows.split(case["rows"]):
-            local = part.to(machine.device, torch.int64)
-            weights = torch.rand(tuple(local.shape), device=machine.device)
-            received = Received(buffer[: len(local)], None, local, weights, None)
-            times.append(machine.alone_us([partial(held, received)], CELL_US))
-            loads.append(torch.bincount(part[part >= 0].to(torch.int64), minlength=slots).tolist())
-        rows.append(case | {"us": [round(us, 2) for us in times], "loads": loads})
-    return rows
+            print(f"stopped for time before {key}", flush=True)
+            return
+        model = specs[key[1]]
+        most = max(max(case["rows"]) for _, case in cases)
+        if model.hidden not in buffers or len(buffers[model.hidden]) < most:
+            buffers[model.hidden] = torch.randn(most, model.hidden, device=machine.device).to(DTYPE)
+        played: list[Callable[[], object]] = []
+        for number, case in cases:
+            slots = case["slots"] + (model.shared_intermediate > 0)
+            if (model.name, slots) not in held:
+                held[model.name, slots] = rank_experts(machine, shape_for(model), slots)
+            for part in torch.from_numpy(found[f"rows{number}"]).split(case["rows"]):
+                local = part.to(machine.device, torch.int64)
+                weights = torch.rand(tuple(local.shape), device=machine.device)
+                received = Received(buffers[model.hidden][: len(local)], None, local, weights, None)
+                played.append(partial(held[model.name, slots], received))
+        times = machine.in_turn_us(played, PASSES)
+        for number, case in cases:
+            own = [times.pop(0) for _ in case["rows"]]
+            slots = case["slots"] + (model.shared_intermediate > 0)
+            parts = torch.from_numpy(found[f"rows{number}"]).split(case["rows"])
+            loads = [torch.bincount(part[part >= 0].to(torch.int64), minlength=slots).tolist() for part in parts]
+            us = [round(statistics.median(one), 2) for one in own]
+            apart = [round(max(one) / min(one) - 1, 4) for one in own]
+            yield case | {"us": us, "apart": apart, "loads": loads}
 
 
 def cells(machine: Machine) -> list[dict[str, Any]]:
@@ -85,19 +100,30 @@ def cells(machine: Machine) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("batches", type=Path)
+    parser.add_argument("part", choices=("cells", "slices"))
+    parser.add_argument("--batches", type=Path, help="of benchmarks/gates_draw.py, for slices")
+    parser.add_argument("--model", action="append", choices=MODELS, help="for slices; repeatable, else all")
+    parser.add_argument("--seconds", type=float, default=90.0, help="after which no batch of slices is begun")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=90.0, help="for the slices, at most")
     options = parser.parse_args()
     machine = Machine.here("cuda")
+    report: dict[str, Any] = machine.described() | {"command": command("gates_measure.py"), options.part: []}
+    if options.part == "slices" and options.batches is None:
+        parser.error("slices need --batches")
+    if options.part == "cells":
+        report["cells"] = cells(machine)
+        write(report, options.out)
+        return
     begun = time.perf_counter()
-    report: dict[str, Any] = machine.described()
-    report["command"] = command("gates_measure.py")
-    report["cells"] = cells(machine)
-    print(f"{len(report['cells'])} cells, {time.perf_counter() - begun:.0f} s", flush=True)
-    report["slices"] = slices(machine, options.batches, options.seconds)
+    for row in slices(machine, options.batches, options.seconds, options.model or MODELS):
+        report["slices"].append(row)
+        write(report, options.out)
     print(f"{len(report['slices'])} cases, {time.perf_counter() - begun:.0f} s", flush=True)
-    options.out.write_text(json.dumps(report, separators=(",", ":")).replace("},{", "},\n{") + "\n")
+
+
+def write(report: dict[str, Any], path: Path) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(json.dumps(report, separators=(",", ":")).replace("},{", "},\n{") + "\n")
 
 
 if __name__ == "__main__":

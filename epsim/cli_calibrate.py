@@ -17,13 +17,13 @@ def calibrate_command(
         typer.Option("--model", metavar="SHAPE", help="A shipped model or a .toml file whose experts to measure."),
     ] = None,
     part: Annotated[
-        list[str] | None, typer.Option("--part", help="experts, exchange, all-reduce or policies; else all.")
+        list[str] | None, typer.Option("--part", help="experts, exchange, all-reduce, router or policies; else all.")
     ] = None,
     base: Annotated[
         str, typer.Option("--base", metavar="H", help="Shipped hardware for what is not measured, else by the device.")
     ] = "",
 ) -> None:
-    """Measure experts, exchange, collectives and policies on this machine, for `epsim replay --hardware DIR`.
+    """Measure experts, exchange, collectives, routers and policies on this machine, for `epsim replay --hardware DIR`.
 
     Under torchrun (one process a GPU: torchrun --nproc-per-node N -m epsim.cli calibrate ...) exchange and collectives
     are measured at every power of two of ranks that is there.

@@ -162,8 +162,8 @@ def layer_timing(hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Clu
         top_groups=shape.top_groups,
     )
     measured = load_calibration(hardware)
-    experts = ExpertsTime(measured.hardware, model, measured.table_for(model))
-    timing = LayerTiming(experts, cluster.num_nodes, measured=measured)
+    experts = ExpertsTime(measured.hardware, model, measured.table_for(model), measured.decode_for(model))
+    timing = LayerTiming(experts, cluster.num_nodes, measured=measured, given=True)
     timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
     return timing
 

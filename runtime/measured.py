@@ -69,7 +69,8 @@ def measure(
     """
     shape = job.shape
     stacks = []
-    setting = dataclasses.replace(job.setting, rows=timing is not None)
+    tile = 0 if timing is None else timing.experts.tile
+    setting = dataclasses.replace(job.setting, rows=timing is not None, tile=tile)
     for of_job in job.stacks:
         bound = bind(of_job.stack, of_job.placement, setting)
         made = [StackSummary(of_job.name, of_job.stack, bound.notes, job.num_steps) for _ in range(2)]

@@ -1,6 +1,8 @@
 """Parts `exchange` and `all-reduce`: what moves between ranks, at every power of two of them that is there.
 
 Collective: every rank of the group calls both. Smaller groups are the first ranks of the first node, or whole nodes.
+deep_ep is timed in CUDA graphs, with rows of the worst case: called eagerly it waits for the host, and the time of few
+rows is the host's. torch's collectives must be told their sizes by the host, and are timed as they are called.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ import torch.distributed as dist
 from epsim.calibrate.machine import DTYPE, Machine
 from epsim.cost.calibrated import CollectiveCost, ExchangeTable
 from epsim.cost.model import ModelSpec
-from epsim.runtime.collective import Collective
 from epsim.runtime.exchange.base import Exchange
 from epsim.runtime.exchange.collectives import TorchExchange
 from epsim.runtime.exchange.deep_ep import DeepEPExchange, obstacle
+from epsim.runtime.peer import choose_collective
 from epsim.runtime.seeds import generator
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CPU_TOKENS = (4, 16, 64)
 EXCHANGES = ("torch", "deep_ep")
+COUNTS = 257
+"""Numbers of a layer's counts: of 256 experts, and of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +71,18 @@ def exchange_tables(
 
 
 def collective_costs(machine: Machine) -> list[CollectiveCost]:
-    """An all-reduce and an all-gather of a layer's counts (257 numbers), torch's, called eagerly."""
+    """An all-reduce and an all-gather of a layer's counts, by what the runtime's balancers choose: over peer memory in
+    a CUDA graph where GPUs reach each other's, else torch's, called eagerly."""
     found = []
     for group in groups(machine):
         if group.own:
-            collective = Collective(group.group)
-            counts = torch.ones(257, dtype=torch.int64, device=machine.device)
+            collective, _ = choose_collective("auto", group.group, machine.device, COUNTS)
+            counts = torch.ones(COUNTS, dtype=torch.int64, device=machine.device)
             for name, call in (("all_reduce", collective.all_reduce), ("all_gather", collective.all_gather)):
-                time = machine.together_us(lambda call=call, counts=counts: call(counts), group.group)  # type: ignore[misc]
+                timed = machine.captured_together_us if collective.name == "peer" else machine.together_us
+                time = timed(lambda call=call, counts=counts: call(counts), group.group)  # type: ignore[misc]
                 found.append(CollectiveCost(name, group.size, group.nodes, time))  # type: ignore[arg-type]
+            collective.close()
         dist.barrier()
     return found
 
@@ -91,19 +98,24 @@ def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> Excha
         why = obstacle(machine.device, DTYPE, group.size, model.hidden, per_rank, model.top_k)
         if why is not None:
             return None
-        exchange = DeepEPExchange(group.group, per_rank, model.hidden, max(tokens), fp8)
+        exchange = DeepEPExchange(group.group, per_rank, model.hidden, max(tokens), fp8, fixed_size=True)
     rows, times = [], []
     for number in tokens:
         hidden, slots, weights = _tokens(machine, model, number)
+        if isinstance(exchange, DeepEPExchange):
+            exchange.worst = group.size * number  # as an exchange for so many tokens has it
         received = exchange.dispatch(hidden, slots, weights)
         back = torch.zeros_like(received.hidden, dtype=DTYPE)
-        sent = sum(int((slots // per_rank == rank).any(1).sum()) for rank in range(group.size))
-        busiest = torch.tensor([max(len(received.hidden), sent)], device=machine.device)
+        sent = torch.stack([(slots // per_rank == rank).any(1).sum() for rank in range(group.size)])
+        arriving = sent.clone()
+        dist.all_reduce(arriving, group=group.group)
+        busiest = torch.maximum(arriving.amax(), sent.sum())
         dist.all_reduce(busiest, dist.ReduceOp.MAX, group=group.group)
         rows.append(float(busiest))
         out = partial(exchange.dispatch, hidden, slots, weights)
-        there = machine.together_us(out, group.group)
-        both = machine.together_us(lambda back=back, out=out: exchange.combine(back, out()), group.group)  # type: ignore[misc]
+        timed = machine.together_us if exchange.host_sync else machine.captured_together_us
+        there = timed(out, group.group)
+        both = timed(lambda back=back, out=out: exchange.combine(back, out()), group.group)  # type: ignore[misc]
         times.append((there, max(both - there, 0.01 * both)))
     exchange.close()
     width = model.hidden * DTYPE.itemsize
@@ -119,6 +131,10 @@ def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> Excha
         dispatch_us=tuple(times[place][0] for place in kept),
         combine_bytes=tuple(rows[place] * width for place in kept),
         combine_us=tuple(times[place][1] for place in kept),
+        model=model.name,
+        hidden=model.hidden,
+        top_k=model.top_k,
+        graph=not exchange.host_sync,
     )
 
 

@@ -2,8 +2,9 @@
 experts.
 
 Tokens of a rank's experts are never equal: each cell is the mean of draws whose tokens per expert are lognormal around
-the cell's mean, as those of a planned placement are (`SPREAD`). A row holds ROW slots on average, as where 16 ranks
-share top-8.
+the cell's mean, as those of a planned placement are (`SPREAD`). A row of the grid holds SLOTS_A_ROW slots on average,
+as where 16 ranks share top-8. Few ranks get rows of more slots: cells beside the grid have as many as where two ranks
+share a token's experts, so that the fit tells what a row costs beside its slots.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from epsim.calibrate.fit import fit_tiles
+from epsim.calibrate.fit import fit_tiles, num_rows
 from epsim.calibrate.machine import DTYPE, Machine
-from epsim.cost.experts_time import ExpertTable
+from epsim.cost.experts_time import MOST_DECODED, SLOTS_A_ROW, ExpertCell, ExpertTable
 from epsim.cost.model import ModelSpec
 from epsim.runtime.exchange.base import Received
 from epsim.runtime.experts import Experts
@@ -33,12 +34,11 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4
 ACTIVE = (1, 2, 4, 8, 12, 16, 20, 24, 32, 64, 128)
 MOST_ASSIGNMENTS = 131_072
 """Of a cell: a larger one is left to the shape of the roofline."""
-MOST_DECODED = 64
-"""Rows of a batch that the decode kernel takes."""
+FEW_RANKS_SIZES, FEW_RANKS_ACTIVE = (4, 16, 64, 128, 192, 256, 384, 512, 1024, 2048), (8, 16, 24, 40, 64, 128)
+"""Of the cells beside the grid."""
 CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS = (1, 4, 16, 64), (1, 2, 8, 32), 256
 """The same where there is no GPU: enough to see that all works."""
 SPREAD = 0.5
-ROW = 1.25
 DRAWS = 3
 CACHE = 200e6
 """Bytes of weights that calls must go through before any comes again, so that none is still in the cache."""
@@ -74,6 +74,8 @@ def expert_table(
     sizes, grid, most = (
         (SIZES, ACTIVE, MOST_ASSIGNMENTS) if machine.on_gpu else (CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS)
     )
+    # What the decode kernel reads of a row stays in the cache: its slots count, not its rows.
+    slots_a_row = SLOTS_A_ROW if implementation == "grouped" else of_two_ranks(model)
     active = [number for number in grid if number <= model.num_experts and number * expert_bytes <= room]
     if not active:
         raise ValueError(f"{model.name}: one expert of {expert_bytes:,} bytes does not fit this device: leave it out")
@@ -84,8 +86,9 @@ def expert_table(
         column = []
         for size in sizes:
             fits = size * number <= most and _working_bytes(model, size * number) <= room / 2
-            fits = fits and (implementation != "decode" or max(size * number / ROW, size) <= MOST_DECODED)
-            column.append(_cell(machine, compute, held, size) if fits else None)
+            if implementation == "decode":
+                fits = fits and max(size * number / slots_a_row, size) <= MOST_DECODED
+            column.append(_cell(machine, compute, held, size, model, slots_a_row) if fits else None)
         progress(f"{model.name}, {implementation}: {number} active experts")
         if any(time is not None for time in column):
             columns.append(column)
@@ -105,13 +108,38 @@ def expert_table(
         implementation=implementation,
         spread=SPREAD,
     )
-    return with_fit(table, model, machine.multiprocessors if implementation == "grouped" else 0)
+    if implementation == "decode":
+        return table
+    return with_cells(machine, table, model, progress)
+
+
+def of_two_ranks(model: ModelSpec) -> float:
+    """Slots of a row that a rank gets where two ranks share a token's experts."""
+    return model.top_k / 2 + 0.5 * (model.shared_intermediate > 0)
+
+
+def with_cells(machine: Machine, table: ExpertTable, model: ModelSpec, progress: Callable[[str], None]) -> ExpertTable:
+    """The table of grouped products with cells beside its grid, and with its fit. On a CPU as it is."""
+    if not machine.on_gpu:
+        return table
+    shape, found = shape_for(model), []
+    room, slots_a_row = 0.4 * machine.free_bytes, of_two_ranks(model)
+    for number in FEW_RANKS_ACTIVE:
+        if number > model.num_experts or number * shape.expert_bytes > room:
+            continue
+        held = [rank_experts(machine, shape, number, n) for n in range(math.ceil(CACHE / number / shape.expert_bytes))]
+        for size in FEW_RANKS_SIZES:
+            if size * number <= MOST_ASSIGNMENTS and _working_bytes(model, size * number) <= room / 2:
+                us = _cell(machine, _grouped, held, size, model, slots_a_row)
+                found.append(ExpertCell(size, number, slots_a_row, us))
+        progress(f"{model.name}, rows as of two ranks: {number} active experts")
+        del held
+        torch.cuda.empty_cache()
+    return with_fit(dataclasses.replace(table, cells=tuple(found)), model, machine.multiprocessors)
 
 
 def with_fit(table: ExpertTable, model: ModelSpec, multiprocessors: int) -> ExpertTable:
-    """The table with a fit by tiles, from the loads that its cells were drawn with; without one for a CPU."""
-    if not multiprocessors:
-        return table
+    """The table with a fit by tiles, from the loads that its cells were drawn with."""
 
     def draws(active: int, size: float) -> list[torch.Tensor]:
         return [drawn_counts(active, size, table.spread, draw) for draw in range(DRAWS)]
@@ -133,15 +161,16 @@ def rank_experts(machine: Machine, shape: LayerShape, slots: int, copy: int = 0)
     return made
 
 
-def received_of(machine: Machine, counts: torch.Tensor, columns: int, hidden: int, seed: int) -> Received:
-    """Rows of a rank whose slot s has counts[s] assignments; a row holds ROW slots on average, no slot twice."""
-    total, most = int(counts.sum()), int(counts.max())
-    num_rows = max(math.ceil(total / ROW), most, math.ceil(total / columns))
+def received_of(
+    machine: Machine, counts: torch.Tensor, columns: int, hidden: int, seed: int, slots_a_row: float = SLOTS_A_ROW
+) -> Received:
+    """Rows of a rank whose slot s has counts[s] assignments; a row holds slots_a_row on average, no slot twice."""
+    total, rows = int(counts.sum()), num_rows(counts, columns, slots_a_row)
     by_slot = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    slots = torch.full((columns * num_rows,), -1, dtype=torch.int64)
+    slots = torch.full((columns * rows,), -1, dtype=torch.int64)
     slots[:total] = by_slot  # a slot's assignments follow one another, fewer than there are rows: each in another row
-    order = torch.randperm(num_rows, generator=generator(torch.device("cpu"), "rows", seed))
-    return received_rows(machine, slots.view(columns, num_rows).T[order], hidden, seed)
+    order = torch.randperm(rows, generator=generator(torch.device("cpu"), "rows", seed))
+    return received_rows(machine, slots.view(columns, rows).T[order], hidden, seed)
 
 
 def received_rows(machine: Machine, slots: torch.Tensor, hidden: int, seed: int) -> Received:
@@ -166,17 +195,19 @@ def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Ten
 
 def _working_bytes(model: ModelSpec, assignments: float) -> float:
     """Of one computation: buffers are as large as if every slot of every row were taken."""
-    return assignments / ROW * model.top_k * (2 * model.hidden + 3 * model.intermediate) * DTYPE.itemsize
+    return assignments / SLOTS_A_ROW * model.top_k * (2 * model.hidden + 3 * model.intermediate) * DTYPE.itemsize
 
 
-def _cell(machine: Machine, compute: Compute, held: list[Experts], size: float) -> float:
-    slots, shape = held[0].num_slots, held[0].shape
+def _cell(
+    machine: Machine, compute: Compute, held: list[Experts], size: float, model: ModelSpec, slots_a_row: float
+) -> float:
+    slots, columns = held[0].num_slots, model.top_k + (model.shared_intermediate > 0)
 
     def calls() -> Iterator[Callable[[], object]]:
         batches = []
         for draw in range(DRAWS if machine.on_gpu else 1):
             counts = drawn_counts(slots, size, SPREAD, draw)
-            batches.append(received_of(machine, counts, shape.top_k, shape.hidden, draw))
+            batches.append(received_of(machine, counts, columns, model.hidden, draw, slots_a_row))
         for call in range(max(len(batches), len(held))):
             received, experts = batches[call % len(batches)], held[call % len(held)]
             yield lambda experts=experts, received=received: compute(experts, received)  # type: ignore[misc]

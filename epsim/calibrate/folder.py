@@ -10,14 +10,11 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from epsim.cost.calibrated import HARDWARE, ExchangeTable, PolicyTable, read_table
-from epsim.cost.experts_time import ExpertTable
+from epsim.cost.calibrated import HARDWARE, PolicyTable, Table, read_table
 from epsim.cost.hardware import ExchangeRates, Hardware, Link, PolicyCosts
 from epsim.traces.files import reason, whole_file
-
-Table: TypeAlias = "ExpertTable | ExchangeTable | PolicyTable"
 
 
 def check_folder(out: Path, device: str) -> None:
@@ -55,6 +52,8 @@ def known(out: Path, name: str) -> Table | None:
 
 def write_table(table: Table, path: Path) -> None:
     content = dataclasses.asdict(table)
+    if not content.get("cells", True):
+        del content["cells"]
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(_rounded(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 

@@ -28,6 +28,8 @@ LONG_US = 2_000.0
 ROW_OF_CALLS = 6
 LEAST, MOST = 5, 40
 """Repeats of one."""
+SLOW_US = 200_000.0
+"""What takes longer is measured once."""
 DTYPE = torch.bfloat16
 """What the runtime computes and dispatches in."""
 
@@ -110,25 +112,25 @@ class Machine:
             # The device waits for the first launches of a row: a long row.
             many = list(calls) * -(-ROW_OF_CALLS // len(calls))
             return _repeated(lambda: _event_us(many), cell_us) / len(many)
-        # Not `torch.cuda.graph`, which collects garbage and empties the cache at each entry.
-        captured = torch.cuda.CUDAGraph()
-        stream: Any = torch.cuda.Stream
-        with torch.cuda.stream(stream(self.device)):
-            captured.capture_begin(pool=_pool(self.device), capture_error_mode="thread_local")
-            try:
-                for call in calls:
-                    call()
-            finally:
-                captured.capture_end()
+        captured = self._captured(calls)
         found = _repeated(lambda: _event_us([captured.replay]), cell_us) / len(calls)
         captured.reset()
         return found
 
     def eager_us(self, calls: Sequence[Call]) -> float:
-        """The same, called one after the other: what waits for the device, or for the host, cannot be captured."""
+        """The same, called one after the other: what waits for the device, or for the host, cannot be captured. Where
+        one call takes longer than SLOW_US, a second one is all that is measured."""
+
+        def once(some: Sequence[Call]) -> float:
+            return _event_us(some) if self.on_gpu else _host_us(some)
+
+        calls[0]()
+        first = once(calls[:1])
+        if first > SLOW_US:
+            return first
         for call in calls:
             call()
-        return _repeated(lambda: _event_us(calls) if self.on_gpu else _host_us(calls)) / len(calls)
+        return _repeated(lambda: once(calls)) / len(calls)
 
     def together_us(self, call: Call, group: dist.ProcessGroup | None, repeats: int = 15, inner: int = 5) -> float:
         """Microseconds a call of a collective, the slowest rank's median. Collective over `group`, whose members
@@ -143,6 +145,54 @@ class Machine:
         slowest = torch.tensor([statistics.median(found)], dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         return float(slowest)
+
+    def captured_together_us(self, call: Call, group: dist.ProcessGroup | None, inner: int = 5) -> float:
+        """The same of a CUDA graph of `inner` calls; of a call that neither waits for the device nor for the host."""
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize(self.device)
+        dist.barrier(group=group)
+        captured = self._captured([call] * inner)
+        found = self.together_us(captured.replay, group, inner=1) / inner
+        captured.reset()
+        return found
+
+    def in_turn_us(self, calls: Sequence[Call], passes: int, row_us: float = 3000.0) -> list[list[float]]:
+        """[calls][passes] microseconds of each, all of them in turn, so that a drift of the device touches all alike:
+        of replays of a CUDA graph, about row_us of them, or of calls in a row where one takes over LONG_US."""
+        runs: list[tuple[Call, int, Any]] = []
+        for call in calls:
+            call()
+            call()
+            once = _event_us([call])
+            graph = self._captured([call]) if once < LONG_US else None
+            run: Call = call if graph is None else graph.replay
+            once = _event_us([run])
+            runs.append((run, max(round(row_us / once), 2), graph))
+        found: list[list[float]] = [[] for _ in calls]
+        for turn in range(passes):
+            for number in range(len(calls)):
+                place = (number + turn * len(calls) // passes) % len(calls)
+                run, repeats, _ = runs[place]
+                run()
+                found[place].append(_event_us([run] * repeats) / repeats)
+        for _, _, graph in runs:
+            if graph is not None:
+                graph.reset()
+        return found
+
+    def _captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+        # Not `torch.cuda.graph`, which collects garbage and empties the cache at each entry.
+        captured = torch.cuda.CUDAGraph()
+        stream: Any = torch.cuda.Stream
+        with torch.cuda.stream(stream(self.device)):
+            captured.capture_begin(pool=_pool(self.device), capture_error_mode="thread_local")
+            try:
+                for call in calls:
+                    call()
+            finally:
+                captured.capture_end()
+        return captured
 
 
 @functools.cache

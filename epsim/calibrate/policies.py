@@ -2,16 +2,16 @@
 rank of a group.
 
 Collectives are played, not made: every other rank is taken to have this rank's counts. Splits and shared dispatch with
-kernels are timed in a CUDA graph, all others as they are called (they wait for the device).
+kernels are timed in a CUDA graph, all others as they are called (they wait for the device), slow ones but once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 
-from epsim.calibrate.machine import Call, Machine
+from epsim.calibrate.machine import SLOW_US, Call, Machine
 from epsim.cost.calibrated import PolicyCost
 from epsim.cost.model import ModelSpec
 from epsim.cost.policy_time import split_key
@@ -58,17 +58,25 @@ class Played(Collective):
 
 
 def group_sizes(machine: Machine, model: ModelSpec) -> Iterator[tuple[int, int]]:
-    """(ranks, redundant) to play: an eighth of the experts more as copies, rounded up to whole slots a rank."""
-    for ranks in RANKS if machine.on_gpu else CPU_RANKS:
+    """(ranks, redundant) to play, those that are there first: an eighth of the experts more as copies, rounded up to
+    whole slots a rank."""
+    for ranks in dict.fromkeys((machine.size, *RANKS) if machine.on_gpu else CPU_RANKS):
+        if ranks == 1:
+            continue
         redundant = -(-model.num_experts // 8 // ranks) * ranks
         if ranks <= model.num_experts and (model.num_experts + redundant) % ranks == 0:
             yield ranks, redundant
 
 
 def policy_costs(
-    machine: Machine, model: ModelSpec, ranks: int, redundant: int, progress: Callable[[str], None]
+    machine: Machine,
+    model: ModelSpec,
+    ranks: int,
+    redundant: int,
+    known: Collection[str],
+    progress: Callable[[str], None],
 ) -> Iterator[PolicyCost]:
-    """Of every stack and router that fits the model."""
+    """Of every stack and router that fits the model, but those known, one at a time as each is measured."""
     tokens = TOKENS if machine.on_gpu else CPU_TOKENS
     for text in STACKS:
         stack = parse_stack(text)
@@ -76,14 +84,21 @@ def policy_costs(
             continue
         key = split_key(stack, redundant=True)
         key = key if isinstance(stack.shared, Local) else f"{key}+{stack.shared.name}"
-        times = tuple(_balance_us(machine, model, stack, ranks, redundant, number) for number in tokens)
-        progress(f"{key}, {ranks} ranks")
-        yield PolicyCost(key, ranks, redundant, tuple(map(float, tokens)), times)
+        if key in known:
+            continue
+        found = {tokens[0]: _balance_us(machine, model, stack, ranks, redundant, tokens[0])}
+        # A slow form's time hardly depends on tokens: its solver's does not.
+        for number in tokens[1:] if found[tokens[0]] < SLOW_US else tokens[-1:]:
+            found[number] = _balance_us(machine, model, stack, ranks, redundant, number)
+        progress(f"{key}, {ranks} ranks: {found[tokens[0]]:,.0f} to {found[tokens[-1]]:,.0f} us")
+        yield PolicyCost(key, ranks, redundant, tuple(map(float, found)), tuple(found.values()))
     for text in ROUTERS:
         stack = parse_stack(f"eplb+{text}")
+        if stack.router.name in known:
+            continue
         sizes = [number for number in tokens if number <= MOST_ROUTED]
         times = tuple(_route_us(machine, model, stack, ranks, redundant, number) for number in sizes)
-        progress(f"{stack.router.name}, {ranks} ranks")
+        progress(f"{stack.router.name}, {ranks} ranks: {times[0]:,.0f} to {times[-1]:,.0f} us")
         yield PolicyCost(stack.router.name, ranks, redundant, tuple(map(float, sizes)), times)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from epsim.calibrate.exchange import EXCHANGES, collective_costs, exchange_tables
-from epsim.calibrate.experts import expert_table, implementations
+from epsim.calibrate.experts import expert_table, implementations, with_cells
 from epsim.calibrate.folder import (
     check_folder,
     known,
@@ -20,13 +21,14 @@ from epsim.calibrate.folder import (
     write_table,
 )
 from epsim.calibrate.machine import Machine
+from epsim.calibrate.router import router_table
 from epsim.cost.calibrated import PolicyTable, load_calibration
 from epsim.cost.experts_time import ExpertTable
 from epsim.cost.hardware import Hardware, load_hardware
 from epsim.cost.model import ModelSpec, load_model
 from epsim.cost.spec_files import known_specs
 
-PARTS = ("experts", "exchange", "all-reduce", "policies")
+PARTS = ("experts", "exchange", "all-reduce", "router", "policies")
 MODELS = {"cuda": ("deepseek-v3-bf16", "qwen3-30b-a3b"), "cpu": ("epsim-small",)}
 COLLECTIVES = "collectives.json"
 Say = Callable[[str], None]
@@ -78,6 +80,10 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
     if "all-reduce" in parts:
         lines += _all_reduce(machine, request.out, say)
         _finish(machine, request.out, base)
+    if "router" in parts:
+        for model in models:
+            lines += _router(machine, request.out, model)
+        _finish(machine, request.out, base)
     if "policies" in parts:
         lines += _policies(machine, request.out, models[0], say)
     _finish(machine, request.out, base)
@@ -97,6 +103,8 @@ def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[st
                 f"{out / file} is no table of {model.name}'s experts of {model.hidden} x {model.intermediate}: give "
                 "the model another name, or another --out"
             )
+        elif name == "grouped" and machine.on_gpu and not there.cells:
+            write_table(with_cells(machine, there, model, say), out / file)
         lines.append(f"{out / file}: expert computation of {model.name} by {name}")
     _wait(machine)
     return lines
@@ -143,20 +151,32 @@ def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
     return [f"{out / COLLECTIVES}: all-reduce and all-gather of counts"]
 
 
+def _router(machine: Machine, out: Path, model: ModelSpec) -> list[str]:
+    """Of one device: rank 0's."""
+    file = f"router-{_plain(model.name)}.json"
+    if machine.rank == 0 and known(out, file) is None:
+        write_table(router_table(machine, model), out / file)
+    _wait(machine)
+    return [f"{out / file}: the router of {model.name}"]
+
+
 def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
-    """One device plays one rank of each number of ranks; a file each, so that what is finished stays."""
+    """One device plays one rank of each number of ranks; a file each, whole after every policy."""
     from epsim.calibrate.policies import group_sizes, policy_costs  # compiles what the other parts do without
 
     lines = []
-    for ranks, redundant in group_sizes(machine, model):
-        file = f"policies-{ranks}.json"
-        table = known(out, file) if machine.rank == 0 else None
-        if machine.rank == 0 and table is None:
-            costs = tuple(policy_costs(machine, model, ranks, redundant, say))
-            table = PolicyTable(**machine.described(), costs=costs, num_experts=model.num_experts, top_k=model.top_k)
-            write_table(table, out / file)
-        if isinstance(table, PolicyTable):
-            lines.append(f"{out / file}: policies on {ranks} ranks, {table.of}")
+    for ranks, redundant in group_sizes(machine, model) if machine.rank == 0 else ():
+        path = out / f"policies-{ranks}.json"
+        table = known(out, path.name)
+        if not isinstance(table, PolicyTable):
+            table = PolicyTable(**machine.described(), num_experts=model.num_experts, top_k=model.top_k)
+        same = (table.num_experts, table.top_k) == (model.num_experts, model.top_k)
+        there = [cost.policy for cost in table.costs]
+        # Policies of other experts are not added to a table; what is there stays.
+        for cost in policy_costs(machine, model, ranks, redundant, there, say) if same else ():
+            table = dataclasses.replace(table, costs=(*table.costs, cost))
+            write_table(table, path)
+        lines.append(f"{path}: policies on {ranks} ranks, {table.of}")
     _wait(machine)
     return lines
 

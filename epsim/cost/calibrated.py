@@ -1,7 +1,8 @@
 """What `epsim calibrate` measured on a machine: tables beside a hardware file, and where replay finds them.
 
 A folder holds `hardware.toml`, whose `tables` names JSON files beside it, each an object with its `kind`: `experts`
-(`ExpertTable`), `exchange` (`ExchangeTable`) or `policies` (`PolicyTable`); docs/time.md tells their fields.
+(`ExpertTable`), `exchange` (`ExchangeTable`), `router` (`RouterTable`) or `policies` (`PolicyTable`); docs/time.md
+tells their fields.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -20,6 +21,7 @@ from epsim.cost.curve import check_axis, check_times, curve
 from epsim.cost.experts_time import ExpertTable
 from epsim.cost.hardware import Hardware, load_hardware
 from epsim.cost.model import ModelSpec
+from epsim.cost.router_time import RouterTable
 from epsim.cost.spec_files import build, known_specs
 from epsim.traces.files import check_source
 
@@ -30,7 +32,9 @@ HARDWARE = "hardware.toml"
 class ExchangeTable:
     """Measured dispatch and combine on `ranks` ranks of `nodes` nodes.
 
-    device, command: what measured it, and how. implementation: `deep_ep` or `torch`; dtype: of dispatched rows.
+    device, command: what measured it, and how. implementation: `deep_ep` or `torch`; dtype: of dispatched rows;
+    model, hidden, top_k: whose rows, "" and 0 in a table that does not tell. graph: whether in a CUDA graph, where no
+    host is waited for.
     dispatch_bytes, combine_bytes [n], ascending: of the rank that sends or receives most, rows that stay included.
     dispatch_us, combine_us [n]: of the slowest rank.
     """
@@ -48,6 +52,10 @@ class ExchangeTable:
     kind: Literal["exchange"] = "exchange"
     versions: str = ""
     date: str = ""
+    model: str = ""
+    hidden: int = 0
+    top_k: int = 0
+    graph: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 2 or self.nodes < 1 or self.ranks % self.nodes:
@@ -58,6 +66,13 @@ class ExchangeTable:
             check_times(f"{way}_us", times)
             if len(sizes) != len(times):
                 raise ValueError(f"{way}_us must be {len(sizes)} numbers, one for each of {way}_bytes")
+
+    @property
+    def of(self) -> str:
+        """What was measured, in words."""
+        rows = f"{self.model}'s rows of {self.hidden} {self.dtype}, top-{self.top_k}" if self.hidden else self.dtype
+        where = f"{self.ranks} ranks on {self.nodes} nodes"
+        return f"{where}, {rows}, by {self.implementation}, to {self.dispatch_bytes[-1] / 1e6:.3g} MB"
 
     def us(self, rows: torch.Tensor, model: ModelSpec) -> torch.Tensor:
         """rows [...] of the busiest rank -> [2, ...] microseconds of dispatch and combine (`curve`)."""
@@ -140,6 +155,9 @@ class PolicyTable:
         return None if near is None else near.us
 
 
+Table: TypeAlias = ExpertTable | ExchangeTable | PolicyTable | RouterTable
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """A hardware and what was measured on it; a shipped hardware has no tables."""
@@ -148,6 +166,16 @@ class Calibration:
     experts: tuple[ExpertTable, ...] = ()
     exchange: tuple[ExchangeTable, ...] = ()
     policies: PolicyTable | None = None
+    routers: tuple[RouterTable, ...] = ()
+
+    def decode_for(self, model: ModelSpec) -> ExpertTable | None:
+        """The table of small batches of the model's experts, or None."""
+        shape = (model.hidden, model.intermediate, model.compute, "decode")
+        fits = (t for t in self.experts if (t.hidden, t.intermediate, t.dtype, t.implementation) == shape)
+        return next(fits, None)
+
+    def router_for(self, model: ModelSpec) -> RouterTable | None:
+        return next((table for table in self.routers if table.fits(model)), None)
 
     def table_for(self, model: ModelSpec) -> ExpertTable | None:
         """The table of the model's experts, that of small batches left aside; None where there is none of their shape.
@@ -166,9 +194,12 @@ class Calibration:
         return same[0]
 
     def exchange_for(self, model: ModelSpec, ranks: int, nodes: int) -> ExchangeTable | None:
-        """The table of as many ranks and nodes and of the model's dispatched rows, deep_ep's rather than torch's."""
-        fits = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
-        return min(fits, key=lambda table: table.implementation != "deep_ep", default=None)
+        """The table of as many ranks and nodes and of rows like the model's, in width and type; of those deep_ep's
+        rather than torch's, then that of the nearest top-k, on which time depends little. Tables that do not tell
+        their rows' width serve where none does; None where there is no table at all."""
+        here = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
+        fits = [t for t in here if t.hidden == model.hidden] or [t for t in here if not t.hidden]
+        return min(fits, key=lambda t: (t.implementation != "deep_ep", abs(t.top_k - model.top_k)), default=None)
 
 
 def load_calibration(name: str) -> Calibration:
@@ -183,6 +214,7 @@ def load_calibration(name: str) -> Calibration:
     hardware = load_hardware(name)
     experts: list[ExpertTable] = []
     exchange: list[ExchangeTable] = []
+    routers: list[RouterTable] = []
     policies: PolicyTable | None = None
     for file in hardware.tables:
         table = read_table(path.parent / file)
@@ -190,15 +222,17 @@ def load_calibration(name: str) -> Calibration:
             experts.append(table)
         elif isinstance(table, ExchangeTable):
             exchange.append(table)
+        elif isinstance(table, RouterTable):
+            routers.append(table)
         elif policies is None:
             policies = table
         else:
             costs, collectives = policies.costs + table.costs, policies.collectives + table.collectives
             policies = dataclasses.replace(policies, costs=costs, collectives=collectives)
-    return Calibration(hardware, tuple(experts), tuple(exchange), policies)
+    return Calibration(hardware, tuple(experts), tuple(exchange), policies, tuple(routers))
 
 
-def read_table(path: Path) -> ExpertTable | ExchangeTable | PolicyTable:
+def read_table(path: Path) -> Table:
     """A JSON file of any kind; without `kind` it is of experts. Raises ValueError or FileNotFoundError in one line."""
     check_source(path)
     try:
@@ -210,13 +244,13 @@ def read_table(path: Path) -> ExpertTable | ExchangeTable | PolicyTable:
     return _built(content, path)
 
 
-def _built(content: Mapping[str, Any], path: Path) -> ExpertTable | ExchangeTable | PolicyTable:
-    kinds = {"experts": ExpertTable, "exchange": ExchangeTable, "policies": PolicyTable}
+def _built(content: Mapping[str, Any], path: Path) -> Table:
+    kinds = {"experts": ExpertTable, "exchange": ExchangeTable, "policies": PolicyTable, "router": RouterTable}
     kind = content.get("kind", "experts")
     if kind not in kinds:
         raise ValueError(f"{path}: kind {kind!r} is none of {', '.join(kinds)}")
     found = build(kinds[kind], content, str(path))
-    assert isinstance(found, (ExpertTable, ExchangeTable, PolicyTable))
+    assert isinstance(found, (ExpertTable, ExchangeTable, PolicyTable, RouterTable))
     return found
 
 

@@ -25,6 +25,23 @@ from epsim.cost.tiled import TiledFit
 
 STEPS = 16
 """Places from one size of a table to the next."""
+SLOTS_A_ROW = 1.25
+"""Experts of a rank that a row it receives goes to, where nobody tells: as where 16 ranks share top-8."""
+MOST_DECODED = 64
+"""Rows that the runtime's kernel for small batches takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertCell:
+    """A measurement beside a table's grid: rows of `slots_a_row` slots."""
+
+    tokens_per_expert: float
+    active: float
+    slots_a_row: float
+    us: float
+
+    def __post_init__(self) -> None:
+        check_times("cells", (self.tokens_per_expert, self.active, self.slots_a_row, self.us))
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,8 @@ class ExpertTable:
     not measured, which has the ratio of the nearest size of its column, and each column needs one.
     implementation: whose experts; versions, date: of the measurement. spread: of the experts' tokens around their mean,
     as the standard deviation of its logarithm; 0 where all had the same number.
-    fit: of the grid, by tiles; without it cells are interpolated.
+    cells: beside the grid, for the fit alone: the grid's rows have SLOTS_A_ROW slots.
+    fit: of grid and cells, by tiles; without it the grid is interpolated.
     """
 
     device: str
@@ -53,6 +71,7 @@ class ExpertTable:
     date: str = ""
     spread: float = 0.0
     fit: TiledFit | None = None
+    cells: tuple[ExpertCell, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_expert", "active"):
@@ -74,15 +93,20 @@ class ExpertTable:
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """hardware and model; table: measured, or None for the roofline alone. Raises ValueError where the table is of
-    other experts."""
+    """hardware and model; table: measured, or None for the roofline alone; decode: measured of the kernel that computes
+    ranks which receive at most MOST_DECODED rows, or None. Raises ValueError where a table is of other experts."""
 
     hardware: Hardware
     model: ModelSpec
     table: ExpertTable | None = None
+    decode: ExpertTable | None = None
 
     def __post_init__(self) -> None:
-        table, model = self.table, self.model
+        for table in (self.table, self.decode):
+            self._check(table)
+
+    def _check(self, table: ExpertTable | None) -> None:
+        model = self.model
         if table is not None and (table.hidden, table.intermediate) != (model.hidden, model.intermediate):
             raise ValueError(
                 f"the expert table is of {table.hidden} x {table.intermediate}, {model.name} has experts of "
@@ -126,23 +150,39 @@ class ExpertsTime:
         """Rows of a tile, for loads to count tiles of (`Setting.tile`); 0 where they make no difference."""
         return 0 if self.table is None or self.table.fit is None else self.table.fit.rows
 
-    def us(self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor | None = None) -> torch.Tensor:
+    def us(
+        self,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        tiles: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """tokens: assignments of a rank, active: its experts that have any, tiles: whole tiles of `self.tile` rows that
-        they fill, None where not known; [...] float64 -> microseconds [...]."""
+        they fill, rows: that the rank receives, each None where not known; [...] float64 -> microseconds [...]."""
         if self.table is None:
             return self.roofline(tokens, active)
+        rows = tokens / SLOTS_A_ROW if rows is None else rows
         fit = self.table.fit
         if fit is not None:
             tiles = fit.expected_tiles(tokens, active) if tiles is None else tiles
-            return fit.us(tokens, active, tiles, self.model) * (active > 0)
-        experts = active.clamp(min=1)
-        return self._by_cells((tokens / experts).clamp(min=1e-9), experts) * (active > 0)
+            time = fit.us(tokens, active, tiles, rows, self.model)
+        else:
+            time = self._by_cells(tokens, active)
+        if self.decode is not None:
+            # At most the grouped products' time, so that a row more than it takes never costs less.
+            small = torch.minimum(self._small.us(tokens, active), time)
+            time = torch.where(rows <= MOST_DECODED, small, time)
+        return time * (active > 0)
 
     def dense_us(self, tokens: torch.Tensor) -> torch.Tensor:
         """A shared expert computed by itself on tokens [...] -> microseconds [...]."""
         times = self.model.shared_cost
         time = torch.maximum(times * (self.b + 0 * tokens), times * self.computing * tokens)
         return (time + self.hardware.kernel_us) * (tokens > 0)
+
+    @cached_property
+    def _small(self) -> ExpertsTime:
+        return ExpertsTime(self.hardware, self.model, self.decode)
 
     @cached_property
     def _grid(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -167,9 +207,11 @@ class ExpertsTime:
         between = torch.lerp(ratio[left], ratio[left + 1], weight[:, None])
         return sizes, active, (between * self.roofline(sizes[:, None] * active, active)).cummax(0).values
 
-    def _by_cells(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """x: tokens per active expert, y: active experts -> microseconds."""
+    def _by_cells(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """tokens: assignments, experts: that have any -> microseconds."""
         sizes, active, times = self._grid
+        y = experts.clamp(min=1)
+        x = (tokens / y).clamp(min=1e-9)
         inside, most = x.clamp(sizes[0], sizes[-1]), y.clamp(max=active[-1])
         i, u = _place(sizes, inside)
         j, v = _place(active, most)

@@ -1,4 +1,4 @@
-"""Time of a layer from its load: policy, dispatch, expert computation, combine, each the slowest rank's."""
+"""Time of a layer from its load: router, policy, dispatch, expert computation, combine, each the slowest rank's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from epsim.cost.calibrated import Calibration, load_calibration, read_table
+from epsim.cost.calibrated import Calibration, ExchangeTable, load_calibration, read_table
 from epsim.cost.exchange_time import Kernels, Rows, busiest_rows, exchange_us, expected_rows, low_latency_rows, visits
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec, load_model
-from epsim.cost.policy_time import assumed_us, policy_us
+from epsim.cost.policy_time import policy_us
 from epsim.policies.load import Load
 from epsim.policies.shared import Local
 from epsim.policies.stack import PolicyStack
@@ -22,8 +22,10 @@ from epsim.policies.stack import PolicyStack
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Phases:
-    """Microseconds of a layer, [S, L] float64 each: what its policies, dispatch, experts and combine take."""
+    """Microseconds of a layer, [S, L] float64 each: what its router (0 where that was not measured, and is part of the
+    layer's rest), policies, dispatch, experts and combine take."""
 
+    route: torch.Tensor
     policy: torch.Tensor
     dispatch: torch.Tensor
     experts: torch.Tensor
@@ -31,20 +33,22 @@ class Phases:
 
     @property
     def total(self) -> torch.Tensor:
-        return self.policy + self.dispatch + self.experts + self.combine
+        return self.route + self.policy + self.dispatch + self.experts + self.combine
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTiming:
     """experts: of one hardware and model. num_nodes: hosts of the expert-parallel group. kernels: of the exchange.
     overlap: whether the two halves of a batch overlap, one's exchange beside the other's computation. measured: what a
-    calibration of this hardware holds; its exchange and policies are used where they fit."""
+    calibration of this hardware holds; its exchange, policies and router are used where they fit. given: a trace tells
+    the experts, so that the router chooses none, as in runs of the runtime."""
 
     experts: ExpertsTime
     num_nodes: int = 1
     kernels: Kernels = "normal"
     overlap: bool = False
     measured: Calibration | None = None
+    given: bool = False
 
     @property
     def hardware(self) -> Hardware:
@@ -78,11 +82,14 @@ class LayerTiming:
             policies = f", policies as measured with {measured.policies.of}"
         exchange = f"{self.kernels} exchange"
         if measured is not None and measured.exchange and self.kernels == "normal":
-            groups = sorted({(one.ranks, one.nodes, one.dtype, one.dispatch_bytes[-1]) for one in measured.exchange})
-            covers = (
-                f"{ranks} ranks on {nodes} nodes, {kind}, to {most / 1e6:.3g} MB" for ranks, nodes, kind, most in groups
+            groups = sorted({(one.ranks, one.nodes) for one in measured.exchange})
+            found = [self.measured_exchange(ranks, nodes) for ranks, nodes in groups]
+            covers = "; ".join(one.of for one in found if one is not None)
+            exchange += (
+                f" (as measured for {covers}; beyond, its last line goes on; other groups by rates)"
+                if covers
+                else f" (by rates: no table is of rows of {self.model.hidden} {self.model.dispatch})"
             )
-            exchange += f" (as measured for {'; '.join(covers)}; beyond, its last line goes on)"
         return (
             f"{self.model.name} on {self.hardware.name}, {exchange}, expert time by {experts}{policies}{halves}; "
             "predicted, not measured"
@@ -99,7 +106,8 @@ class LayerTiming:
         local = isinstance(stack.shared, Local)
         if local and not self.hardware.shared_grouped:
             served = routed
-            time = self._experts_us(load, stack, routed, active, load.tiles).amax(-1)
+            rows = self._received(load, served)
+            time = self._experts_us(load, stack, routed, active, load.tiles, rows).amax(-1)
             if self.model.shared_intermediate:
                 time = time + self.experts.dense_us(load.shared_tokens.double()).amax(-1)
         else:
@@ -109,12 +117,14 @@ class LayerTiming:
             if tiles is not None and tile:
                 tiles = tiles + (cost * (shared / tile).ceil() if cost else 0)
             tokens, together = routed + cost * shared, active + cost * (shared > 0)
-            time = self._experts_us(load, stack, tokens, together, tiles).amax(-1)
+            rows = self._received(load, served) + (self._kept(load)[..., None] if local else 0)
+            time = self._experts_us(load, stack, tokens, together, tiles, rows).amax(-1)
         dispatch, combine = self._exchange_us(self._rows(load, served, local), routed.shape[-1]).unbind()
         costs, known = self.hardware.policy, None if self.measured is None else self.measured.policies
         num_ranks = routed.shape[-1]
         policy = policy_us(costs, known, stack, redundant, num_ranks, self.num_nodes, load.tokens / num_ranks)
-        return Phases(*(torch.where(busy, part, 0.0) for part in (policy, dispatch, time, combine)))
+        route = self.router_us(load.tokens / num_ranks)
+        return Phases(*(torch.where(busy, part, 0.0) for part in (route, policy, dispatch, time, combine)))
 
     def routed_bytes(self, load: Load, stack: PolicyStack) -> torch.Tensor:
         """[S, L, R] float64: bytes of routed experts that a rank reads under the stack's reader."""
@@ -124,10 +134,16 @@ class LayerTiming:
         )
 
     def _experts_us(
-        self, load: Load, stack: PolicyStack, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor | None
+        self,
+        load: Load,
+        stack: PolicyStack,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        tiles: torch.Tensor | None,
+        rows: torch.Tensor,
     ) -> torch.Tensor:
         """`ExpertsTime.us`, and under a reader its share that the roofline has: times are measured of whole experts."""
-        time = self.experts.us(tokens, active, tiles)
+        time = self.experts.us(tokens, active, tiles, rows)
         if not stack.reader.acts:
             return time
         unread = load.active * self.model.expert_bytes - self.routed_bytes(load, stack)
@@ -143,14 +159,23 @@ class LayerTiming:
         half = self.phases(_half(load), stack, redundant)
         slower = self.hardware.sms / (self.hardware.sms - self.hardware.exchange_sms)
         per_rank = load.tokens / load.routed.shape[-1]
-        computing = (half.policy + half.experts + self.rest_us(per_rank / 2)) * slower
+        computing = (half.route + half.policy + half.experts + self.rest_us(per_rank / 2)) * slower
         moving = half.dispatch + half.combine
         both = torch.maximum(2 * torch.maximum(computing, moving), computing + moving)
         return torch.where(load.assignments > 0, both - self.rest_us(per_rank), 0.0)
 
     def rest_us(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Attention, norms and router of a layer, tokens [...] of a rank -> microseconds [...]."""
-        return self._dense_us(tokens, self.model.rest_parameters) + self.model.rest_us
+        """Attention, norms and, where it was not measured, router of a layer, tokens [...] of a rank -> microseconds
+        [...]."""
+        parameters = self.model.rest_parameters
+        if self.measured is not None and self.measured.router_for(self.model) is not None:
+            parameters = max(parameters - self.model.hidden * self.model.num_experts, 0.0)
+        return self._dense_us(tokens, parameters) + self.model.rest_us
+
+    def router_us(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The model's router as measured, tokens [...] of a rank -> microseconds [...]; 0 where it was not."""
+        table = None if self.measured is None else self.measured.router_for(self.model)
+        return torch.zeros_like(tokens) if table is None else table.time(tokens, self.given)
 
     def step_us(self, layer_us: torch.Tensor, tokens: torch.Tensor, num_ranks: int) -> torch.Tensor:
         """A whole step: layer_us, tokens [S, L] -> [S] microseconds. Layers of the model that the trace lacks count as
@@ -161,16 +186,23 @@ class LayerTiming:
         dense = self._dense_us(per_rank.sum(-1) / present, self.model.dense_parameters + self.model.rest_parameters)
         return layers + self.model.dense_layers * (dense + self.model.rest_us)
 
-    def policy_us(self, stack: PolicyStack, redundant: bool) -> float:
-        """What a stack's policies add to a layer by the specification, measured tables left aside."""
-        return assumed_us(self.hardware.policy, stack, redundant, self.num_nodes > 1)
+    def policy_us(self, stack: PolicyStack, redundant: bool, num_ranks: int, tokens: float) -> float:
+        """What a stack's policies add to a layer of so many tokens a rank: as measured, else as specified."""
+        known = None if self.measured is None else self.measured.policies
+        each = torch.tensor(tokens, dtype=torch.float64)
+        return float(policy_us(self.hardware.policy, known, stack, redundant, num_ranks, self.num_nodes, each))
+
+    def measured_exchange(self, num_ranks: int, num_nodes: int) -> ExchangeTable | None:
+        """The table that tells the exchange's time, None where rates do."""
+        if self.measured is None or self.kernels != "normal":
+            return None
+        return self.measured.exchange_for(self.model, num_ranks, num_nodes)
 
     def _exchange_us(self, rows: Rows, num_ranks: int) -> torch.Tensor:
         """[2, S, L]: by a measured table of normal kernels where there is one, else by rates."""
-        if self.measured is not None and self.kernels == "normal":
-            table = self.measured.exchange_for(self.model, num_ranks, self.num_nodes)
-            if table is not None:
-                return table.us(torch.maximum(rows.nvlink, rows.rdma), self.model)
+        table = self.measured_exchange(num_ranks, self.num_nodes)
+        if table is not None:
+            return table.us(torch.maximum(rows.nvlink, rows.rdma), self.model)
         return exchange_us(rows, self.hardware, self.model, self.num_nodes, self.kernels)
 
     def _rows(self, load: Load, served: torch.Tensor, local: bool) -> Rows:
@@ -180,12 +212,22 @@ class LayerTiming:
             rows = busiest_rows(load.rank_rows, load.node_rows)
         else:
             rows = expected_rows(served, load.tokens, self.model.top_k, self.num_nodes)
-        if local and self.hardware.shared_grouped and self.model.shared_intermediate:
-            # A row stays for the shared expert where none of the token's experts is at home already.
-            num_ranks = load.routed.shape[-1]
-            own = load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
-            rows = Rows(rows.nvlink + own, rows.rdma)
-        return rows
+        return Rows(rows.nvlink + self._kept(load), rows.rdma) if local else rows
+
+    def _kept(self, load: Load) -> torch.Tensor:
+        """[S, L] rows of a rank that stay for its local shared expert alone, none of the token's experts being at home,
+        where that is one of the grouped ones."""
+        if not (self.hardware.shared_grouped and self.model.shared_intermediate):
+            return torch.zeros_like(load.tokens)
+        num_ranks = load.routed.shape[-1]
+        return load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
+
+    def _received(self, load: Load, served: torch.Tensor) -> torch.Tensor:
+        """[S, L, R] rows that each rank's experts are given: tokens that visit it, as trace or expectation tell."""
+        if load.rank_rows is not None:
+            return load.rank_rows.sum(-2)
+        tokens = load.tokens[..., None]
+        return visits(served / (tokens * self.model.top_k).clamp(min=1e-300), self.model.top_k) * tokens
 
     def _dense_us(self, tokens: torch.Tensor, parameters: float) -> torch.Tensor:
         rate = self.hardware.fp8_tflops if self.model.compute == "fp8" else self.hardware.bf16_tflops
@@ -216,7 +258,8 @@ def load_timing(
     measured, spec = load_calibration(hardware), load_model(model)
     experts = measured.table_for(spec) if table is None else _expert_table(table)
     kernels: Kernels = "low-latency" if phase == "decode" else "normal"
-    return LayerTiming(ExpertsTime(measured.hardware, spec, experts), num_nodes, kernels, overlap, measured)
+    decode = measured.decode_for(spec) if table is None else None
+    return LayerTiming(ExpertsTime(measured.hardware, spec, experts, decode), num_nodes, kernels, overlap, measured)
 
 
 def _expert_table(path: Path) -> ExpertTable:

@@ -15,14 +15,16 @@ import torch
 
 from epsim.cost.model import ModelSpec
 
-TERMS = 8
+TERMS = 9
 
 
 @dataclass(frozen=True, slots=True)
 class TiledFit:
     """coefficients: microseconds of [a call, an assignment, an active expert, a tile of rows, a wave of the first
-    product, of the second, the whole of the first product's first wave, of the second's]: a wave that is not full takes
-    less, as its tiles share the memory's rate. Fitted by `epsim calibrate` on the cells of its grid alone."""
+    product, of the second, the whole of the first product's first wave, of the second's, a row received]: a wave that
+    is not full takes less, as its tiles share the memory's rate; a row is read and its sum written once, however many
+    of the rank's experts it goes to. Fitted by `epsim calibrate` on its cells alone. Fits without the last have all
+    rows of as many slots, and hold for such rows."""
 
     rows: int
     columns: int
@@ -32,28 +34,32 @@ class TiledFit:
     def __post_init__(self) -> None:
         if min(self.rows, self.columns, self.at_once) < 1:
             raise ValueError("rows, columns and at_once must be at least 1")
-        good = len(self.coefficients) == TERMS and all(math.isfinite(c) and c >= 0 for c in self.coefficients)
+        good = len(self.coefficients) in (TERMS - 1, TERMS) and all(
+            math.isfinite(c) and c >= 0 for c in self.coefficients
+        )
         if not good or not any(self.coefficients):
-            raise ValueError(f"coefficients must be {TERMS} numbers of 0 or more, not all 0")
+            raise ValueError(f"coefficients must be {TERMS} (or {TERMS - 1}) numbers of 0 or more, not all 0")
 
-    def us(self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, model: ModelSpec) -> torch.Tensor:
-        """tokens: assignments, active: experts that have any, tiles: of rows; [...] float64 -> microseconds [...]; more
-        of any never takes less."""
+    def us(
+        self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, rows: torch.Tensor, model: ModelSpec
+    ) -> torch.Tensor:
+        """tokens: assignments, active: experts that have any, tiles: of `self.rows` rows, rows: that the rank received;
+        [...] float64 -> microseconds [...]; more of any never takes less."""
         time = torch.zeros_like(tokens)
-        for part, cost in zip(self.terms(tokens, active, tiles, model), self.coefficients, strict=True):
+        for part, cost in zip(self.terms(tokens, active, tiles, rows, model), self.coefficients, strict=False):
             if cost:
                 time = time + cost * part
         return time
 
     def terms(
-        self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, model: ModelSpec
+        self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, rows: torch.Tensor, model: ModelSpec
     ) -> tuple[torch.Tensor, ...]:
         """What the coefficients weigh."""
         found = [torch.ones_like(tokens), tokens, active, tiles]
         products = [
             tiles * -(-width // self.columns) / self.at_once for width in (2 * model.intermediate, model.hidden)
         ]
-        return (*found, *(waves.ceil() for waves in products), *(waves.clamp(max=1.0) for waves in products))
+        return (*found, *(waves.ceil() for waves in products), *(waves.clamp(max=1.0) for waves in products), rows)
 
     def expected_tiles(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
         """Where the experts' own tokens are not known: half a tile more than the mean fills, at least one each."""

@@ -37,9 +37,11 @@ def timed_metrics(
 
 
 def busy_phases(timing: LayerTiming, load: Load, stack: PolicyStack, redundant: bool) -> dict[str, torch.Tensor]:
-    """Microseconds of a layer by phase, [S, L] each, NaN where it has no tokens: of the whole batch, not overlapped."""
+    """Microseconds of a layer by phase, [S, L] each, NaN where it has no tokens: of the whole batch, not overlapped.
+    `route` where the model's router was measured."""
     phases = timing.phases(load, stack, redundant)
-    named = {
+    routed = timing.measured is not None and timing.measured.router_for(timing.model) is not None
+    named = ({"route": phases.route} if routed else {}) | {
         "balance": phases.policy,
         "dispatch": phases.dispatch,
         "experts": phases.experts,

@@ -226,7 +226,7 @@ def _not(
             less = round(others.gain.mean, 3) < round(conditions[0].gain.mean, 3)
             word = f"less {word}" if less else f"not {word}"
         parts.append(f"{word}: then {percent(others.gain)} {turned}")
-    policy = problem.timing.policy_us(picked.timed_as, picked.redundant > 0)
+    policy = problem.timing.policy_us(picked.timed_as, picked.redundant > 0, problem.base.num_ranks, now)
     if policy:
         saved = first["layer_us"]["baseline"] - first["layer_us"]["own"]
         parts.append(f"when its policies cost more than {saved + policy:,.0f} us a layer ({policy:,.0f} assumed)")

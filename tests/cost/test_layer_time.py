@@ -173,7 +173,7 @@ def test_a_shared_expert_costs_a_kernel_of_its_own_or_a_slot() -> None:
 def test_policies_cost_what_was_measured(stack: str, redundant: bool, nodes: int, names: tuple[str, ...]) -> None:
     timing = load_timing("h200", "deepseek-v3", nodes, "prefill")
     expected = sum(getattr(H200.policy, name) for name in names)
-    assert timing.policy_us(parse_stack(stack), redundant) == pytest.approx(expected)
+    assert timing.policy_us(parse_stack(stack), redundant, 16, 1024.0) == pytest.approx(expected)
 
 
 def test_halves_that_overlap_gain_in_large_batches_and_lose_in_small_ones() -> None:

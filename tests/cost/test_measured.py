@@ -73,10 +73,10 @@ def test_a_last_time_that_noise_made_flat_does_not_stay_flat_for_ever() -> None:
 
 def test_tiles_and_waves_by_hand() -> None:
     # 5 experts, 6 tiles of rows: the first product is 6 x 16 tiles, two waves of 66; the second 6 x 28, three waves.
-    found = FIT.us(numbers(800), numbers(5), numbers(6), V3)
+    found = FIT.us(numbers(800), numbers(5), numbers(6), numbers(640), V3)
     assert float(found) == pytest.approx(50 + 80 + 15 + 60 + 40 + 36 + 5 + 6)
     # One expert fills a quarter of the first wave, and 28 of 66 places of the second's.
-    found = FIT.us(numbers(10), numbers(1), numbers(1), V3)
+    found = FIT.us(numbers(10), numbers(1), numbers(1), numbers(8), V3)
     assert float(found) == pytest.approx(50 + 1 + 3 + 10 + 20 + 12 + 5 * 16 / 66 + 6 * 28 / 66)
     assert FIT.expected_tiles(numbers(512, 1), numbers(2, 1)).tolist() == [3.0, 1.0]
 
@@ -125,7 +125,7 @@ def test_what_was_measured_is_used_where_it_fits(tmp_path: Path) -> None:
     assert "table measured on GPU (16 to 256 tokens an expert, 2 to 8 active experts" in timing.words()
     assert timing.measured.exchange_for(V3, 4, 1) == EXCHANGE
     assert timing.measured.exchange_for(V3, 8, 1) is None
-    assert "normal exchange (as measured for 4 ranks on 1 nodes, bf16, to 100 MB; beyond" in timing.words()
+    assert "normal exchange (as measured for 4 ranks on 1 nodes, bf16, by deep_ep, to 100 MB; beyond" in timing.words()
     assert "low-latency exchange, expert" in load_timing(made, "deepseek-v3-bf16", 1, "decode").words()
     rows = numbers(1e7 / V3.dispatch_row_bytes)
     assert float(EXCHANGE.us(rows, V3)[0]) == pytest.approx(40.0)
@@ -167,10 +167,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"active": [8.0, 2.0]}, "active must be ascending"),
     ({"tokens_per_expert": [16.0, 16.0]}, "tokens_per_expert must be ascending"),
     ({"tokens_per_expert": []}, "tokens_per_expert must be ascending"),
-    ({"kind": "experiments"}, "kind 'experiments' is none of experts, exchange, policies"),
+    ({"kind": "experiments"}, "kind 'experiments' is none of experts, exchange, policies, router"),
     ({"colour": 1}, "unknown key 'colour'"),
     ({"fit": {"rows": 0, "columns": 1, "at_once": 1, "coefficients": [1.0] * 8}}, "must be at least 1"),
-    ({"fit": {"rows": 1, "columns": 1, "at_once": 1, "coefficients": [-1.0] * 8}}, "8 numbers of 0 or more"),
+    ({"fit": {"rows": 1, "columns": 1, "at_once": 1, "coefficients": [-1.0] * 8}}, "9 (or 8) numbers of 0 or more"),
 ]
 
 
@@ -241,12 +241,12 @@ def test_the_runtime_s_shared_expert_is_one_more_expert_and_tiles_count() -> Non
     )
     found = timing.phases(one, parse_stack("contiguous"), False)
     # 300 tokens of the shared expert are one more expert, and two more tiles of 256 rows.
-    expected = FIT.us(numbers(1100), numbers(6), numbers(9), V3)
+    expected = FIT.us(numbers(1100), numbers(6), numbers(9), numbers(400), V3)
     assert float(found.experts) == pytest.approx(float(expected))
     # Rows that stay for it: tokens at home of whose eight choices none is.
     bare = dataclasses.replace(timing, experts=ExpertsTime(H200, V3, timing.experts.table))
     apart = bare.phases(one, parse_stack("contiguous"), False)
     assert float(found.dispatch) > float(apart.dispatch)
     assert float(apart.experts) == pytest.approx(
-        float(FIT.us(numbers(800), numbers(5), numbers(7), V3) + bare.experts.dense_us(numbers(300)))
+        float(FIT.us(numbers(800), numbers(5), numbers(7), numbers(400), V3) + bare.experts.dense_us(numbers(300)))
     )

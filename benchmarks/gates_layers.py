@@ -1,0 +1,243 @@
+"""Whole layers in CUDA graphs on the GPUs of a host, for benchmarks/gates.py: no fit of `epsim calibrate` saw them.
+
+    torchrun --nproc-per-node 2 benchmarks/gates_layers.py --recordings FOLDER --out FILE.json [--seconds 100]
+
+FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/ (benchmarks/whole_host_sources.py); the sample is always there. A case
+is a source, a layer, so many redundant experts and tokens of a rank. Every stack's layer is captured, and all of them
+run in turn on the same batches, PASSES times over, so that a drift of the machine touches all alike; a time is the
+slowest rank's median over passes, of a few replays in a row between device events. Beside it stands what the stack
+gives each rank: all that a prediction needs, so that it can be made from this file and a calibration alone. `parts` are
+phases of one stack, each captured by itself. FILE is written anew after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from command import command
+from runtime_common import SEED, Bench, versions
+from runtime_parts import like
+from whole_host_cases import ON_CPU, ON_GPU, STACKS, Host, _made, _same
+from whole_host_sources import Source, deepseek, gpt_oss, sample
+
+from epsim.calibrate.experts import shape_for
+from epsim.calibrate.machine import Machine
+from epsim.cost.model import load_model
+from epsim.policies.apply import bind
+from epsim.policies.shared import Local
+from epsim.policies.stack import parse_stack
+from epsim.runtime.exchange.choose import choose_exchange
+from epsim.runtime.job import Job, tokens_of
+from epsim.runtime.layer import ExpertParallelMoE
+from epsim.runtime.shapes import LayerShape
+from epsim.traces.files import message_line, whole_file
+from epsim.traces.trace import TokenBlock
+
+TILES = (64, 128, 256)
+BATCHES, PASSES = 4, 5
+ROW_US = 6000.0
+"""Replays in a row take about as long."""
+TOKENS = (4096, 1024, 128)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """A source's tokens in a layer of `shape`; texts: the stacks."""
+
+    source: Source
+    shape: LayerShape
+    redundant: int
+    texts: tuple[str, ...]
+
+
+def cases(folder: Path | None, wide: LayerShape, size: int, most: int) -> Iterator[Case]:
+    """The most telling first. DeepSeek-V3's 256 experts on two ranks are as many as deep_ep holds, without the shared
+    expert and without copies."""
+    own = tuple(text for text in STACKS if isinstance(parse_stack(text).shared, Local))
+    tokens = sample(wide)
+    yield Case(tokens, tokens.shape, 16, STACKS)
+    if folder is not None:
+        v3 = deepseek(folder / "deepseek-v3-sglang", wide, size * most, BATCHES, torch.device("cpu"))
+        yield Case(v3, dataclasses.replace(v3.shape, name="deepseek-v3-routed", shared_intermediate=0), 0, own[:2])
+        real = gpt_oss(folder / "gpt-oss-20b" / "gptoss20b_decode_ids_256seq.npz", wide)
+        yield Case(real, real.shape, 8, STACKS)
+        yield Case(real, shape_for(load_model("gpt-oss-20b")), 8, own)
+    yield Case(tokens, tokens.shape, 0, (STACKS[0], *STACKS[3:]))
+
+
+def measured(host: Host, case: Case, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """A row for each number of tokens. Collective."""
+    bench, source = host.bench, dataclasses.replace(case.source, shape=case.shape)
+    exchange = "deep_ep" if host.on_gpu else "torch"
+    model, job, _ = _made(host, source, case.texts, exchange, case.redundant, {max(tokens): 1})
+    for number in tokens:
+        begun = time.monotonic()
+        block = source.block(bench.size, number, BATCHES)
+        fixed = choose_exchange(
+            exchange, group=None, device=bench.device, dtype=host.dtype, hidden=case.shape.hidden,
+            slots_per_rank=model.layers[0][0].balancer.slots_per_rank, columns=case.shape.top_k + case.shape.has_shared,
+            max_tokens=number, fixed_size=host.on_gpu,
+        )  # fmt: skip
+        layers = [like(layer, fixed) for (layer,) in model.layers]
+        times, parts = _times(host, job, layers, block, number)
+        fixed.close()
+        row: dict[str, Any] = {"source": source.name, "what": source.what, "shape": dataclasses.asdict(case.shape)}
+        row |= {"redundant": case.redundant, "tokens": number, "exchange": exchange, "batches": BATCHES}
+        row |= {"parts_of": case.texts[-1], "parts": parts}
+        row["stacks"] = [
+            {"stack": text, "us": us, **_loads(job, place, block)}
+            for place, (text, us) in enumerate(zip(case.texts, times, strict=True))
+        ]
+        row["seconds"] = round(time.monotonic() - begun, 1)
+        yield row
+    model.layers[0][0].exchange.close()
+    model.layers[0][0].balancer.collective.close()
+    del model, layers
+    if host.on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _times(
+    host: Host, job: Job, layers: list[ExpertParallelMoE], block: TokenBlock, number: int
+) -> tuple[list[list[list[float]]], dict[str, float]]:
+    """[stack][batch][pass] microseconds of the slowest rank; and of the last stack's phases on the first batch."""
+    bench, shape = host.bench, job.shape
+    batches = [tokens_of(block, step, job, host.place).ids[:, 0].contiguous() for step in range(BATCHES)]
+    ids, hidden = batches[0].clone(), torch.randn(number, shape.hidden, device=bench.device).to(host.dtype)
+    graphs = [_captured(host, partial(layer, hidden, step=0, forced_ids=ids)) for layer in layers]
+    inner = [max(round(ROW_US / _row_us(host, graph, 3)), 1) for graph in graphs]
+    inner = [int(bench.slowest(one)) for one in inner]  # as many on every rank
+    found: list[list[list[float]]] = [[[] for _ in batches] for _ in graphs]
+    for turn in range(PASSES):
+        for place, batch in enumerate(batches):
+            ids.copy_(batch)
+            for which in range(len(graphs)):
+                one = (which + turn) % len(graphs)
+                found[one][place].append(round(bench.slowest(_row_us(host, graphs[one], inner[one])), 2))
+    parts = {name: _part(host, call) for name, call in _phases(layers[-1], hidden, batches[0])}
+    for graph in graphs:
+        _release(graph)
+    return found, parts
+
+
+def _phases(
+    layer: ExpertParallelMoE, hidden: torch.Tensor, ids: torch.Tensor
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Each by itself, on what the others gave it. `exchange` is dispatch and combine."""
+    layer(hidden, step=0, forced_ids=ids)
+    assert layer.record is not None
+    weights = layer.record.weights
+    if layer.shape.has_shared:
+        weights = torch.cat([weights, layer.record.shared_weight[:, None]], dim=1)
+    slots = layer.balancer.assign(ids, 0).slots.clone()
+    received = layer.exchange.dispatch(hidden, slots, weights)
+    back = torch.zeros(received.hidden.shape, dtype=hidden.dtype, device=hidden.device)
+
+    def exchange() -> object:
+        return layer.exchange.combine(back, layer.exchange.dispatch(hidden, slots, weights))
+
+    yield "route", lambda: layer._route(hidden, None, ids, None)
+    yield "balance", lambda: layer.balancer.assign(ids, 0)
+    yield "dispatch", lambda: layer.exchange.dispatch(hidden, slots, weights)
+    yield "exchange", exchange
+    yield "experts", lambda: layer.experts(received)
+
+
+def _part(host: Host, call: Callable[[], Any]) -> float:
+    graph = _captured(host, call)
+    times = [host.bench.slowest(_row_us(host, graph, 5)) for _ in range(PASSES)]
+    _release(graph)
+    return round(statistics.median(times), 2)
+
+
+def _captured(host: Host, call: Callable[[], Any]) -> Any:
+    """A graph of one call, or on a CPU the call."""
+    return host.bench.capture(call) if host.on_gpu else call
+
+
+def _release(graph: Any) -> None:
+    if isinstance(graph, torch.cuda.CUDAGraph):
+        graph.reset()
+
+
+def _row_us(host: Host, graph: Any, calls: int) -> float:
+    """Microseconds a call on this rank, of so many in a row. Collective."""
+    run = graph.replay if host.on_gpu else graph
+    dist.barrier()
+    if not host.on_gpu:
+        begun = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return (time.perf_counter() - begun) * 1e6 / calls
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / calls
+
+
+def _loads(job: Job, place: int, block: TokenBlock) -> dict[str, Any]:
+    """Of each batch and rank: assignments, active experts, tokens of the shared expert; rows between ranks; tiles of
+    routed experts, by the rows of a tile."""
+    of_job = job.stacks[place]
+    found: dict[str, Any] = {"tiles": {}}
+    for tile in TILES:
+        setting = dataclasses.replace(job.setting, rows=True, tile=tile)
+        bound = bind(of_job.stack, of_job.placement, setting)
+        load = bound.load(block)
+        assert load.tiles is not None
+        assert load.rank_rows is not None
+        found["tiles"][str(tile)] = load.tiles[:, 0].int().tolist()
+    found["copies"] = bound.copies.redundant
+    for name in ("routed", "active", "shared_tokens", "rank_rows"):
+        found[name] = getattr(load, name)[:, 0].int().tolist()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recordings", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=100.0, help="after which no case is begun")
+    options = parser.parse_args()
+    machine = Machine.here("auto")
+    bench = Bench(machine.rank, machine.size, machine.device)
+    sizes = ON_GPU if machine.on_gpu else ON_CPU
+    host = Host(bench, sizes, options.recordings, Path())
+    tokens = TOKENS if machine.on_gpu else tuple(sizes.tokens)
+    until = time.monotonic() + options.seconds
+    report: dict[str, Any] = {"command": command("gates_layers.py"), "num_devices": bench.size} | machine.described()
+    report |= (versions() if machine.on_gpu else {}) | {"command": command("gates_layers.py"), "seed": SEED, "rows": []}
+    for case in cases(options.recordings, sizes.wide, bench.size, max(tokens)):
+        if not host.goes_on(until):
+            break
+        case = dataclasses.replace(case, source=_same(case.source))
+        what = f"{case.source.name}, {case.shape.name}, {case.redundant} redundant"
+        try:
+            for row in measured(host, case, tokens):
+                report["rows"].append(row)
+                if bench.rank == 0:
+                    print(f"{what}, {row['tokens']} tokens: {row['seconds']} s", flush=True)
+                    with whole_file(options.out) as temporary:
+                        temporary.write_text(json.dumps(report, separators=(",", ":")).replace("},{", "},\n{") + "\n")
+        except (ValueError, RuntimeError) as error:  # on every rank alike, or the others time out
+            print(f"{what}: rank {bench.rank}: {message_line(str(error))}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

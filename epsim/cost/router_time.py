@@ -1,0 +1,49 @@
+"""Time of a model's own router: scores of all experts, the choice of a token's, their weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from epsim.cost.curve import check_axis, check_times, curve
+from epsim.cost.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class RouterTable:
+    """Measured on one device by `epsim calibrate`, with what the runtime's layer does around it for a token's weights.
+
+    hidden, num_experts, top_k, groups, top_groups: of the model. us [n] at `tokens` [n] of a rank, ascending: the
+    router chooses; given_us [n]: a trace tells the experts, which the router only weighs, as in runs of a trace.
+    """
+
+    device: str
+    command: str
+    hidden: int
+    num_experts: int
+    top_k: int
+    groups: int
+    top_groups: int
+    tokens: tuple[float, ...]
+    us: tuple[float, ...]
+    given_us: tuple[float, ...]
+    kind: Literal["router"] = "router"
+    versions: str = ""
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        check_axis("tokens", self.tokens)
+        for name in ("us", "given_us"):
+            check_times(name, getattr(self, name))
+            if len(getattr(self, name)) != len(self.tokens):
+                raise ValueError(f"{name} must be {len(self.tokens)} numbers, one for each of tokens")
+
+    def fits(self, model: ModelSpec) -> bool:
+        names = ("hidden", "num_experts", "top_k", "groups", "top_groups")
+        return all(getattr(self, name) == getattr(model, name) for name in names)
+
+    def time(self, tokens: torch.Tensor, given: bool) -> torch.Tensor:
+        """tokens [...] of a rank -> microseconds [...]. given: a trace tells the experts."""
+        return curve(self.tokens, self.given_us if given else self.us, tokens)
