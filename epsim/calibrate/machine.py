@@ -159,26 +159,19 @@ class Machine:
 
     def in_turn_us(self, calls: Sequence[Call], passes: int, row_us: float = 3000.0) -> list[list[float]]:
         """[calls][passes] microseconds of each, all of them in turn, so that a drift of the device touches all alike:
-        of replays of a CUDA graph, about row_us of them, or of calls in a row where one takes over LONG_US."""
-        runs: list[tuple[Call, int, Any]] = []
+        of replays of a CUDA graph, about row_us of them. On a GPU."""
+        graphs = []
         for call in calls:
             call()
-            call()
-            once = _event_us([call])
-            graph = self._captured([call]) if once < LONG_US else None
-            run: Call = call if graph is None else graph.replay
-            once = _event_us([run])
-            runs.append((run, max(round(row_us / once), 2), graph))
+            graphs.append(self._captured([call]))
+        repeats = [max(round(row_us / _event_us([graph.replay] * 2) * 2), 2) for graph in graphs]
         found: list[list[float]] = [[] for _ in calls]
         for turn in range(passes):
             for number in range(len(calls)):
                 place = (number + turn * len(calls) // passes) % len(calls)
-                run, repeats, _ = runs[place]
-                run()
-                found[place].append(_event_us([run] * repeats) / repeats)
-        for _, _, graph in runs:
-            if graph is not None:
-                graph.reset()
+                found[place].append(_event_us([graphs[place].replay] * repeats[place]) / repeats[place])
+        for graph in graphs:
+            graph.reset()
         return found
 
     def _captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:

@@ -33,7 +33,7 @@ STACKS = (
     "eplb+lplb(objective=time,a=1,b=100)",
 )  # fmt: skip
 ROUTERS = ("pruned(k0=2)", "oea(k0=2)", "oea-ep(k0=2)", "lynx(keep=32)", "mask-low-demand(least=2)")
-RANKS = (16, 8, 32)
+RANKS = (2, 16, 8, 32)
 TOKENS = (16, 128, 1024, 4096)
 CPU_RANKS, CPU_TOKENS = (4,), (8, 64)
 DRAWS = 4
