@@ -75,7 +75,8 @@ class ReaderLayer:
         The same bits in every run; nothing waits on a GPU, and it can be captured in a CUDA graph. Raises ValueError
         for what does not fit.
         """
-        self._check(x, ids, weights, kept)
+        self.check(x, ids, weights)
+        self._check_kept(kept, len(x))
         if not len(x):
             return torch.empty_like(x)
         if x.is_cuda and cuda.available(x.device.index) and cuda.uncovered(self.sizes(ids.shape[1])) is None:
@@ -97,7 +98,8 @@ class ReaderLayer:
             kept.copy_(as_words(taken))
         return read_output(x, ids, weights, experts, taken, estimates, self.sketch if self.restore else None).bfloat16()
 
-    def _check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None) -> None:
+    def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Raises ValueError for what `read` does not take."""
         hidden, most = self.sketch.hidden, len(self.kept_of) - 1
         if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != hidden:
             raise ValueError(f"x is {list(x.shape)} {x.dtype}, not [T, {hidden}] bfloat16")
@@ -109,11 +111,13 @@ class ReaderLayer:
             )
         if weights.dtype != torch.float32:
             raise ValueError(f"weights are {weights.dtype}, not float32")
-        words = self.sizes(most).words
+
+    def _check_kept(self, kept: torch.Tensor | None, tokens: int) -> None:
+        words = self.sizes(len(self.kept_of) - 1).words
         if kept is not None and (
-            kept.dtype != torch.int32 or tuple(kept.shape) != (len(x), words) or not kept.is_contiguous()
+            kept.dtype != torch.int32 or tuple(kept.shape) != (tokens, words) or not kept.is_contiguous()
         ):
-            raise ValueError(f"kept is {list(kept.shape)} {kept.dtype}, not contiguous [{len(x)}, {words}] int32")
+            raise ValueError(f"kept is {list(kept.shape)} {kept.dtype}, not contiguous [{tokens}, {words}] int32")
 
 
 def as_words(taken: torch.Tensor) -> torch.Tensor:

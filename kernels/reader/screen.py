@@ -53,12 +53,14 @@ class Screen:
         self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES, batches: Batches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, H], ids [T, k] -> gate and up estimates [T, k, I] of the token's experts, from the `number` largest
-        coordinates of each block of Rx; 128 is the full screen. batches: whose tokens share their coordinates."""
+        coordinates of each block of Rx; 128 is the full screen. batches: whose tokens share their coordinates,
+        which those without experts do not choose."""
         rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
         if batches is None:
             read = coordinates(rotated_x, number)
         else:
-            read = batch_coordinates(rotated_x, number, batches.of_token, batches.total)
+            counted = torch.where((ids >= 0).any(1, keepdim=True), rotated_x, 0.0)
+            read = batch_coordinates(counted, number, batches.of_token, batches.total)
         gate, up = slot_products(rotated_x * read, ids, self.decoded).chunk(2, -1)
         return gate, up
 

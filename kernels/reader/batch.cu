@@ -1,0 +1,100 @@
+// A channel reader's layer for a batch that reads one set of channels, in six launches; each begins while the one
+// before it ends. Compiled for one shape: HIDDEN, INTER, COORDINATES (of 128), RANK (0: nothing is restored), GELU
+// (SiLU where not).
+//
+//   prepare  coordinates for the batch, by block of 128; tokens cut to them; pairs of token and expert, by expert
+//   screen   estimates of a share of an expert's channels for all its tokens, and their sums of scores
+//   choose   the score from which on channels are kept
+//   extend   of kept channels gate and up, and their product; of skipped ones what they add by the map
+//   project  kept channels through their down rows, by pair
+//   finish   sums over a token's experts
+//
+// Nothing is added by atomics but counts, so that every run gives the same bits.
+
+#include "hopper.cuh"
+#include "halves.cuh"
+#include "batch_ops.cuh"
+
+struct State {
+    u64 least;       // Rank from which on a channel is kept.
+    int active;      // Experts with tokens.
+    u32 rivals;      // Channels in the bin that holds the last one kept.
+    u32 arrived;     // Blocks of `choose` that have listed theirs.
+    u32 room;        // How many of the rivals are kept.
+};
+
+struct Arguments {
+    const u16 *x;               // [tokens, stride] bf16
+    const long long *ids;       // [tokens, columns], -1 for none, different in a row
+    const float *weights;       // [tokens, columns]
+    const u8 *codes;            // [experts, HIDDEN, ROW]
+    const u16 *scales;          // [experts, BLOCKS, 2, INTER] fp16
+    const u16 *norms;           // [experts, INTER] bf16
+    const signed char *signs;   // [HIDDEN]
+    const u16 *basis;           // [HIDDEN, 32] bf16
+    const u16 *coefficients;    // [experts, INTER, 32] bf16
+    const u16 *gate_up;         // [experts, 2 INTER, HIDDEN] bf16
+    const u16 *down;            // [experts, INTER, HIDDEN] bf16
+    const int *kept_of;         // [experts + 1]: channels kept of so many experts
+    State *state;
+    u8 *coordinate;             // [BLOCKS, COORDINATES]
+    u8 *record;                 // [BLOCKS, tokens, RECORD]: see prepare
+    int *expert;                // [experts]: the active ones, ascending
+    int *start;                 // [experts + 1]: their first sorted pairs
+    int *token;                 // [pairs]: of a sorted pair
+    float *weight;              // [pairs]
+    int *place;                 // [tokens, columns]: sorted pairs; -1 for none
+    float *amounts;             // [pairs, INTER]: w p
+    u32 *scores;                // [experts, INTER]: bits of sums of scores, by active expert
+    u32 *bins;                  // [BINS]: channels by their scores' upper bits
+    u64 *rivals;                // [experts INTER]
+    u16 *channels;              // [experts, INTER]: kept ones, by active expert, ascending
+    int *number;                // [experts]: how many
+    u16 *activated;             // [pairs, PADDED] bf16: w act(gate) up of kept channels
+    float *parts;               // [pairs, HIDDEN]
+    float *mapped;              // [pairs, 32]: sums of w p b of skipped channels
+    u32 *kept;                  // [experts, WORDS] bits; or null
+    u16 *output;                // [tokens, HIDDEN] bf16
+    long long stride;
+    int tokens, experts, columns, shares;  // shares: blocks of `extend` an expert
+};
+
+__host__ __device__ constexpr int over(int a, int b) { return (a + b - 1) / b; }
+
+constexpr int BLOCKS = HIDDEN / 128, STEPS = COORDINATES / 16, WORDS = (INTER + 31) / 32, PADDED = WORDS * 32;
+constexpr int ROW = (2 * ((INTER + 4) / 5) + 31) / 32 * 32;
+constexpr int RECORD = COORDINATES * 2 + 16;
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
+constexpr int FINE = 19, BINS = 4096;  // A bin holds scores that differ in their lower FINE bits.
+constexpr u32 INFINITE = 0x7f800000u;
+
+static_assert(HIDDEN % 128 == 0 && INTER % 8 == 0 && COORDINATES % 16 == 0 && (RANK == 0 || RANK == 32), "shape");
+
+__device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
+__device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
+__device__ __forceinline__ float wide(u16 bits) { return __int_as_float((u32)bits << 16); }
+
+__device__ __forceinline__ float activation(float gate) {
+#if GELU
+    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+    return gate / (1 + __expf(-2 * inner));
+#else
+    return gate / (1 + __expf(-gate));
+#endif
+}
+
+// Of values of at least 0 and of no numbers, which count as infinite: in their order.
+__device__ __forceinline__ u32 ordered(float value) {
+    const u32 bits = (u32)__float_as_int(value) & 0x7fffffffu;
+    return bits > INFINITE ? INFINITE : bits;
+}
+
+// Channels by score, of equal ones the first first; no two are alike.
+__device__ __forceinline__ u64 rank_of(u32 score, int place, int channel) {
+    return (u64)score << 32 | (0xffffffffu - (u32)(place * INTER + channel));
+}
+
+#include "batch_prepare.cuh"
+#include "batch_screen.cuh"
+#include "batch_choose.cuh"
+#include "batch_read.cuh"

@@ -1,0 +1,103 @@
+"""One set of channels for a batch: those of the greatest sum of scores over its tokens, so that what the whole batch
+reads stays within the budget; by CUDA kernels where the device and the shape allow, else in plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from epsim.kernels.experts.cuda import available
+from epsim.kernels.reader import batch_cuda
+from epsim.kernels.reader.bytes import ReadBytes
+from epsim.kernels.reader.layer import GATES, ReaderLayer, as_words, from_words
+from epsim.kernels.reader.read import Experts, read_output
+from epsim.kernels.reader.screen import Batches, Screen
+from epsim.kernels.reader.select import keep_for_batch, output_scores
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchReader:
+    """layer: experts and sketch. kept_of [E + 1] int32: channels that a batch of so many active experts keeps; see
+    `of`."""
+
+    layer: ReaderLayer
+    kept_of: torch.Tensor
+
+    @classmethod
+    def of(cls, layer: ReaderLayer, budget: float) -> BatchReader:
+        """budget: share of the bytes of a batch's active experts that it may read. Raises ValueError where that does
+        not pay for the screen."""
+        sketch = layer.sketch
+        rank = sketch.rank if layer.restore else 0
+        sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, layer.coordinates, rank)
+        kept = [0, *(sizes.kept(budget, number) for number in range(1, sketch.num_experts + 1))]
+        return cls(layer, torch.tensor(kept, dtype=torch.int32, device=layer.gate_up.device))
+
+    @property
+    def sizes(self) -> batch_cuda.Sizes:
+        layer = self.layer
+        rank = layer.sketch.rank if layer.restore else 0
+        return batch_cuda.Sizes(
+            layer.sketch.hidden, layer.sketch.intermediate, layer.coordinates, rank, layer.gate == "gelu"
+        )
+
+    def read(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, H] bfloat16; ids [T, k] int64, different in a row, -1 for none; weights [T, k] float32 -> [T, H]
+        bfloat16.
+
+        A token without experts gives zeros and chooses nothing. kept [E, ceil(I / 32)] int32, written: bit c % 32 of
+        word c / 32 for channel c of an expert. The same bits in every run; nothing waits on a GPU, and it can be
+        captured in a CUDA graph. The kernels take up to 128 tokens; Rx goes into their screen rounded to fp16. Raises
+        ValueError for what does not fit.
+        """
+        layer = self.layer
+        layer.check(x, ids, weights)
+        sketch = layer.sketch
+        words = (sketch.num_experts, -(-sketch.intermediate // 32))
+        if kept is not None and (kept.dtype != torch.int32 or kept.shape != words or not kept.is_contiguous()):
+            raise ValueError(f"kept is {list(kept.shape)} {kept.dtype}, not contiguous {list(words)} int32")
+        if kept is not None:
+            kept.zero_()
+        if not len(x):
+            return torch.empty_like(x)
+        uncovered = batch_cuda.uncovered(self.sizes, len(x), sketch.num_experts, ids.shape[1])
+        if not x.is_cuda or not available(x.device.index) or uncovered is not None:
+            return self._plain(x, ids, weights, kept)
+        tensors = {"ids": ids.contiguous(), "weights": weights.contiguous(), "kept_of": self.kept_of}
+        tensors |= {"gate_up": layer.gate_up, "down": layer.down}
+        return batch_cuda.launched(self.sizes, sketch, x, tensors, kept)["output"]
+
+    def _plain(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        layer, sketch = self.layer, self.layer.sketch
+        experts = Experts(layer.gate_up, layer.down.transpose(1, 2), GATES[layer.gate])
+        batches = Batches(torch.zeros(len(x), dtype=torch.int64, device=x.device), 1)
+        gate, up = Screen(sketch).estimates(x, ids, layer.coordinates, batches)
+        estimates = experts.activation(gate) * up
+        there = ids >= 0
+        scores = output_scores(weights, sketch.norms[ids.clamp(min=0)], estimates)
+        scores = scores.masked_fill(~there[..., None], -1.0)
+        active = torch.zeros(sketch.num_experts + 1, dtype=torch.bool, device=x.device)
+        active[torch.where(there, ids, sketch.num_experts)] = True
+        number = self.kept_of[active[:-1].sum()].long()[None]
+        taken = keep_for_batch(scores, ids, sketch.num_experts, number) & there[..., None]
+        if kept is not None:
+            kept.copy_(of_experts(taken, ids, sketch.num_experts))
+        return read_output(x, ids, weights, experts, taken, estimates, sketch if layer.restore else None).bfloat16()
+
+
+def of_experts(taken: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """taken [T, k, I] bool, alike in all slots of an expert -> [E, ceil(I / 32)] int32 of bits."""
+    marks = torch.zeros(num_experts + 1, taken.shape[2], dtype=torch.bool, device=ids.device)
+    marks[torch.where(ids >= 0, ids, num_experts).flatten()] = taken.flatten(0, 1)
+    return as_words(marks[:num_experts, None])
+
+
+def of_slots(kept: torch.Tensor, ids: torch.Tensor, intermediate: int) -> torch.Tensor:
+    """The inverse of `of_experts`: kept [E, ceil(I / 32)] int32, ids [T, k] -> [T, k, I] bool."""
+    marks = from_words(kept, 1, intermediate)[:, 0]
+    return marks[ids.clamp(min=0)] & (ids >= 0)[..., None]

@@ -1,0 +1,101 @@
+// The third launch of batch.cu: a block an active expert lists its channels in the bin of the last one that is kept,
+// and the last block to arrive finds that one.
+
+// The largest n for which counts [0, n) from the top leave less than `wanted`: `from_top(i)` counts group i of 256, the
+// last first. -> the group that holds the wanted one, and how many are before it, in all threads. 256 threads.
+template <typename F>
+__device__ __forceinline__ void find_group(F &&from_top, int wanted, int (&cell)[WARPS + 2], int &group, int &before) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int own = from_top(threadIdx.x);
+    int upto = own;
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, far);
+        if (lane >= far) upto += other;
+    }
+    if (lane == 31) cell[warp] = upto;
+    __syncthreads();
+    for (int other = 0; other < warp; ++other) upto += cell[other];
+    if (upto >= wanted && upto - own < wanted) cell[WARPS] = threadIdx.x, cell[WARPS + 1] = upto - own;
+    __syncthreads();
+    group = cell[WARPS], before = cell[WARPS + 1];
+    __syncthreads();
+}
+
+// The room-th of the rivals, by 8 of their bits after 8; one block.
+__device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WARPS + 2], u64 prefix) {
+    const int rivals = __ldcg(&a.state->rivals);
+    int room = __ldcg(&a.state->room), left = 32 + FINE;
+#pragma unroll 1
+    while (left > 0) {
+        const int width = left < 8 ? left : 8, above = left;
+        left -= width;
+        count[threadIdx.x] = 0;
+        __syncthreads();
+        for (int i = threadIdx.x; i < rivals; i += THREADS) {
+            const u64 rival = __ldcg(a.rivals + i);
+            if (rival >> above == prefix) atomicAdd(count + (rival >> left & ((1u << width) - 1)), 1u);
+        }
+        __syncthreads();
+        int group, before;
+        find_group([&](int i) { return (int)count[255 - i]; }, room, cell, group, before);
+        room -= before;
+        prefix = prefix << width | (255 - group);
+        if ((int)count[255 - group] == room) break;  // All that are left.
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) a.state->least = prefix << left;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    u32(&count)[256] = *(u32(*)[256])memory;
+    int(&cell)[WARPS + 2] = *(int(*)[WARPS + 2])(memory + sizeof count);
+    let_next_begin();
+    wait_for_last();
+    const int place = blockIdx.x, active = a.state->active;
+    if (place >= active) return;
+    const int wanted = a.kept_of[active];
+    if (wanted <= 0 || wanted >= active * INTER) {
+        if (place == 0 && threadIdx.x == 0) a.state->least = wanted <= 0 ? ~0ull : 0;
+        return;
+    }
+    int group, before;
+    constexpr int EACH = BINS / THREADS;
+    u32 own[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH / 4; ++i)
+        *(uint4 *)(own + i * 4) = ((const uint4 *)a.bins)[(THREADS - 1 - threadIdx.x) * (EACH / 4) + i];
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) sum += own[i];
+    find_group([&](int) { return sum; }, wanted, cell, group, before);
+    if (threadIdx.x == group)
+#pragma unroll
+        for (int i = EACH - 1; i >= 0; --i) {
+            if (before < wanted && before + (int)own[i] >= wanted)
+                cell[0] = (THREADS - 1 - group) * EACH + i, cell[1] = before;
+            before += own[i];
+        }
+    __syncthreads();
+    const u32 bin = cell[0];
+    const int room = wanted - cell[1];
+    __syncthreads();
+    for (int channel = threadIdx.x; channel < INTER; channel += THREADS) {
+        const u32 score = a.scores[place * INTER + channel];
+        if (score >> FINE == bin) a.rivals[atomicAdd(&a.state->rivals, 1u)] = rank_of(score, place, channel);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        a.state->room = room;
+        __threadfence();
+        cell[0] = atomicAdd(&a.state->arrived, 1u) == active - 1;
+    }
+    __syncthreads();
+    const bool last = cell[0];
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    find_last(a, count, cell, bin);
+}

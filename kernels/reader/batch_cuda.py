@@ -1,0 +1,225 @@
+"""batch.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from epsim.kernels.reader.build import LayerSketch
+from epsim.kernels.reader.codes import BLOCK, row_bytes
+from epsim.kernels.split.launch import compiled, launch
+
+POINTERS = (
+    "x",
+    "ids",
+    "weights",
+    "codes",
+    "scales",
+    "norms",
+    "signs",
+    "basis",
+    "coefficients",
+    "gate_up",
+    "down",
+    "kept_of",
+    "state",
+    "coordinate",
+    "record",
+    "expert",
+    "start",
+    "token",
+    "weight",
+    "place",
+    "amounts",
+    "scores",
+    "bins",
+    "rivals",
+    "channels",
+    "number",
+    "activated",
+    "parts",
+    "mapped",
+    "kept",
+    "output",
+)
+ARGUMENTS = np.dtype(
+    [(name, np.uint64) for name in POINTERS]
+    + [("stride", np.int64)]
+    + [(name, np.int32) for name in ("tokens", "experts", "columns", "shares")],
+    align=True,
+)
+"""batch.cu's Arguments."""
+THREADS, PROJECTING, STRIP, BINS, MAP = 256, 128, 256, 4096, 32
+MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS = 128, 512, 64
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a block may have (compute capability 9.0)."""
+SHARES = 6
+"""Blocks of `extend` for an expert's kept channels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What batch.cu is compiled for. coordinates: of 128. rank: of the map, 0 for none. gelu: SiLU where not."""
+
+    hidden: int
+    inter: int
+    coordinates: int
+    rank: int
+    gelu: bool
+
+    @property
+    def definitions(self) -> dict[str, int]:
+        return {
+            "HIDDEN": self.hidden,
+            "INTER": self.inter,
+            "COORDINATES": self.coordinates,
+            "RANK": self.rank,
+            "GELU": int(self.gelu),
+        }
+
+    @property
+    def blocks(self) -> int:
+        return self.hidden // BLOCK
+
+    @property
+    def record(self) -> int:
+        """Bytes of a token's coordinates of a block."""
+        return 2 * self.coordinates + 16
+
+    @property
+    def padded(self) -> int:
+        """Channels, in whole words of 32."""
+        return -(-self.inter // 32) * 32
+
+    @property
+    def screen_shared(self) -> int:
+        stage = 2 * self.coordinates * 80 + 4 * 160 * 2 + 2 * 16 * self.record
+        return 4 * stage + self.blocks * self.coordinates * 4
+
+    def launches(self, tokens: int, experts: int, columns: int, shares: int) -> Iterator[tuple[str, int, int, int]]:
+        """Of each kernel: its name, blocks, threads and bytes of shared memory."""
+        most, tiles = min(experts, tokens * columns), -(-tokens // 8)
+        pairs = experts * (-(-tokens // 32) * 4 + 4)
+        yield "prepare", self.blocks + 1, THREADS, max(tokens * 513 + 656, pairs) + 15 & ~15
+        yield "screen", most * -(-row_bytes(self.inter) // 64), THREADS, self.screen_shared
+        yield "choose", most, THREADS, 1024 + 64
+        lists = -(-(self.padded // 8 + self.padded * 2) // 16) * 16
+        yield "extend", most * (shares + (self.rank > 0)), THREADS, lists + max(tiles * 4096, 8192)
+        yield "project", most * -(-self.hidden // STRIP), PROJECTING, -(-self.inter * 2 // 16) * 16
+        yield "finish", self.blocks * tiles, THREADS, 1024 + 32 * columns
+
+
+def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | None:
+    """Why batch.cu cannot, or None."""
+    if sizes.hidden % BLOCK or sizes.inter % 8:
+        return f"hidden {sizes.hidden} is no multiple of {BLOCK} or intermediate {sizes.inter} none of 8"
+    if sizes.coordinates % 16 or not 0 < sizes.coordinates <= BLOCK:
+        return f"{sizes.coordinates} coordinates of {BLOCK} are no multiple of 16"
+    if sizes.rank not in (0, MAP):
+        return f"a map of rank {sizes.rank}, not {MAP}"
+    if not (tokens <= MOST_TOKENS and experts <= MOST_EXPERTS and 0 < columns <= MOST_COLUMNS):
+        return (
+            f"{tokens} tokens of {columns} experts of {experts}, more than {MOST_TOKENS}, {MOST_COLUMNS} and "
+            f"{MOST_EXPERTS}"
+        )
+    largest = max(shared for *_, shared in sizes.launches(MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS, SHARES))
+    if largest > MOST_SHARED:
+        return f"a block needs {largest} bytes of shared memory, of which there are {MOST_SHARED}"
+    return None
+
+
+FOLDER = Path(__file__).parent
+PARTS = ("batch_prepare.cuh", "batch_screen.cuh", "batch_choose.cuh", "batch_read.cuh")
+HEADERS = {
+    "hopper.cuh": FOLDER.parent / "experts" / "hopper.cuh",
+    "halves.cuh": FOLDER / "halves.cuh",
+    "batch_ops.cuh": FOLDER / "batch_ops.cuh",
+}
+"""Instructions that CUDA C++ has no words for."""
+
+
+def source(headers: bool = True) -> str:
+    """batch.cu with its parts and, if so, its headers in place: CuPy looks up binaries by the text that it is given."""
+    text = (FOLDER / "batch.cu").read_text()
+    for name in PARTS:
+        text = text.replace(f'#include "{name}"', (FOLDER / name).read_text())
+    for name, path in HEADERS.items():
+        text = text.replace(f'#include "{name}"', path.read_text() if headers else "")
+    return text
+
+
+@functools.cache
+def _kernel(device: int, sizes: Sizes, name: str) -> int:
+    most = sizes.launches(MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS, SHARES)
+    shared = next(shared for other, _, _, shared in most if other == name)
+    return compiled(device, source(), sizes.definitions, name, shared)
+
+
+def argument_of(
+    sizes: Sizes,
+    sketch: LayerSketch,
+    x: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    kept: torch.Tensor | None,
+    shares: int = SHARES,
+) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """-> an ARGUMENTS record, and all that it points to, the output among them. tensors: ids, weights, gate_up, down
+    (transposed), kept_of."""
+    (tokens, columns), experts = tensors["ids"].shape, sketch.num_experts
+    pairs, channels = tokens * columns, experts * sizes.inter
+    held = {name: tensor for name, tensor in sketch.tensors().items() if name != "errors"} | {"x": x, **tensors}
+    shapes: dict[str, tuple[torch.dtype, int]] = {
+        "state": (torch.int64, 4),
+        "coordinate": (torch.uint8, sizes.blocks * sizes.coordinates),
+        "record": (torch.uint8, sizes.blocks * tokens * sizes.record),
+        "expert": (torch.int32, experts),
+        "start": (torch.int32, experts + 1),
+        "token": (torch.int32, pairs),
+        "weight": (torch.float32, pairs),
+        "place": (torch.int32, pairs),
+        "amounts": (torch.float32, pairs * sizes.inter),
+        "scores": (torch.int32, channels),
+        "bins": (torch.int32, BINS),
+        "rivals": (torch.int64, channels),
+        "channels": (torch.int16, channels),
+        "number": (torch.int32, experts),
+        "activated": (torch.bfloat16, pairs * sizes.padded),
+        "parts": (torch.float32, pairs * sizes.hidden),
+        "mapped": (torch.float32, pairs * MAP),
+    }
+    # One allocation for all, lest the host takes longer than the device.
+    begins, end = {}, 0
+    for name, (dtype, size) in shapes.items():
+        begins[name] = end
+        end += -(-size * dtype.itemsize // 256) * 256
+    room = torch.empty(end, dtype=torch.uint8, device=x.device)
+    for name, (dtype, size) in shapes.items():
+        held[name] = room[begins[name] : begins[name] + size * dtype.itemsize].view(dtype)
+    held["output"] = torch.empty(tokens, sizes.hidden, dtype=torch.bfloat16, device=x.device)
+    if kept is not None:
+        held["kept"] = kept
+    pointers = [held[name].data_ptr() if name in held else 0 for name in POINTERS]
+    return np.array([(*pointers, x.stride(0), tokens, experts, columns, shares)], ARGUMENTS), held
+
+
+def launched(
+    sizes: Sizes,
+    sketch: LayerSketch,
+    x: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    kept: torch.Tensor | None,
+    shares: int = SHARES,
+    early: bool = True,
+) -> dict[str, torch.Tensor]:
+    """`argument_of`'s tensors after all six launches; the output among them, as `BatchReader.read` gives it."""
+    argument, held = argument_of(sizes, sketch, x, tensors, kept, shares)
+    stream = torch.cuda.current_stream().cuda_stream
+    (tokens, columns), experts = tensors["ids"].shape, sketch.num_experts
+    for name, blocks, threads, shared in sizes.launches(tokens, experts, columns, shares):
+        launch(_kernel(x.device.index, sizes, name), (blocks,), threads, shared, stream, argument, early)
+    return held

@@ -1,0 +1,165 @@
+// The first launch of batch.cu: a block of coordinates a block, and one more that sorts pairs.
+
+// A block of 128 coordinates of a token, 4 a lane, rotated. One warp.
+__device__ __forceinline__ float4 rotate(const Arguments &a, int token, int block, int lane) {
+    const uint2 x = *(const uint2 *)(a.x + token * a.stride + block * 128 + lane * 4);
+    const signed char *signs = a.signs + block * 128 + lane * 4;
+    float v[4] = {low(x.x) * signs[0], high(x.x) * signs[1], low(x.y) * signs[2], high(x.y) * signs[3]};
+#pragma unroll
+    for (int far = 1; far < 4; far *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (!(i & far)) {
+                const float one = v[i], other = v[i | far];
+                v[i] = one + other, v[i | far] = one - other;
+            }
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float other = __shfl_xor_sync(~0u, v[i], far);
+            v[i] = lane & far ? other - v[i] : v[i] + other;
+        }
+    const float over = 0.08838834764831845f;
+    return make_float4(v[0] * over, v[1] * over, v[2] * over, v[3] * over);
+}
+
+// A record: a token's values at the chosen coordinates of a block, as halves of a unit that leaves them below 2, in the
+// order of the screen's products; then the unit times 2^24, and the halves' sum over 2^24.
+__device__ void write_record(const Arguments &a, const float *values, const u8 *chosen, int token, int block, int lane) {
+    float v[(COORDINATES + 31) / 32];
+    u32 most = 0;
+#pragma unroll
+    for (int i = 0; i < (COORDINATES + 31) / 32; ++i) {
+        const int at = i * 32 + lane;
+        v[i] = at < COORDINATES ? values[token * 128 + chosen[at]] : 0;
+        const u32 size = (u32)__float_as_int(v[i]) & 0x7fffffffu;
+        most = size > most ? size : most;
+    }
+    most = __reduce_max_sync(~0u, most);
+    const int found = most >> 23, exponent = found < 1 ? 1 : found > 230 ? 230 : found;
+    const float one_over = __int_as_float((254 - exponent) << 23);
+    u8 *to = a.record + ((long long)block * a.tokens + token) * RECORD;
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < (COORDINATES + 31) / 32; ++i) {
+        const int at = i * 32 + lane, inner = at % 16;
+        if (at >= COORDINATES) break;
+        const u16 half = to_half(v[i] * one_over);
+        ((u16 *)to)[at / 16 * 16 + inner % 8 / 2 * 4 + inner % 2 + inner / 8 * 2] = half;
+        sum += from_half(half);
+    }
+#pragma unroll
+    for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
+    if (lane == 0) {
+        float *beside = (float *)(to + COORDINATES * 2);
+        beside[0] = __int_as_float((exponent + 24) << 23), beside[1] = sum * 5.9604644775390625e-8f;
+    }
+}
+
+// The coordinates of a block of 128 that add most to the tokens' sum of squares; tokens without experts do not count.
+__device__ void choose_coordinates(const Arguments &a, u8 *memory, int block) {
+    float *values = (float *)memory;              // [tokens, 128]
+    u32 *sizes = (u32 *)(values + a.tokens * 128);  // [128]
+    u32 *votes = sizes + 128;                     // [4]
+    u8 *chosen = (u8 *)(votes + 4), *served = chosen + 128;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = threadIdx.x;
+    for (int token = own; token < a.tokens; token += THREADS) {
+        bool any = false;
+        for (int i = 0; i < a.columns; ++i) any |= a.ids[token * a.columns + i] >= 0;
+        served[token] = any;
+    }
+    for (int token = warp; token < a.tokens; token += WARPS)
+        ((float4 *)values)[token * 32 + lane] = rotate(a, token, block, lane);
+    __syncthreads();
+    if (own < 128) {
+        float sum = 0;
+#pragma unroll 8
+        for (int token = 0; token < a.tokens; ++token) {
+            const float value = values[token * 128 + own], square = value * value;
+            if (served[token]) sum = sum + square;
+        }
+        sizes[own] = ordered(sum);
+    }
+    __syncthreads();
+    bool taken = false;
+    if (own < 128) {
+        const u32 size = sizes[own];
+        int before = 0;
+#pragma unroll 8
+        for (int other = 0; other < 128; ++other)
+            before += sizes[other] > size || sizes[other] == size && other < own;
+        taken = before < COORDINATES;
+        const u32 all = __ballot_sync(~0u, taken);
+        if (lane == 0) votes[warp] = all;
+    }
+    __syncthreads();
+    if (taken) {
+        int at = __popc(votes[warp] & ((1u << lane) - 1));
+        for (int other = 0; other < warp; ++other) at += __popc(votes[other]);
+        chosen[at] = own;
+        a.coordinate[block * COORDINATES + at] = own;
+    }
+    __syncthreads();
+    for (int token = warp; token < a.tokens; token += WARPS) write_record(a, values, chosen, token, block, lane);
+}
+
+// Pairs by expert, then token, and what later launches count from 0.
+__device__ void sort_pairs(const Arguments &a, u8 *memory) {
+    const int pairs = a.tokens * a.columns, groups = (a.tokens + 31) / 32;
+    u32 *mask = (u32 *)memory;              // [experts, groups]: which tokens an expert has
+    int *first = (int *)(mask + a.experts * groups);  // [experts]
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = threadIdx.x; i < a.experts * groups; i += THREADS) mask[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += THREADS) a.bins[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < pairs; i += THREADS) {
+        const int expert = a.ids[i], token = i / a.columns;
+        if (expert >= 0) atomicOr(mask + expert * groups + token / 32, 1u << token % 32);
+    }
+    __syncthreads();
+    if (warp == 0) {
+        int active = 0, sorted = 0;
+        for (int base = 0; base < a.experts; base += 32) {
+            const int expert = base + lane;
+            int own = 0;
+            for (int i = 0; i < groups && expert < a.experts; ++i) own += __popc(mask[expert * groups + i]);
+            const u32 found = __ballot_sync(~0u, own > 0);
+            int upto = own;
+#pragma unroll
+            for (int far = 1; far < 32; far *= 2) {
+                const int other = __shfl_up_sync(~0u, upto, far);
+                if (lane >= far) upto += other;
+            }
+            if (own) {
+                const int at = active + __popc(found & ((1u << lane) - 1));
+                a.expert[at] = expert, a.start[at] = first[expert] = sorted + upto - own;
+            }
+            active += __popc(found), sorted += __shfl_sync(~0u, upto, 31);
+        }
+        if (lane == 0) {
+            a.start[active] = sorted;
+            a.state->active = active, a.state->rivals = 0, a.state->arrived = 0;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < pairs; i += THREADS) {
+        const int expert = a.ids[i], token = i / a.columns;
+        int at = -1;
+        if (expert >= 0) {
+            const u32 *own = mask + expert * groups;
+            at = first[expert] + __popc(own[token / 32] & ((1u << token % 32) - 1));
+            for (int j = 0; j < token / 32; ++j) at += __popc(own[j]);
+            a.token[at] = token, a.weight[at] = a.weights[i];
+        }
+        a.place[i] = at;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    let_next_begin();
+    wait_for_last();
+    if (blockIdx.x == BLOCKS) sort_pairs(a, memory);
+    else choose_coordinates(a, memory, blockIdx.x);
+}

@@ -1,0 +1,108 @@
+"""batch.cu compiled for the host: it keeps the plain form's channels for the batch, and gives its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from epsim.kernels.reader import batch_cuda
+from epsim.kernels.reader.batch import BatchReader, of_slots
+from epsim.kernels.reader.layer import GATES, Gate, from_words
+from epsim.kernels.reader.read import Experts, read_output
+from epsim.kernels.reader.screen import Batches, Screen
+from epsim.kernels.reader.select import top_mask
+from tests.kernels.reader.test_reader_source import far, inputs, layer_of
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+OnHost = Callable[..., Callable[..., None]]
+
+
+def reader_of(
+    experts: int, hidden: int, inter: int, top_k: int, budget: float, gate: Gate = "silu", **options: Any
+) -> BatchReader:
+    return BatchReader.of(layer_of(experts, hidden, inter, top_k, 1.0, gate, **options), budget)
+
+
+def run_on_host(on_host: OnHost, reader: BatchReader, given: Given, order: int = 0, shares: int = 2) -> dict[str, Any]:
+    x, ids, weights = given
+    sizes, layer = reader.sizes, reader.layer
+    experts = layer.sketch.num_experts
+    assert batch_cuda.uncovered(sizes, len(x), experts, ids.shape[1]) is None
+    tensors = {"ids": ids, "weights": weights, "gate_up": layer.gate_up, "down": layer.down, "kept_of": reader.kept_of}
+    kept = torch.zeros(experts, sizes.padded // 32, dtype=torch.int32)
+    argument, held = batch_cuda.argument_of(sizes, layer.sketch, x, tensors, kept, shares)
+    for name, tensor in held.items():
+        if name in SCRATCH:
+            tensor.view(torch.uint8).fill_(0xFF)
+    for name, blocks, threads, shared in sizes.launches(len(x), experts, ids.shape[1], shares):
+        run = on_host(batch_cuda.source(False), "batch.h", name, sizes.definitions)
+        run(argument, blocks, threads, shared, order)
+    return held
+
+
+SCRATCH = set(batch_cuda.POINTERS[batch_cuda.POINTERS.index("state") :]) - {"kept"}
+
+
+def totals(held: dict[str, Any], inter: int) -> torch.Tensor:
+    """[active, I] float32: sums of scores by active expert, ascending."""
+    active = int(held["state"].view(torch.int32)[2])
+    found: torch.Tensor = held["scores"].view(torch.float32).view(-1, inter)[:active]
+    return found
+
+
+def in_float64(reader: BatchReader, given: Given, kept: torch.Tensor) -> torch.Tensor:
+    """The output with these channels."""
+    layer, (x, ids, weights) = reader.layer, given
+    experts = Experts(layer.gate_up.double(), layer.down.transpose(1, 2).double(), GATES[layer.gate])
+    batches = Batches(torch.zeros(len(x), dtype=torch.int64, device=x.device), 1)
+    gate, up = Screen(layer.sketch, torch.float64).estimates(x, ids, layer.coordinates, batches)
+    taken = of_slots(kept, ids, layer.sketch.intermediate)
+    estimates, sketch = (experts.activation(gate) * up, layer.sketch) if layer.restore else (None, None)
+    return read_output(x.double(), ids, weights, experts, taken, estimates, sketch)
+
+
+def check(held: dict[str, Any], reader: BatchReader, given: Given) -> None:
+    """Channels exactly those of the kernel's own scores; scores and outputs near the plain form's."""
+    ids = given[1]
+    inter, experts = reader.layer.sketch.intermediate, reader.layer.sketch.num_experts
+    active = ids[ids >= 0].unique()
+    scores = totals(held, inter)
+    assert len(scores) == len(active)
+    number = int(reader.kept_of[len(active)])
+    wanted = torch.zeros(experts, inter, dtype=torch.bool)
+    wanted[active] = top_mask(scores.flatten(), number).view_as(scores)
+    kept = from_words(held["kept"], 1, inter)[:, 0]
+    assert torch.equal(kept, wanted)
+    other = torch.empty_like(held["kept"])
+    plain = reader.read(*given, kept=other)
+    assert float((from_words(other, 1, inter)[:, 0] != kept).float().mean()) < 0.02
+    assert far(held["output"], in_float64(reader, given, held["kept"])) < 4e-3
+    assert far(plain, in_float64(reader, given, other)) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "hidden", "inter", "top_k", "gate", "options", "order"),
+    [
+        (1, 6, 256, 96, 4, "silu", {}, 0),
+        (20, 5, 384, 72, 3, "gelu", {"coordinates": 128, "restore": False}, 1),
+        (37, 4, 128, 168, 2, "silu", {"coordinates": 48}, 7),
+    ],
+)
+def test_equals_the_plain_form(
+    on_host: OnHost,
+    tokens: int,
+    experts: int,
+    hidden: int,
+    inter: int,
+    top_k: int,
+    gate: Gate,
+    options: dict[str, Any],
+    order: int,
+) -> None:
+    reader = reader_of(experts, hidden, inter, top_k, 0.7, gate, **options)
+    given = inputs(reader.layer, tokens, top_k)
+    given[1][-1, 0] = -1
+    check(run_on_host(on_host, reader, given, order), reader, given)
