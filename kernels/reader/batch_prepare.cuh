@@ -37,6 +37,7 @@ __device__ void write_record(const Arguments &a, const float *values, const u8 *
         most = size > most ? size : most;
     }
     most = __reduce_max_sync(~0u, most);
+    const bool sound = most < INFINITE;  // Else there is no number that the token's estimates could be.
     const int found = most >> 23, exponent = found < 1 ? 1 : found > 230 ? 230 : found;
     const float one_over = __int_as_float((254 - exponent) << 23);
     u8 *to = a.record + ((long long)block * a.tokens + token) * RECORD;
@@ -45,7 +46,7 @@ __device__ void write_record(const Arguments &a, const float *values, const u8 *
     for (int i = 0; i < (COORDINATES + 31) / 32; ++i) {
         const int at = i * 32 + lane, inner = at % 16;
         if (at >= COORDINATES) break;
-        const u16 half = to_half(v[i] * one_over);
+        const u16 half = sound ? to_half(v[i] * one_over) : 0;
         ((u16 *)to)[at / 16 * 16 + inner % 8 / 2 * 4 + inner % 2 + inner / 8 * 2] = half;
         sum += from_half(half);
     }
@@ -53,7 +54,8 @@ __device__ void write_record(const Arguments &a, const float *values, const u8 *
     for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
     if (lane == 0) {
         float *beside = (float *)(to + COORDINATES * 2);
-        beside[0] = __int_as_float((exponent + 24) << 23), beside[1] = sum * 5.9604644775390625e-8f;
+        beside[0] = __int_as_float(sound ? (exponent + 24) << 23 : 0x7fc00000);
+        beside[1] = sum * 5.9604644775390625e-8f;
     }
 }
 

@@ -11,7 +11,7 @@ from epsim.kernels.reader.batch import BatchReader
 from epsim.kernels.reader.build import build_layer
 from epsim.kernels.reader.layer import Gate, ReaderLayer, from_words
 from epsim.kernels.reader.select import top_mask
-from tests.kernels.reader.test_batch_source import in_float64, totals
+from tests.kernels.reader.test_batch_source import active_of, in_float64, totals
 from tests.kernels.reader.test_reader_source import far
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_channels_and_outputs(experts: int, hidden: int, inter: int, gate: Gate,
         kept = torch.full((experts, -(-inter // 32)), -1, dtype=torch.int32, device="cuda")
         found = reader.read(*given, kept=kept)
         taken = from_words(kept, 1, inter)[:, 0]
-        active = ids[ids >= 0].unique()
+        active = active_of(ids)
         number = int(reader.kept_of[len(active)])
         assert int(taken.sum()) == number
         tensors = {"ids": ids, "weights": weights, "kept_of": reader.kept_of}
@@ -101,7 +101,7 @@ def test_equal_scores_go_to_the_lower_channels() -> None:
     x, ids, weights = drawn(reader, 5)
     kept = torch.empty(16, 8, dtype=torch.int32, device="cuda")
     assert (reader.read(torch.zeros_like(x), ids, weights, kept) == 0).all()
-    active = ids[ids >= 0].unique()
+    active = active_of(ids)
     first = from_words(kept, 1, 256)[:, 0][active].flatten()
     number = int(reader.kept_of[len(active)])
     assert first[:number].all()

@@ -46,6 +46,11 @@ def run_on_host(on_host: OnHost, reader: BatchReader, given: Given, order: int =
 SCRATCH = set(batch_cuda.POINTERS[batch_cuda.POINTERS.index("state") :]) - {"kept"}
 
 
+def active_of(ids: torch.Tensor) -> torch.Tensor:
+    """Experts with tokens, ascending."""
+    return torch.bincount(ids[ids >= 0]).nonzero()[:, 0]
+
+
 def totals(held: dict[str, Any], inter: int) -> torch.Tensor:
     """[active, I] float32: sums of scores by active expert, ascending."""
     active = int(held["state"].view(torch.int32)[2])
@@ -68,7 +73,7 @@ def check(held: dict[str, Any], reader: BatchReader, given: Given) -> None:
     """Channels exactly those of the kernel's own scores; scores and outputs near the plain form's."""
     ids = given[1]
     inter, experts = reader.layer.sketch.intermediate, reader.layer.sketch.num_experts
-    active = ids[ids >= 0].unique()
+    active = active_of(ids)
     scores = totals(held, inter)
     assert len(scores) == len(active)
     number = int(reader.kept_of[len(active)])
@@ -86,9 +91,8 @@ def check(held: dict[str, Any], reader: BatchReader, given: Given) -> None:
 @pytest.mark.parametrize(
     ("tokens", "experts", "hidden", "inter", "top_k", "gate", "options", "order"),
     [
-        (1, 6, 256, 96, 4, "silu", {}, 0),
-        (20, 5, 384, 72, 3, "gelu", {"coordinates": 128, "restore": False}, 1),
-        (37, 4, 128, 168, 2, "silu", {"coordinates": 48}, 7),
+        (1, 6, 256, 96, 4, "silu", {}, 1),
+        (37, 4, 128, 168, 2, "gelu", {"coordinates": 128, "restore": False}, 7),
     ],
 )
 def test_equals_the_plain_form(
@@ -106,3 +110,44 @@ def test_equals_the_plain_form(
     given = inputs(reader.layer, tokens, top_k)
     given[1][-1, 0] = -1
     check(run_on_host(on_host, reader, given, order), reader, given)
+
+
+@pytest.mark.parametrize("budget", [0.6, 1.0])
+def test_equal_scores_go_to_the_lower_channels(on_host: OnHost, budget: float) -> None:
+    reader = reader_of(6, 256, 96, 4, budget)
+    x, ids, weights = inputs(reader.layer, 2, 4)
+    held = run_on_host(on_host, reader, (torch.zeros_like(x), ids, weights))
+    active = active_of(ids)
+    kept = from_words(held["kept"], 1, 96)[:, 0][active].flatten()
+    number = int(reader.kept_of[len(active)])
+    assert kept[:number].all()
+    assert not kept[number:].any()
+    assert (held["output"] == 0).all()
+
+
+def test_a_token_of_no_number_takes_its_experts_and_leaves_the_others_values(on_host: OnHost) -> None:
+    reader = reader_of(6, 256, 96, 4, 0.7)
+    x, ids, weights = inputs(reader.layer, 3, 4)
+    x[1] = torch.nan
+    ids[1, 1:] = -1
+    held = run_on_host(on_host, reader, (x, ids, weights))
+    kept = from_words(held["kept"], 1, 96)[:, 0]
+    assert kept[ids[1, 0]].all()
+    assert int(kept.sum()) == int(reader.kept_of[len(active_of(ids))])
+    assert held["output"][1].isnan().all()
+    sound = [0, 2]
+    assert far(held["output"][sound], in_float64(reader, (x, ids, weights), held["kept"])[sound]) < 4e-3
+
+
+def test_tokens_without_experts(on_host: OnHost) -> None:
+    reader = reader_of(6, 256, 96, 4, 0.7)
+    x, ids, weights = inputs(reader.layer, 3, 4)
+    wild = torch.cat([x[:1], x[1:] * 100])
+    ids[1:] = -1
+    held, alone = (run_on_host(on_host, reader, one) for one in ((wild, ids, weights), (x[:1], ids[:1], weights[:1])))
+    assert (held["output"][1:] == 0).all()
+    assert torch.equal(held["kept"], alone["kept"])
+    assert torch.equal(held["output"][:1], alone["output"])
+    none = run_on_host(on_host, reader, (x, torch.full_like(ids, -1), weights))
+    assert not none["kept"].any()
+    assert (none["output"] == 0).all()
