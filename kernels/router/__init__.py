@@ -1,5 +1,7 @@
-"""Opportunistic expert activation of a batch on a GPU in one launch: `reroute`, and `route_logits` from logits on."""
+"""Opportunistic expert activation of a batch on a GPU: `reroute` in one launch, `route_logits` from logits on, and
+`Passes`, two launches with a sum over ranks between, which serve the other routers as well."""
 
 from epsim.kernels.router.cuda import Rule, available, reroute, route_logits, uncovered
+from epsim.kernels.router.passes import Passes, Plan
 
-__all__ = ["Rule", "available", "reroute", "route_logits", "uncovered"]
+__all__ = ["Passes", "Plan", "Rule", "available", "reroute", "route_logits", "uncovered"]

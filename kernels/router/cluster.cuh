@@ -21,6 +21,21 @@ __device__ __forceinline__ void add_to(unsigned &word, int block, unsigned bits)
         "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n red.shared::cluster.or.b32 [there], %2;\n}"
         ::"r"(here), "r"(block), "r"(bits) : "memory");
 }
+
+// A number is added to the word at the same place in another block's shared memory.
+__device__ __forceinline__ void sum_to(unsigned &word, int block, unsigned more) {
+    const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n red.shared::cluster.add.u32 [there], %2;\n}"
+        ::"r"(here), "r"(block), "r"(more) : "memory");
+}
+
+__device__ __forceinline__ void sum_to(unsigned long long &word, int block, unsigned long long more) {
+    const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n red.shared::cluster.add.u64 [there], %2;\n}"
+        ::"r"(here), "r"(block), "l"(more) : "memory");
+}
 #else
 #define CLUSTERED
 __device__ __forceinline__ void meet_begin() {}
@@ -28,4 +43,8 @@ __device__ __forceinline__ void meet_begin() {}
 __device__ __forceinline__ void meet_end() {}
 
 __device__ __forceinline__ void add_to(unsigned &, int, unsigned) {}
+
+__device__ __forceinline__ void sum_to(unsigned &, int, unsigned) {}
+
+__device__ __forceinline__ void sum_to(unsigned long long &, int, unsigned long long) {}
 #endif

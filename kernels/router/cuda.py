@@ -1,4 +1,4 @@
-"""router.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+"""router.cu: its arguments, sizes and compiled kernel; by NVRTC at first use, CuPy keeps it on disk."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import torch
 from epsim.kernels.split.launch import compiled, launch
 
 WARPS, MOST_STEPS, MOST_EXPERTS, MOST_TOKENS, LANES = 16, 8, 512, 512, 32
-POINTERS = ("scores", "weighs", "own", "own_weights", "acting", "ids", "weights", "active")
-NUMBERS = ("renormalise", "tokens", "experts", "top_k", "width", "most", "maxp", "steps")
+POINTERS = (
+    "scores", "weighs", "own", "own_weights", "acting", "ids", "weights", "active", "message", "summed", "holds",
+)  # fmt: skip
+SIZES = ("renormalise", "tokens", "experts", "top_k", "width", "most", "maxp", "steps")
+NUMBERS = (*SIZES, "kind", "number", "ranks", "held_each", "blocks")
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
     + [("p", np.float32), ("scaling", np.float32)]
@@ -23,7 +26,7 @@ ARGUMENTS = np.dtype(
     + [("size", np.int32, MOST_STEPS), ("k0", np.int32, MOST_STEPS)],
     align=True,
 )
-"""router.cu's Arguments."""
+"""token.cuh's Arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,13 @@ def uncovered(rule: Rule, tokens: int, experts: int, top_k: int) -> str | None:
     return None
 
 
-def source() -> str:
-    """router.cu with its header in place: CuPy looks up binaries by the text that it is given."""
+def source(name: str = "router.cu") -> str:
+    """With headers in place: CuPy looks up binaries by the text that it is given."""
     folder = Path(__file__).parent
-    return (folder / "router.cu").read_text().replace('#include "cluster.cuh"', (folder / "cluster.cuh").read_text())
+    text = (folder / name).read_text()
+    for header in ("cluster.cuh", "token.cuh", "ranks.cuh"):
+        text = text.replace(f'#include "{header}"', (folder / header).read_text())
+    return text
 
 
 def definitions(tokens: int, experts: int) -> dict[str, int]:
@@ -80,18 +86,24 @@ def _kernel(device: int, wanted: tuple[tuple[str, int], ...]) -> int:
 
 
 def arguments_of(
-    rule: Rule, scores: torch.Tensor, top_k: int, scaling: float, renormalise: bool, tensors: dict[str, torch.Tensor]
+    rule: Rule,
+    scores: torch.Tensor,
+    top_k: int,
+    scaling: float,
+    renormalise: bool,
+    tensors: dict[str, torch.Tensor],
+    further: tuple[int, ...] = (0, 0, 0, 0, 0),
 ) -> Any:
-    """router.cu's one argument; tensors by the pointers' names."""
+    """The one argument of a kernel; tensors by the pointers' names. further: what passes.cu alone needs."""
     tokens, experts = scores.shape[-2:]
-    width = tensors["ids"].shape[-1]
+    width = tensors["ids"].shape[-1] if "ids" in tensors else 0
     sizes, k0 = np.zeros(MOST_STEPS, np.int32), np.zeros(MOST_STEPS, np.int32)
     for place, step in enumerate(rule.steps):
         sizes[place], k0[place] = step
     pointers = [tensors[name].data_ptr() if name in tensors else 0 for name in POINTERS]
     most = top_k if rule.kmax is None else rule.kmax
     maxp = experts if rule.maxp is None else rule.maxp
-    numbers = (renormalise, tokens, experts, top_k, width, most, maxp, len(rule.steps))
+    numbers = (renormalise, tokens, experts, top_k, width, most, maxp, len(rule.steps), *further)
     return np.array([(*pointers, rule.p, scaling, *numbers, sizes, k0)], ARGUMENTS)
 
 

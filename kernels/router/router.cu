@@ -2,163 +2,15 @@
 // token's best of the union, weighed anew (epsim/policies/routing says the rule; ids are the same).
 //
 // Compiled for EXPERTS (most, a multiple of 32), CLUSTER (blocks a batch: 1, 2, 4 or 8) and ONE (whether a warp has one
-// token at most). A warp a token; lane l has experts l, l + 32, ... as words whose order is that of the scores. The
-// blocks of a batch are a cluster and put their parts of the union into each other's shared memory.
+// token at most). A warp a token. The blocks of a batch are a cluster and put their parts of the union into each other's
+// shared memory.
 
 #include "cluster.cuh"
-
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef long long i64;
-
-constexpr int WARPS = 16, THREADS = 32 * WARPS, OWN = EXPERTS / 32, MOST_STEPS = 8;
-
-struct Arguments {
-    const float *scores;       // [batches, tokens, experts]: what experts are compared by
-    const float *weighs;       // the same shape, >= 0: what weights are in proportion to; null: softmax of the scores
-    const i64 *own;            // [batches, tokens, top_k]: the model's choice, -1 for none; null: the best top_k
-    const float *own_weights;  // the same shape, with own
-    const u8 *acting;          // [batches, tokens]: with own, tokens to route anew; else, tokens that are there; or null
-    i64 *ids;                  // [batches, tokens, width]
-    float *weights;            // the same
-    i64 *active;               // [batches]: size of the union
-    float p, scaling;          // scaling: without own, what a token's weights sum to
-    int renormalise;           // without own: 0 for weights that sum to the own choice's probability (times scaling)
-    int tokens, experts, top_k, width, most, maxp, steps;
-    int size[MOST_STEPS], k0[MOST_STEPS];
-};
+#include "token.cuh"
 
 struct Shared {
     u32 part[OWN], loaded[OWN];
 };
-
-// Whole numbers in the order of the scores, above 0; numbers that are none are the least.
-__device__ __forceinline__ u32 word_of(float score) {
-    const int bits = score != score ? (int)0xff800000 : __float_as_int(score);
-    return (u32)(bits >= 0 ? bits : -(bits & 0x7fffffff)) ^ 0x80000000u;
-}
-
-__device__ __forceinline__ float score_of(u32 word) {
-    const int bits = (int)(word ^ 0x80000000u);
-    return __int_as_float(bits >= 0 ? bits : (int)(0x80000000u | (u32)-bits));
-}
-
-// A token's experts. word: 0 for an expert that it may not take. own: bit i for expert lane + 32 i.
-struct Token {
-    u32 word[OWN];
-    u32 own;
-    int num_own;
-    bool anew;       // Whether it is routed anew.
-    double whole;    // Of all its weighs.
-    float top, sum;  // Without weighs: largest score, and sum of exp(score - top).
-    int taken;       // Experts found so far, the lane-th in lane's `expert` and `found`, none of them in `left`.
-    int expert;
-    u32 found, left;
-};
-
-__device__ __forceinline__ double sum_of(double value) {
-#pragma unroll
-    for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);
-    return value;
-}
-
-__device__ __forceinline__ float sum_of(float value) {
-#pragma unroll
-    for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);
-    return value;
-}
-
-__device__ __forceinline__ float weigh(const Arguments &a, const Token &token, i64 row, int expert, u32 word) {
-    if (!a.weighs) return __expf(score_of(word) - token.top) / token.sum;
-    return a.weighs == a.scores ? score_of(word) : a.weighs[row * a.experts + expert];
-}
-
-__device__ __forceinline__ void load(const Arguments &a, i64 row, int lane, Token &token) {
-    float score[OWN];
-    token.own = 0, token.num_own = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i)
-        score[i] = lane + 32 * i < a.experts ? a.scores[row * a.experts + lane + 32 * i] : __int_as_float(0xff800000);
-    token.anew = !a.acting || a.acting[row];
-    if (a.own) {
-        const int chosen = lane < a.top_k ? (int)a.own[row * a.top_k + lane] : -1;
-        for (int i = 0; i < a.top_k; ++i) {
-            const int expert = __shfl_sync(~0u, chosen, i);
-            if (expert >= 0 && expert % 32 == lane) token.own |= 1u << expert / 32;
-        }
-        token.num_own = __popc(__ballot_sync(~0u, chosen >= 0));
-        token.anew = token.anew && token.num_own;
-    }
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        const bool known = token.own >> i & 1 || score[i] > __int_as_float(0xff800000);
-        token.word[i] = known ? word_of(score[i]) : 0;
-    }
-    if (!a.weighs) {
-        u32 most = 0;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) most = token.word[i] > most ? token.word[i] : most;
-        token.top = score_of(__reduce_max_sync(~0u, most));
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) sum += token.word[i] ? __expf(score[i] - token.top) : 0;
-        token.sum = sum_of(sum);
-    }
-    if (a.p < 1) {
-        double whole = 0;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (token.word[i]) whole += weigh(a, token, row, lane + 32 * i, token.word[i]);
-        token.whole = sum_of(whole);
-    }
-    token.taken = 0, token.expert = -1, token.found = 0, token.left = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) token.left |= (token.word[i] != 0) << i;
-}
-
-// The best expert of those in `left` (bit i for expert lane + 32 i): own ones first, by score, ties by id; -1 for none.
-__device__ __forceinline__ int best(const Token &token, u32 left, int lane, u32 &most) {
-    for (int others = token.num_own ? 0 : 1; others < 2; ++others) {
-        const u32 among = others ? left & ~token.own : left & token.own;
-        u32 top = 0;
-        int at = 0;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (among >> i & 1 && token.word[i] > top) top = token.word[i], at = i;
-        most = __reduce_max_sync(~0u, top);
-        if (most) return __reduce_min_sync(~0u, top == most ? at * 32 + lane : ~0u);
-    }
-    return -1;
-}
-
-// How many experts the token would rather take.
-__device__ __forceinline__ int position(const Token &token, int expert, int lane) {
-    const int slot = expert / 32;
-    u32 word = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i)
-        if (i == slot) word = token.word[i];
-    word = __shfl_sync(~0u, word, expert % 32);
-    const bool own = __shfl_sync(~0u, token.own >> slot & 1, expert % 32);
-    int before = 0;
-#pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        const bool like = (token.own >> i & 1) == own;
-        const bool better = token.word[i] > word || (token.word[i] == word && lane + 32 * i < expert);
-        before += token.word[i] && (like ? better : !own);
-    }
-    return __reduce_add_sync(~0u, before);
-}
-
-__device__ __forceinline__ void take_out(u32 &left, int expert, int lane) {
-    if (expert % 32 == lane) left &= ~(1u << expert / 32);
-}
-
-__device__ __forceinline__ void take(Token &token, int expert, u32 word, int lane) {
-    take_out(token.left, expert, lane);
-    if (lane == token.taken) token.expert = expert, token.found = word;
-    ++token.taken;
-}
 
 // The token's guaranteed experts join the union. k0: 0 for the model's own choice whole.
 __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 row, int k0, u32 *loaded, int lane) {
@@ -183,47 +35,6 @@ __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 
             if (!((float)share < enough)) break;
         }
     }
-}
-
-// The best of the union, those found already first, and their weights. Below the first step (k0 is 0) the model's choice
-// may lie beyond maxp.
-__device__ __forceinline__ void choose(const Arguments &a, Token &token, i64 row, int k0, const u32 *loaded, int lane) {
-    int mine = -1;
-    float weight = 0;
-    if (token.anew) {
-        u32 allowed = 0, word;
-#pragma unroll
-        for (int i = 0; i < OWN; ++i) allowed |= (loaded[i] >> lane & 1) << i;
-        const int spared = k0 ? 0 : a.own ? token.num_own : a.top_k;
-        while (token.taken < a.most) {
-            const int expert = best(token, token.left & allowed, lane, word);
-            if (expert < 0) break;
-            if (token.taken >= spared && a.maxp < a.experts && position(token, expert, lane) >= a.maxp) break;
-            take(token, expert, word, lane);
-        }
-        mine = lane < a.most ? token.expert : -1;
-        const float own = mine >= 0 ? weigh(a, token, row, mine, token.found) : 0;
-        float whole = a.scaling;
-        if (a.own) {
-            whole = sum_of(lane < a.top_k ? a.own_weights[row * a.top_k + lane] : 0.f);
-        } else if (!a.renormalise) {
-            float chosen = 0;
-            u32 rest = 0;
-#pragma unroll
-            for (int i = 0; i < OWN; ++i) rest |= (token.word[i] != 0) << i;
-            for (int i = 0; i < a.top_k; ++i) {
-                const int expert = best(token, rest, lane, word);
-                if (expert < 0) break;
-                take_out(rest, expert, lane);
-                chosen += weigh(a, token, row, expert, word);
-            }
-            whole *= chosen;
-        }
-        weight = own / fmaxf(sum_of(own), 1e-20f) * whole;
-    } else if (a.own && lane < a.top_k) {
-        mine = (int)a.own[row * a.top_k + lane], weight = a.own_weights[row * a.top_k + lane];
-    }
-    if (lane < a.width) a.ids[row * a.width + lane] = mine, a.weights[row * a.width + lane] = weight;
 }
 
 // How many of the batch's tokens are routed anew: what k0 goes by. mine: whether the warp's one token is.
@@ -270,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED oea(const __grid
     const u32 *loaded = CLUSTER > 1 ? shared.loaded : shared.part;
     for (int at = begin; at < a.tokens; at += CLUSTER * WARPS) {
         if (!ONE) load(a, first + at, lane, token);
-        choose(a, token, first + at, k0, loaded, lane);
+        choose(a, token, first + at, k0, a.most, part_of(loaded, lane), lane);
     }
     if (block == 0 && warp == 0) {
         const int number = __reduce_add_sync(~0u, lane < OWN ? __popc(loaded[lane]) : 0);

@@ -14,7 +14,8 @@ from tests.runtime.test_layer import placed
 from tests.runtime.worlds import launch
 
 STACKS = {
-    "eplb+pruned(k0=2)+lplb": 2,
+    "eplb+pruned(k0=2)+lplb": 1,
+    "eplb+pruned(k0=3@4/2@16)+lplb": 2,
     "eplb+oea(k0=2)+lplb+waterfill": 3,
     "eplb+oea(k0=2,kmax=6)+even": 1,
     "eplb+oea(k0=2,union=rank)+even": 0,

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from epsim.kernels import router
-from epsim.policies.base import Routed, RouterWork, alone
+import torch
+
+from epsim.kernels.router import Plan, Rule
+from epsim.policies.base import Routed, RouterWork
 from epsim.policies.routing.choose import preference, take
+from epsim.policies.routing.fused import by_kernel
 from epsim.policies.routing.schedule import parse_schedule
 from epsim.policies.routing.union import union
 from epsim.traces.trace import Level
@@ -17,26 +20,41 @@ DECODE_ONLY = "acts on decode tokens alone: prefill keeps the model's choice, wh
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Every token keeps its k0 best experts alone: phase 1. k0: a number, or by batch size (`parse_schedule`)."""
+    """Every token keeps its k0 best experts alone: phase 1. k0: a number, or by batch size (`parse_schedule`), which
+    takes one all-reduce of that size; a number takes none."""
 
     k0: str = ""
     name: ClassVar[str] = "pruned"
     level: ClassVar[Level] = "tokens"
     acts: ClassVar[bool] = True
     needed: ClassVar[tuple[str, ...]] = ("k0",)
-    whole_batch: ClassVar[bool] = True
     notes: ClassVar[tuple[str, ...]] = (f"pruned {DECODE_ONLY}",)
 
     def __post_init__(self) -> None:
         if self.k0:
             object.__setattr__(self, "k0", str(parse_schedule(self.k0, self.name, 1)))
 
+    @property
+    def whole_batch(self) -> bool:
+        return bool(self.k0) and not self._plan.settled
+
+    @property
+    def _plan(self) -> Plan:
+        return Plan("base", Rule(parse_schedule(self.k0, self.name, 1).steps))
+
     def route(self, work: RouterWork) -> Routed:
-        schedule = parse_schedule(self.k0, self.name, 1)
+        schedule, plan = parse_schedule(self.k0, self.name, 1), self._plan
         top_k = work.expert_ids.shape[-1]
         schedule.check(top_k, f"{self.name}(k0={self.k0})")
+        if (routed := by_kernel(work, plan)) is not None:
+            return routed
         wish = preference(work)
-        return take(work, wish, union(work, wish, schedule).base, top_k)
+        size = wish.there.sum(-1, keepdim=True)
+        place = schedule.place(size if plan.settled else work.total(size))[..., None]
+        base = wish.own
+        for number, k0 in enumerate(schedule.values, 1):
+            base = torch.where(place == number, wish.position < k0, base)
+        return take(work, wish, base, top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +103,9 @@ class Oea:
         schedule.check(top_k, f"{self.name}(k0={self.k0})")
         if self.kmax is not None and self.kmax > num_experts:
             raise ValueError(f"oea: kmax={self.kmax}, but the model has {num_experts} experts")
-        if work.scores.is_cuda and work.total is alone:
-            rule = router.Rule(schedule.steps, self.p, self.kmax, self.maxp)
-            tokens, device = work.scores.shape[-2], work.scores.device.index
-            if router.available(device) and router.uncovered(rule, tokens, num_experts, top_k) is None:
-                tensors = (work.scores, work.weighs, work.expert_ids, work.weights, work.decode)
-                return Routed(*router.reroute(rule, *tensors)[:2])
+        rule = Rule(schedule.steps, self.p, self.kmax, self.maxp)
+        if (routed := by_kernel(work, Plan("union", rule))) is not None:
+            return routed
         wish = preference(work)
         found = union(work, wish, schedule, self.p)
         within = wish.position < (num_experts if self.maxp is None else self.maxp)

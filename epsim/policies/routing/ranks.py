@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import torch
 
+from epsim.kernels.router import Plan, Rule
 from epsim.policies.base import Routed, RouterWork
 from epsim.policies.routing.choose import Preference, preference, take
+from epsim.policies.routing.fused import by_kernel
 from epsim.policies.routing.matching import active_ranks
 from epsim.policies.routing.oea import DECODE_ONLY
 from epsim.policies.routing.schedule import parse_schedule
@@ -51,6 +53,8 @@ class OeaEp:
         schedule = parse_schedule(self.k0, self.name, 2)
         top_k = work.expert_ids.shape[-1]
         schedule.check(top_k, f"{self.name}(k0={self.k0})")
+        if (routed := by_kernel(work, Plan("ranks", Rule(schedule.steps)))) is not None:
+            return routed
         wish = preference(work)
         found = union(work, wish, schedule, extra=_want(work, wish))
         holds = work.holds.expand(*found.loaded.shape, work.holds.shape[-1])

@@ -7,8 +7,10 @@ from typing import ClassVar
 
 import torch
 
+from epsim.kernels.router import Plan
 from epsim.policies.base import Routed, RouterWork
 from epsim.policies.routing.choose import Preference, preference, take
+from epsim.policies.routing.fused import by_kernel
 from epsim.traces.trace import Level
 
 LEFT = "left with none of known score it takes none at all"
@@ -49,6 +51,9 @@ class Lynx:
             raise ValueError(f"lynx: keep={self.keep}: give 1 or more")
 
     def route(self, work: RouterWork) -> Routed:
+        assert self.keep is not None
+        if (routed := by_kernel(work, Plan("popular", number=self.keep))) is not None:
+            return routed
         wish = preference(work)
         demand, fixed = _demand(work, wish)
         popular = demand.sort(dim=-1, descending=True, stable=True).indices[..., : self.keep]
@@ -77,6 +82,8 @@ class MaskLowDemand:
 
     def route(self, work: RouterWork) -> Routed:
         assert self.least is not None
+        if (routed := by_kernel(work, Plan("least", number=self.least))) is not None:
+            return routed
         wish = preference(work)
         demand, fixed = _demand(work, wish)
         left = demand >= self.least

@@ -1,0 +1,134 @@
+"""Router policies under expert parallelism: by kernels, and by the tensor operations that they stand for.
+
+    torchrun --nproc-per-node 2 benchmarks/router_ranks.py [--out benchmarks/results/router_ranks.json]
+
+Microseconds of `Router.route` with its collective, on the slowest rank: 128 experts, top-8, 16 redundant slots at
+random, TOKENS tokens a rank. `host`: called from Python, CALLS in a row between synchronisations, what an eager layer
+waits for; `graph`: CALLS captured in a CUDA graph, between device events; medians of REPEATS. `same`: whether both
+forms take the same experts on every rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from columns import table
+from command import command
+
+from epsim.policies.base import Routed, RouterWork, alone
+from epsim.policies.routing import fused
+from epsim.policies.stack import parse_stack
+from epsim.runtime.collective import Collective
+from epsim.runtime.peer import choose_collective
+
+ROOT = Path(__file__).resolve().parents[1]
+EXPERTS, TOP_K, REDUNDANT, CALLS, REPEATS = 128, 8, 16, 20, 15
+TOKENS = (16, 1, 64)
+ROUTERS = (
+    "pruned(k0=3)", "oea(k0=3)", "oea(k0=3,union=rank)", "oea(k0=6@4/3@16,p=0.7,kmax=9,maxp=32)", "oea-ep(k0=3)",
+    "lynx(keep=20)", "mask-low-demand(least=2)",
+)  # fmt: skip
+
+
+def work_of(tokens: int, rank: int, size: int, collective: Collective, whole: bool) -> RouterWork:
+    source = torch.Generator().manual_seed(100 * tokens + rank)
+    placed = torch.Generator().manual_seed(1)
+    scores = (2 * torch.randn(tokens, EXPERTS, generator=source)).softmax(-1).cuda()
+    weights, ids = scores.topk(TOP_K, dim=-1)
+    slots = torch.cat([torch.arange(EXPERTS), torch.randint(0, EXPERTS, (REDUNDANT,), generator=placed)])
+    slots = slots[torch.randperm(len(slots), generator=placed)].reshape(size, -1)
+    holds = torch.zeros(size, EXPERTS, dtype=torch.bool).scatter_(1, slots, True).T.contiguous().cuda()
+    decode = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    total = collective.all_reduce if whole else alone
+    return RouterWork(scores, scores, ids, weights / weights.sum(-1, keepdim=True), decode, holds, total)
+
+
+def on_host(route: Callable[[], Any]) -> float:
+    found = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            route()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - began) / CALLS * 1e6)
+    return slowest(statistics.median(found))
+
+
+def in_graph(route: Callable[[], Any]) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            route()
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+    for begin, end in marks:
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    us = statistics.median(begin.elapsed_time(end) for begin, end in marks) * 1e3 / CALLS
+    graph.reset()
+    return slowest(us)
+
+
+def slowest(us: float) -> float:
+    values = torch.tensor([us], device="cuda")
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return float(values)
+
+
+def measure(name: str, tokens: int, collective: Collective) -> dict[str, Any]:
+    router = parse_stack(f"contiguous+{name}").router
+    work = work_of(tokens, collective.rank, collective.size, collective, router.whole_batch)
+    row: dict[str, Any] = {"router": name, "tokens": tokens, "collective": collective.name}
+    taken: list[Routed] = []
+    served = fused.router.available
+    for form, available in (("operations", lambda device: False), ("kernels", served)):
+        fused.router.available = available
+        for _ in range(3):
+            routed = router.route(work)
+        taken.append(routed)
+        row[f"{form}: host"] = on_host(lambda: router.route(work))
+        # Copies of an expert are matched on the CPU.
+        if collective.name == "peer" and not (form == "operations" and router.name == "oea-ep"):
+            row[f"{form}: graph"] = in_graph(lambda: router.route(work))
+    fused.router.available = served
+    row["same"] = slowest(float(not torch.equal(taken[0].expert_ids, taken[1].expert_ids))) == 0
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/router_ranks.json")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rows = []
+    for kind in ("peer", "torch"):
+        collective, _ = choose_collective(kind, None, device, 8 * (EXPERTS + 1))
+        tokens = TOKENS if kind == "peer" else TOKENS[:1]
+        rows += [measure(name, number, collective) for number in tokens for name in ROUTERS]
+        collective.close()
+    if dist.get_rank() == 0:
+        table("microseconds", rows)
+        name = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
+        found = {"device": name, "torch": torch.__version__, "command": command("router_ranks.py"), "rows": rows}
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+// Routing a batch whose tokens live on several ranks, in two launches: `demand` says what this rank's tokens ask for,
+// in whole numbers that are then summed over ranks, and `answer` routes its tokens by the sums. By `kind`, what the sums
+// are and what tokens may take (epsim/policies/routing says the rules; ids and numbers are the same):
+//
+// BASE     [1]: batch size                                    each token's best k0
+// UNION    [steps + 1, experts + 1]: demand where all keep    the best of what anybody's base has
+//          their choice, and under each step's k0; behind
+//          each the batch size
+// RANKS    the same, and a row more: what experts weigh       the same, and what fits ranks with slack (ranks.cuh)
+// POPULAR  [2, experts]: choices of tokens routed anew, and   the `number` most popular, and what others chose
+// LEAST    of others                                          those with `number` choices, and what others chose
+//
+// Compiled for EXPERTS (most, a multiple of 32) and CLUSTER (blocks of `demand` a batch: 1, 2, 4 or 8). A warp a token.
+
+#include "cluster.cuh"
+#include "token.cuh"
+#include "ranks.cuh"
+
+enum Kind { BASE, UNION, RANKS, POPULAR, LEAST };
+
+// A weight of 1 in whole numbers, as in epsim/policies/routing/ranks.py.
+constexpr double UNITS = 1 << 24;
+
+struct Tally {
+    u64 want[EXPERTS];
+    u32 size, padding[3];
+    u32 count[1][EXPERTS];  // Of a row more for each step, or of two.
+};
+
+__device__ __forceinline__ int rows_of(const Arguments &a) {
+    return a.kind == BASE ? 0 : a.kind == POPULAR || a.kind == LEAST ? 2 : a.steps + 1;
+}
+
+__device__ __forceinline__ void count_own(const Token &token, u32 *count, int lane) {
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+        if (token.own >> i & 1) atomicAdd(&count[lane + 32 * i], 1u);
+}
+
+// The token's base under each step's k0.
+__device__ __forceinline__ void count_bases(const Arguments &a, Token &token, i64 row, Tally &s, int lane) {
+    int most = 0;
+    for (int i = 0; i < a.steps; ++i) most = a.k0[i] > most ? a.k0[i] : most;
+    double share = 0;
+    const float enough = a.p * (float)token.whole;
+    for (int i = 0; i < most; ++i) {
+        u32 word;
+        const int expert = best(token, token.left, lane, word);
+        if (expert < 0) break;
+        take_out(token.left, expert, lane);
+        if (lane < a.steps && i < a.k0[lane]) atomicAdd(&s.count[lane + 1][expert], 1u);
+        if (a.p < 1) {
+            share += weigh(a, token, row, expert, word);
+            if (!((float)share < enough)) break;
+        }
+    }
+}
+
+__device__ __forceinline__ void tally(const Arguments &a, i64 row, Tally &s, int lane) {
+    Token token;
+    const bool bases = a.kind == UNION || a.kind == RANKS;
+    if (bases) load(a, row, lane, token);
+    else load_choice(a, row, lane, token);
+    if (lane == 0 && token.anew) atomicAdd(&s.size, 1u);
+    if (a.kind == BASE) return;
+    if (!bases) return count_own(token, s.count[!token.anew], lane);
+    count_own(token, s.count[0], lane);
+    if (!token.anew) {
+        for (int i = 1; i <= a.steps; ++i) count_own(token, s.count[i], lane);
+        return;
+    }
+    count_bases(a, token, row, s, lane);
+    if (a.kind == RANKS && lane < a.top_k) {
+        const int expert = (int)a.own[row * a.top_k + lane];
+        const double weight = a.own_weights[row * a.top_k + lane];
+        if (expert >= 0) atomicAdd(&s.want[expert], (u64)(i64)rint(weight * UNITS));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED demand(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(16) u8 memory[];
+    Tally &s = *(Tally *)memory;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, block = blockIdx.x % CLUSTER;
+    const i64 batch = blockIdx.x / CLUSTER, first = batch * a.tokens;
+    const int rows = rows_of(a);
+    wait_for_last();
+    let_next_begin();
+    if (threadIdx.x == 0) s.size = 0;
+    for (int i = threadIdx.x; i < EXPERTS; i += blockDim.x) s.want[i] = 0;
+    for (int i = threadIdx.x; i < rows * EXPERTS; i += blockDim.x) s.count[0][i] = 0;
+    __syncthreads();
+    meet_begin();
+    for (int at = block * warps + warp; at < a.tokens; at += CLUSTER * warps) tally(a, first + at, s, lane);
+    __syncthreads();
+    meet_end();
+    if (block) {
+        if (threadIdx.x == 0) sum_to(s.size, 0, s.size);
+        for (int i = threadIdx.x; i < EXPERTS; i += blockDim.x)
+            if (s.want[i]) sum_to(s.want[i], 0, s.want[i]);
+        for (int i = threadIdx.x; i < rows * EXPERTS; i += blockDim.x)
+            if (s.count[0][i]) sum_to(s.count[0][i], 0, s.count[0][i]);
+    }
+    meet_begin();
+    meet_end();
+    if (block) return;
+    const bool sized = a.kind <= RANKS;
+    const int line = a.experts + sized, lines = rows + (a.kind == RANKS);
+    if (a.kind == BASE) {
+        if (threadIdx.x == 0) a.message[batch] = s.size;
+        return;
+    }
+    i64 *message = a.message + batch * line * lines;
+    for (int i = threadIdx.x; i < line * lines; i += blockDim.x) {
+        const int row = i / line, expert = i % line;
+        message[i] = expert == a.experts ? (i64)s.size : row < rows ? (i64)s.count[row][expert] : (i64)s.want[expert];
+    }
+}
+
+struct Decision {
+    u32 loaded[OWN];
+    Ranks ranks;
+};
+
+// What tokens may take, in `loaded`; returns k0, 0 for the model's own choice whole. All threads.
+__device__ __forceinline__ int decide(const Arguments &a, i64 batch, Decision &s) {
+    const int lane = threadIdx.x % 32, line = a.experts + 1;
+    const bool bases = a.kind == UNION || a.kind == RANKS;
+    const i64 words = a.kind == BASE ? 1 : bases ? (i64)line * (a.steps + 1 + (a.kind == RANKS)) : 2 * a.experts;
+    const i64 *summed = a.summed + batch * words;
+    int k0 = 0, place = 0;
+    if (!a.summed) return a.k0[0];
+    if (a.kind == BASE || bases) {
+        const i64 size = summed[bases ? a.experts : 0];
+        for (int i = 0; i < a.steps; ++i)
+            if (size >= a.size[i]) k0 = a.k0[i], place = i + 1;
+        if (a.kind == BASE) return k0;
+        summed += (i64)place * line;
+    }
+    bool enough = false;
+    for (int expert = threadIdx.x; expert < EXPERTS; expert += blockDim.x) {
+        const i64 number = expert < a.experts ? summed[expert] : 0;
+        const u32 asked = __ballot_sync(~0u, number > 0);
+        if (lane == 0) s.loaded[expert / 32] = asked;
+        if (!bases) s.ranks.worth[expert] = number;
+        enough |= number >= a.number;
+    }
+    enough = __syncthreads_count(enough);
+    if (a.kind == RANKS) {
+        const u8 *holds = a.holds + (a.held_each ? batch * a.experts * a.ranks : 0);
+        fill_ranks(a, s.ranks, holds, summed + (i64)(a.steps + 1 - place) * line, s.loaded);
+    } else if (!bases) {
+        for (int expert = threadIdx.x; expert < EXPERTS; expert += blockDim.x) {
+            const i64 number = s.ranks.worth[expert];
+            bool stays = number > 0;
+            if (a.kind == POPULAR) stays = stays && place_of(s.ranks.worth, expert) < a.number;
+            else if (enough) stays = number >= a.number;
+            stays |= expert < a.experts && summed[a.experts + expert] > 0;
+            const u32 left = __ballot_sync(~0u, stays);
+            if (lane == 0) s.loaded[expert / 32] = left;
+        }
+    }
+    __syncthreads();
+    return k0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) answer(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(16) u8 memory[];
+    Decision &s = *(Decision *)memory;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const i64 batch = blockIdx.x / a.blocks, first = batch * a.tokens;
+    const int begin = blockIdx.x % a.blocks * warps + warp;
+    wait_for_last();
+    let_next_begin();
+    Token token;
+    if (begin < a.tokens) load(a, first + begin, lane, token);
+    const int k0 = decide(a, batch, s);
+    for (int at = begin; at < a.tokens; at += a.blocks * warps) {
+        if (at != begin) load(a, first + at, lane, token);
+        const bool base = a.kind == BASE;
+        const u32 allowed = !base ? part_of(s.loaded, lane) : k0 ? ~0u : token.own;
+        choose(a, token, first + at, k0, base && k0 ? k0 : a.most, allowed, lane);
+    }
+}
