@@ -31,10 +31,9 @@ POINTERS = (
     "scores",
     "parts",
     "mapped",
-    "bins",
     "kept",
     "output",
-    "arrived",
+    "ended",
 )
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS] + [("stride", np.int64), ("tokens", np.int32)], align=True
@@ -42,7 +41,9 @@ ARGUMENTS = np.dtype(
 """reader.cu's Arguments."""
 WARPS = 16
 THREADS = 32 * WARPS
-LONGEST, MOST_CHANNELS, MOST_EXPERTS, MAP, BINS, RIVALS = 3072, 16384, 32, 32, 4096, 1024
+LONGEST, MOST_CHANNELS, MOST_EXPERTS, MAP = 3072, 16384, 32, 32
+CHOOSING = 4096 * 4 + 1024 * 8
+"""Bytes that a choice takes besides scores: bins and rivals."""
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block may have (compute capability 9.0)."""
 
@@ -67,14 +68,10 @@ class Sizes:
             "COORDINATES": self.coordinates,
             "RANK": self.rank,
             "GELU": int(self.gelu),
+            "BUFFERS": self.buffers,
             "GATHERING": self.gathering,
             "SHARED": self.shared,
         }
-
-    @property
-    def gathering(self) -> int:
-        """Warps of a block that hold a channel's rows in shared memory, and a sum of outputs."""
-        return 8 if self.hidden <= 2048 else 5
 
     @property
     def words(self) -> int:
@@ -82,14 +79,35 @@ class Sizes:
         return -(-self.columns * self.inter // 32)
 
     @property
+    def scores(self) -> int:
+        """Of a token, an even number of them."""
+        return -(-self.columns * self.inter // 2) * 2
+
+    @property
+    def buffers(self) -> int:
+        """Tasks of the screen whose codes a block holds: the next one's come while one is multiplied."""
+        return 2 if self._rest + self._screening(2) <= MOST_SHARED else 1
+
+    @property
+    def gathering(self) -> int:
+        """Channels whose rows a block holds, at most one a warp."""
+        return max(min((MOST_SHARED - self._rest) // (6 * self.hidden), WARPS), 1)
+
+    @property
     def shared(self) -> int:
         """Bytes of a block, as reader.cu's Shared."""
-        channels, blocks = self.columns * self.inter, self.hidden // BLOCK
-        own = -(-channels // THREADS) * WARPS
-        weights = max(blocks * (self.coordinates * 32 + 640), self.gathering * 6 * self.hidden)
-        sums = max(RIVALS * 8 + channels * 4 + 4096, self.gathering * 4 * self.hidden)
-        rest = 2 * self.hidden + WARPS * 128 + self.gathering * 16 + blocks * (7 * self.coordinates + 8) + THREADS * 4
-        return (weights + sums + rest + 8 * own + WARPS * 4 + 16 + 2 * channels + 1024) // 128 * 128
+        turns = max(self._screening(self.buffers), 8 * self.scores + CHOOSING, self.gathering * 6 * self.hidden)
+        return (turns + self._rest) // 128 * 128
+
+    def _screening(self, buffers: int) -> int:
+        blocks = self.hidden // BLOCK
+        return blocks * (buffers * (self.coordinates * 39 + 8) + 640)
+
+    @property
+    def _rest(self) -> int:
+        """Of a block whatever it does, filled up."""
+        by_channel = 2 * self.columns * self.inter + 4 * self.words
+        return 2 * self.hidden + WARPS * (128 + 16 + 4 + 8) + THREADS * 4 + by_channel + 64 + 512
 
 
 def uncovered(sizes: Sizes) -> str | None:
@@ -104,8 +122,6 @@ def uncovered(sizes: Sizes) -> str | None:
         return f"{sizes.coordinates} coordinates of {BLOCK} are no multiple of 16"
     if sizes.rank not in (0, MAP):
         return f"a map of rank {sizes.rank}, not {MAP}"
-    if sizes.shared > MOST_SHARED:
-        return f"a block needs {sizes.shared} bytes of shared memory, of which there are {MOST_SHARED}"
     return None
 
 
@@ -141,16 +157,35 @@ def _kernel(device: int, sizes: Sizes) -> int:
     return compiled(device, source(), sizes.definitions, "reader", sizes.shared)
 
 
+def workspace(sizes: Sizes, tokens: int, blocks: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Words that blocks tell each other, of tokens and fewer: each with the number of the launch that wrote it, so that
+    those of others, and zeros, are no one's."""
+    rows = max(blocks, tokens)
+    estimates = (tokens, sizes.columns, sizes.inter)
+    words = {"estimates": estimates, "scores": (tokens, sizes.scores), "parts": (rows, sizes.hidden), "mapped": (rows, MAP)}
+    return {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in words.items()}
+
+
 @functools.cache
-def _arrived(device: int) -> torch.Tensor:
-    """Blocks that came to a meeting. One for all launches: as each takes every multiprocessor, no two run at once."""
+def _ended(device: int) -> torch.Tensor:
+    """Blocks of all launches. One for all kernels: as each takes every multiprocessor, no two run at once."""
     return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
 
 
-@functools.cache
-def _bins(device: int, tokens: int) -> torch.Tensor:
-    """Every launch leaves them at zero."""
-    return torch.zeros(tokens, BINS, dtype=torch.int32, device=f"cuda:{device}")
+_workspaces: dict[tuple[int, Sizes, int], dict[str, torch.Tensor]] = {}
+"""By device, sizes and most tokens. They stay: graphs may hold their addresses."""
+
+
+def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor]:
+    most = 1 << max(tokens - 1, 15).bit_length()
+    key = (device, sizes, most)
+    if key not in _workspaces:
+        if torch.cuda.is_current_stream_capturing():
+            # What is set to zero in a capture is so in its replays alone.
+            raise ValueError(f"a first read of {most // 2 + 1 if most > 16 else 1} to {most} tokens is being captured: read once before")
+        _workspaces[key] = workspace(sizes, most, blocks_of(device), torch.device("cuda", device))
+        torch.cuda.synchronize(device)
+    return {**_workspaces[key], "ended": _ended(device)}
 
 
 def argument_of(
@@ -159,21 +194,11 @@ def argument_of(
     x: torch.Tensor,
     tensors: dict[str, torch.Tensor],
     kept: torch.Tensor | None,
-    blocks: int,
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """-> an ARGUMENTS record, and all that it points to, the output among them."""
     tokens, device = len(x), x.device
     held = {name: tensor for name, tensor in sketch.tensors().items() if name != "errors"}
     held |= {"x": x, **tensors}
-    shape = (tokens, sizes.columns, sizes.inter)
-    rows = max(blocks, tokens)
-    for name, size in (
-        ("estimates", shape),
-        ("scores", shape),
-        ("parts", (rows, sizes.hidden)),
-        ("mapped", (rows, MAP)),
-    ):
-        held[name] = torch.empty(size, dtype=torch.float32, device=device)
     held["output"] = torch.empty(tokens, sizes.hidden, dtype=torch.bfloat16, device=device)
     if kept is not None:
         held["kept"] = kept
@@ -187,8 +212,7 @@ def fused(
     """As `read`, by one launch. tensors: ids, weights, gate_up, down (transposed), kept_of."""
     device = x.device.index
     blocks = blocks_of(device)
-    tensors = {**tensors, "arrived": _arrived(device), "bins": _bins(device, 1 << max(len(x) - 1, 15).bit_length())}
-    argument, held = argument_of(sizes, sketch, x, tensors, kept, blocks)
+    argument, held = argument_of(sizes, sketch, x, {**tensors, **_workspace(sizes, len(x), device)}, kept)
     stream = torch.cuda.current_stream().cuda_stream
     function = _kernel(device, sizes)
     launch(function, (blocks,), THREADS, sizes.shared, stream, argument, early=False, together=True)

@@ -8,22 +8,25 @@ __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float
     return sum;
 }
 
-// Sums of w b p over a part of the channels that are skipped. Eight lanes a channel, four numbers each.
-__device__ __forceinline__ void restore(const Arguments &a, Shared &shared, int token, int part, int parts, int warp, int lane) {
+// Sums of w b p over a part of the channels that are skipped. Eight lanes a channel, four numbers each; eight channels
+// a turn.
+__device__ __forceinline__ void restore(const Arguments &a, Shared &shared, u32 tag, int token, int part, int parts, int warp, int lane) {
     const long long *ids = a.ids + (long long)token * COLUMNS;
     float4 sum = make_float4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int word = part * WARPS + warp; word < WORDS; word += parts * WARPS) {
-        const u32 bits = shared.bits[word];
-#pragma unroll 4
-        for (int which = lane / 8; which < 32; which += 4) {
-            const int channel = word * 32 + which;
-            if (channel >= CHANNELS || bits >> which & 1) continue;
+    for (int turn = (WARPS - 1 - warp) * parts + part; turn * 8 < CHANNELS; turn += parts * WARPS) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int channel = turn * 8 + half * 4 + lane / 8;
+            if (channel >= CHANNELS || shared.bits[channel / 32] >> channel % 32 & 1) continue;
             const int slot = channel / INTER;
             const long long expert = ids[slot];
             if (expert < 0) continue;
-            const float amount = a.weights[token * COLUMNS + slot] * __ldcg(a.estimates + (long long)token * CHANNELS + channel);
             const uint2 b = *(const uint2 *)(a.coefficients + (expert * INTER + channel % INTER) * 32 + lane % 8 * 4);
+            u64 estimate;
+            do estimate = get_tagged(a.estimates + (long long)token * CHANNELS + channel);
+            while ((u32)(estimate >> 32) != tag);
+            const float amount = a.weights[token * COLUMNS + slot] * __int_as_float((u32)estimate);
             sum.x += amount * low(b.x), sum.y += amount * high(b.x);
             sum.z += amount * low(b.y), sum.w += amount * high(b.y);
         }
@@ -36,20 +39,15 @@ __device__ __forceinline__ void restore(const Arguments &a, Shared &shared, int 
     if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = sum;
 }
 
-// A part of a token's channels, the `part`th of `parts`: kept ones in full, of the others b. parity: of the barriers.
-__device__ __forceinline__ void gather(const Arguments &a, Shared &shared, int token, int part, int parts, int row, u32 &parity, int warp, int lane) {
+// A part of a token's channels, the `part`th of `parts`: kept ones in full, of the others b. A warp has a place for a
+// channel's rows and its gate and up; down rows are added up by all, two columns a thread at a time.
+// parity: bit i is of place i's barriers.
+__device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 tag, int token, int part, int parts, int row, u32 &parity, int warp, int lane) {
+    constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS;
     const long long *ids = a.ids + (long long)token * COLUMNS;
     const u64 policy = read_once();
-    choose(a, shared, token, warp, lane);
-    const int kept = shared.before[OWN * WARPS - 1] + __popc(shared.bits[OWN * WARPS - 1]);
-    const int begin = kept * part / parts, number = kept * (part + 1) / parts - begin;
-#pragma unroll 4
-    for (int word = warp; word < OWN * WARPS; word += WARPS) {
-        const u32 bits = shared.bits[word];
-        const int place = shared.before[word] + __popc(bits & ((1u << lane) - 1)) - begin;
-        if (bits >> lane & 1 && place >= 0 && place < number) shared.list[place] = word * 32 + lane;
-    }
-    __syncthreads();
+    if (threadIdx.x < HIDDEN / 8) shared.x[threadIdx.x] = *(const uint4 *)(a.x + token * a.stride + threadIdx.x * 8);
+    const int number = choose(a, shared, tag, token, part, parts, warp, lane);
     // The two halves of a channel's rows: gate and up, then down.
     auto fetch = [&](int i, int half) {
         if (i >= number || lane) return;
@@ -69,17 +67,19 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, int t
     if (a.kept && part == 0)
         for (int word = threadIdx.x; word < WORDS; word += THREADS) a.kept[(long long)token * WORDS + word] = shared.bits[word];
 #if RANK
-    restore(a, shared, token, part, parts, warp, lane);
+    restore(a, shared, tag, token, part, parts, warp, lane);
 #endif
-    if (gathering) {
-        for (int at = lane * 4; at < HIDDEN; at += 128) *(float4 *)(shared.sums[warp] + at) = make_float4(0, 0, 0, 0);
-        const uint4 *gate = (const uint4 *)shared.row[warp][0], *up = (const uint4 *)shared.row[warp][1];
-        const uint2 *down = (const uint2 *)shared.row[warp][2];
+    float sum[PAIRS][2];
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) sum[i][0] = sum[i][1] = 0;
 #pragma unroll 1
-        for (int i = warp; i < number; i += GATHERING) {
+    for (int begin = 0; begin < number; begin += GATHERING) {
+        const int there = number - begin < GATHERING ? number - begin : GATHERING;
+        if (warp < there) {
+            const uint4 *gate = (const uint4 *)shared.row[warp][0], *up = (const uint4 *)shared.row[warp][1];
             float one = 0, other = 0;
-            wait(shared.full[warp][0], parity);
-#pragma unroll 2
+            wait(shared.full[warp][0], parity >> warp & 1);
+#pragma unroll 4
             for (int at = lane; at < HIDDEN / 8; at += 32) {
                 const uint4 x = shared.x[at];
                 one = dot(gate[at], x, one), other = dot(up[at], x, other);
@@ -89,34 +89,38 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, int t
                 one += __shfl_xor_sync(~0u, one, far);
                 other += __shfl_xor_sync(~0u, other, far);
             }
-            fetch(i + GATHERING, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
-            const float amount = activation(one) * other * a.weights[token * COLUMNS + shared.list[i] / INTER];
-            wait(shared.full[warp][1], parity);
-#pragma unroll 2
-            for (int at = lane; at < HIDDEN / 4; at += 32) {
-                float4 &sum = *(float4 *)(shared.sums[warp] + at * 4);
-                const uint2 d = down[at];
-                sum.x += amount * low(d.x), sum.y += amount * high(d.x);
-                sum.z += amount * low(d.y), sum.w += amount * high(d.y);
-            }
-            __syncwarp();
-            fetch(i + GATHERING, 1);
-            parity ^= 1;
+            if (lane == 0) shared.amount[warp] = activation(one) * other * a.weights[token * COLUMNS + shared.list[begin + warp] / INTER];
+            fetch(begin + GATHERING + warp, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
         }
-    }
-    __syncthreads();
-    for (int column = threadIdx.x; column < HIDDEN; column += THREADS) {
-        float whole = 0;
+        __syncthreads();
+#pragma unroll 1
+        for (int place = 0; place < there; ++place) {
+            const u32 *down = (const u32 *)shared.row[place][2];
+            const float amount = shared.amount[place];
+            wait(shared.full[place][1], parity >> place & 1);
 #pragma unroll
-        for (int other = 0; other < GATHERING; ++other) whole += shared.sums[other][column];
-        a.parts[(long long)row * HIDDEN + column] = whole;
+            for (int i = 0; i < PAIRS; ++i) {
+                const int at = i * THREADS + threadIdx.x;
+                if (HIDDEN / 2 % THREADS && at >= HIDDEN / 2) continue;
+                sum[i][0] += amount * low(down[at]), sum[i][1] += amount * high(down[at]);
+            }
+        }
+        __syncthreads();
+        if (gathering) fetch(begin + GATHERING + warp, 1);
+        parity ^= (u32)((1ull << there) - 1);
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+        const int at = i * THREADS + threadIdx.x;
+        if (at < HIDDEN / 2) put_two_tagged(a.parts + (long long)row * HIDDEN + at * 2, sum[i][0], sum[i][1], tag);
     }
 #if RANK
+    __syncthreads();
     if (threadIdx.x < 32) {
         float whole = 0;
 #pragma unroll
         for (int other = 0; other < WARPS; ++other) whole += shared.mapped[other][lane];
-        a.mapped[row * 32 + lane] = whole;
+        put_tagged(a.mapped + row * 32 + lane, __float_as_int(whole), tag);
     }
 #endif
 }

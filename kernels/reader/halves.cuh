@@ -20,13 +20,40 @@ __device__ __forceinline__ float from_half(u16 bits) {
     return value;
 }
 
-// Four bytes to shared memory, there after `copied`.
-__device__ __forceinline__ void copy_word(u32 *to, const u8 *from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address(to)), "l"(from) : "memory");
+// 16 bytes to shared memory, as they are in L2.
+__device__ __forceinline__ void copy_16(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
 }
 
-// This thread's copies are there, and its warp's.
-__device__ __forceinline__ void copied() {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+// What this thread has copied since the last of these is a group.
+__device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// All groups but the last are there, and the warp's.
+__device__ __forceinline__ void copied_before() {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
     __syncwarp();
+}
+
+// All that this thread has copied is there, for itself.
+__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// What the copy engine writes comes after what threads have done with shared memory so far.
+__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A number and the launch that it is of, in one word: who reads it knows whether it has come.
+__device__ __forceinline__ u64 tagged(u32 bits, u32 tag) { return (u64)tag << 32 | bits; }
+
+__device__ __forceinline__ void put_tagged(u64 *at, u32 bits, u32 tag) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(tagged(bits, tag)) : "memory");
+}
+
+__device__ __forceinline__ void put_two_tagged(u64 *at, float one, float other, u32 tag) {
+    asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};"
+        ::"l"(at), "l"(tagged(__float_as_int(one), tag)), "l"(tagged(__float_as_int(other), tag)) : "memory");
+}
+
+__device__ __forceinline__ u64 get_tagged(const u64 *at) {
+    u64 now;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(at) : "memory");
+    return now;
 }

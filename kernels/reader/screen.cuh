@@ -1,5 +1,9 @@
 // The screen of reader.cu: what channels would be, from the codes of the largest coordinates.
 
+// Where the codes of the `at`th coordinate are held: of 16, lane t multiplies the 2t, 2t + 1, 2t + 8 and 2t + 9th, whose
+// rows are t, t + 4, t + 8 and t + 12, so that lanes read from different banks.
+__device__ __forceinline__ int row_of(int at) { return (at & ~7) | (at & 1) << 2 | (at >> 1 & 3); }
+
 // A block of 128 coordinates, 4 a lane: rotated, and the largest listed. One warp.
 __device__ void list_largest(const Arguments &a, int token, int block, int lane, Screened &to) {
     float v[4];
@@ -77,7 +81,7 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
             const u16 first = to_half(whole);
             const float rest = (whole - from_half(first)) * 2048;
             const u16 second = to_half(rest);
-            to.coordinate[at] = lane * 4 + i;
+            to.coordinate[row_of(at)] = lane * 4 + i;
             to.part[0][at] = first, to.part[1][at] = second, to.part[2][at] = to_half((rest - from_half(second)) * 2048);
             sum += v[i];
         }
@@ -101,24 +105,24 @@ __device__ __forceinline__ u32 digits(u32 &halves) {
     return rest;
 }
 
-// Codes of a strip in a block of coordinates: a lane has those of coordinates 2t, 2t + 1, 2t + 8, 2t + 9 of 16, four
-// bytes each: words 2g and 2g + 1, each a byte of gate and a byte of up.
-__device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from, int lane, u32 (&code)[STEPS * 4][32]) {
-#pragma unroll 4
-    for (int i = 0; i < STEPS * 4; ++i) {
-        const int at = from.coordinate[i / 4 * 16 + lane % 4 * 2 + i % 2 + i / 2 % 2 * 8];
-        copy_word(&code[i][lane], codes + at * ROW + lane / 4 * 4);
+// Codes of a strip in a block of coordinates, a sector of each: two lanes a row.
+__device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from, int lane, u32 (&code)[COORDINATES][8]) {
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+        const int row = i * 16 + lane / 2;
+        copy_16(&code[row][lane % 2 * 4], codes + from.coordinate[row] * ROW + lane % 2 * 16);
     }
 }
 
 // -> products [PAIRED]: of a word's 10 values, gate's five come first. sum of code times x.
-__device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[STEPS * 4][32], int lane, float *products) {
+__device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[COORDINATES][8], int lane, float *products) {
     const int g = lane / 4, t = lane % 4;
     float4 sum[2][5];
 #pragma unroll
     for (int i = 0; i < 10; ++i) sum[i / 5][i % 5] = make_float4(0, 0, 0, 0);
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
+        const u32 (*row)[8] = code + step * 16 + t;
         u32 b0 = 0, b1 = 0;
         if (g < 3) {
             b0 = *(const u32 *)&from.part[g][step * 16 + t * 2];
@@ -126,8 +130,7 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
         }
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
-            const u32 one = beside(code[step * 4][lane], code[step * 4 + 1][lane], which);
-            const u32 other = beside(code[step * 4 + 2][lane], code[step * 4 + 3][lane], which);
+            const u32 one = beside(row[0][g], row[4][g], which), other = beside(row[8][g], row[12][g], which);
             u32 gate0 = one & 0x00ff00ffu, up0 = (one >> 8) & 0x00ff00ffu;
             u32 gate1 = other & 0x00ff00ffu, up1 = (other >> 8) & 0x00ff00ffu;
 #pragma unroll
@@ -152,54 +155,76 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
         }
 }
 
-__device__ void screen(const Arguments &a, Shared &shared, int warp, int lane) {
-    const long long tasks = (long long)a.tokens * COLUMNS * STRIPS;
-    const int begin = (int)(tasks * blockIdx.x / gridDim.x), end = (int)(tasks * (blockIdx.x + 1) / gridDim.x);
-    int listed = -1;
+// The codes of a task's strip, of the coordinates that are largest in its token: listed where they are not yet.
+__device__ __forceinline__ void fetch_codes(const Arguments &a, Shared &shared, int task, int listed, int warp, int lane) {
+    const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
+    const long long expert = a.ids[pair];
+    const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
 #pragma unroll 1
-    for (int task = begin; task < end; ++task) {
-        const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
-        const long long expert = a.ids[pair];
-        const int value = threadIdx.x, word = value / 10, kind = value % 10 / 5;
-        const int channel = (strip * 16 + word) * 5 + value % 5;
-        const bool there = value < PAIRED && channel < INTER;
-        const long long at = (long long)pair * INTER + channel;
-        if (expert < 0) {
-            if (there && kind == 0) a.scores[at] = __int_as_float(-1);  // Of key 0.
-            continue;
-        }
-        u16 scale[BLOCKS];
-        if (there)
-#pragma unroll
-            for (int block = 0; block < BLOCKS; ++block)
-                scale[block] = a.scales[(expert * BLOCKS * 2 + kind) * INTER + channel + block * 2 * INTER];
-        const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
-#pragma unroll 1
-        for (int block = warp; block < BLOCKS; block += WARPS) {
-            if (token != listed) list_largest(a, token, block, lane, shared.screened[block]);
-            load_codes(codes + block * (128 * ROW), shared.screened[block], lane, shared.code[block]);
-        }
-        listed = token;
-        copied();
-#pragma unroll 1
-        for (int block = warp; block < BLOCKS; block += WARPS)
-            screen_block(shared.screened[block], shared.code[block], lane, shared.products[block]);
-        __syncthreads();
-        if (there) {
-            float sum = 0;
-#pragma unroll
-            for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * shared.products[block][value];
-            shared.pair[value] = sum;
-        }
-        __syncthreads();
-        if (there && kind == 0) {
-            const float active = activation(shared.pair[value]) * shared.pair[value + 5];
-            const float size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
-            const u32 bits = (u32)__float_as_int(size * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
-            const float score = __int_as_float(bits > INFINITE ? INFINITE : bits);
-            a.estimates[at] = active;
-            a.scores[at] = score;
-            atomicAdd(a.bins + token * BINS + (key_of(score) >> FINE), 1u);
-        }
+    for (int block = warp; block < BLOCKS; block += WARPS) {
+        Screened &found = shared.screened[token % BUFFERS][block];
+        if (token != listed) list_largest(a, token, block, lane, found);
+        if (expert >= 0) load_codes(codes + block * (128 * ROW), found, lane, shared.code[task % BUFFERS][block]);
     }
+}
+
+// Estimates and scores of a task's channels, whose codes are on their way.
+__device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, int task, int warp, int lane) {
+    const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
+    const long long expert = a.ids[pair];
+    const int value = threadIdx.x, word = value / 10, kind = value % 10 / 5;
+    const int channel = (strip * 16 + word) * 5 + value % 5;
+    const bool there = value < PAIRED && channel < INTER;
+    const long long at = (long long)pair * INTER + channel;
+    u64 *score = a.scores + (long long)token * SCORES + pair % COLUMNS * INTER + channel;
+    if (expert < 0) {
+        __syncthreads();
+        if (there && kind == 0) put_tagged(score, 0, shared.tag);
+        return;
+    }
+    u16 scale[BLOCKS];
+    float size = 0;
+    if (there) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+            scale[block] = a.scales[(expert * BLOCKS * 2 + kind) * INTER + channel + block * 2 * INTER];
+        size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
+    }
+    copied_before();
+#pragma unroll 1
+    for (int block = warp; block < BLOCKS; block += WARPS)
+        screen_block(shared.screened[token % BUFFERS][block], shared.code[task % BUFFERS][block], lane, shared.products[block]);
+    __syncthreads();
+    if (there) {
+        float sum = 0;
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * shared.products[block][value];
+        shared.pair[value] = sum;
+    }
+    __syncthreads();
+    if (there && kind == 0) {
+        const float active = activation(shared.pair[value]) * shared.pair[value + 5];
+        const u32 bits = (u32)__float_as_int(size * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
+        put_tagged(a.estimates + at, __float_as_int(active), shared.tag);
+        put_tagged(score, (bits > INFINITE ? INFINITE : bits) + 1, shared.tag);
+    }
+}
+
+// A block's tasks. With two buffers the next one's codes come while one is multiplied. ended: blocks of all launches.
+__device__ __forceinline__ void screen(const Arguments &a, Shared &shared, u64 ended, int warp, int lane) {
+    constexpr int AHEAD = BUFFERS - 1, A_TOKEN = STRIPS * COLUMNS;
+    const long long tasks = (long long)a.tokens * A_TOKEN;
+    const int begin = (int)(tasks * blockIdx.x / gridDim.x), end = (int)(tasks * (blockIdx.x + 1) / gridDim.x);
+#pragma unroll 1
+    for (int task = begin - AHEAD; task <= end; ++task) {
+        const int next = task + AHEAD;
+        if (next < end) fetch_codes(a, shared, next, next > begin ? (next - 1) / A_TOKEN : -1, warp, lane);
+        end_group();
+        // Launches before this one, and not 0: none of its blocks ends before this one has told the others its sums.
+        if (next == begin && threadIdx.x == THREADS - 1) shared.tag = (u32)(ended / gridDim.x) | 0x80000000u;
+        if (task < begin || task == end) continue;
+        if (!AHEAD) end_group();  // There is none that need not have come.
+        screen_task(a, shared, task, warp, lane);
+    }
+    __syncthreads();
 }

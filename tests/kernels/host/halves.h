@@ -4,6 +4,10 @@
 
 #define __noinline__
 struct uint2 { unsigned x, y; };
+struct int4 { int x, y, z, w; };
+static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
+static bool __all_sync(unsigned mask, bool yes) { return __ballot_sync(mask, yes) == ~0u; }
+static unsigned __reduce_or_sync(unsigned, unsigned v) { return fold(v, [](unsigned a, unsigned b) { return a | b; }); }
 
 static float from_half(u16 bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -21,11 +25,22 @@ static u16 to_half(float value) {
     const u16 bits = top ? (whole >= 2048 ? (top + 1) << 10 : (top << 10) + (int)whole - 1024) : (int)whole;
     return bits | (value < 0 ? 0x8000 : 0);
 }
-static void copy_word(u32 *to, const u8 *from) {
-    if ((u64)from % 4 || (u64)to % 4) abort();
-    memcpy(to, from, 4);
+static void copy_16(void *to, const void *from) {
+    if ((u64)from % 16 || (u64)to % 16) abort();
+    give_way();
+    memcpy(to, from, 16);
 }
-static void copied() { meet_warp(); }
+static void copied() {}
+static void end_group() {}
+static void copied_before() { meet_warp(); }
+static void before_copies() {}
+static u64 tagged(u32 bits, u32 tag) { return (u64)tag << 32 | bits; }
+static void put_tagged(u64 *at, u32 bits, u32 tag) { *at = tagged(bits, tag); }
+static void put_two_tagged(u64 *at, float one, float other, u32 tag) {
+    if ((u64)at % 16) abort();
+    put_tagged(at, __float_as_int(one), tag), put_tagged(at + 1, __float_as_int(other), tag);
+}
+static u64 get_tagged(const u64 *at) { give_way(); return *at; }
 static int atomicAdd(int *at, int more) {
     const int old = *at;
     *at += more;
