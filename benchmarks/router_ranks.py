@@ -31,8 +31,8 @@ from epsim.runtime.collective import Collective
 from epsim.runtime.peer import choose_collective
 
 ROOT = Path(__file__).resolve().parents[1]
-EXPERTS, TOP_K, REDUNDANT, CALLS, REPEATS = 128, 8, 16, 20, 15
-TOKENS = (16, 1, 64)
+EXPERTS, TOP_K, REDUNDANT, CALLS, REPEATS = 128, 8, 16, 20, 9
+TOKENS = (16, 64)
 ROUTERS = (
     "pruned(k0=3)", "oea(k0=3)", "oea(k0=3,union=rank)", "oea(k0=6@4/3@16,p=0.7,kmax=9,maxp=32)", "oea-ep(k0=3)",
     "lynx(keep=20)", "mask-low-demand(least=2)",
