@@ -20,7 +20,7 @@ NO_RULE = Rule(())
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the batch decides, and what tokens then take (epsim/policies/routing/`module`).
+    """What the batch decides, and what tokens then take (rules: epsim/policies/routing).
 
     kind: `base`, each token its best k0 (oea.py, pruned); `union`, the best of the union of bases (oea.py, oea);
     `ranks`, of what fits the ranks besides (ranks.py); `popular`, `least`, of the `number` most popular experts or of
