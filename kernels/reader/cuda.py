@@ -162,7 +162,12 @@ def workspace(sizes: Sizes, tokens: int, blocks: int, device: torch.device) -> d
     those of others, and zeros, are no one's."""
     rows = max(blocks, tokens)
     estimates = (tokens, sizes.columns, sizes.inter)
-    words = {"estimates": estimates, "scores": (tokens, sizes.scores), "parts": (rows, sizes.hidden), "mapped": (rows, MAP)}
+    words = {
+        "estimates": estimates,
+        "scores": (tokens, sizes.scores),
+        "parts": (rows, sizes.hidden),
+        "mapped": (rows, MAP),
+    }
     return {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in words.items()}
 
 
@@ -182,7 +187,7 @@ def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor
     if key not in _workspaces:
         if torch.cuda.is_current_stream_capturing():
             # What is set to zero in a capture is so in its replays alone.
-            raise ValueError(f"a first read of {most // 2 + 1 if most > 16 else 1} to {most} tokens is being captured: read once before")
+            raise ValueError(f"a read of {tokens} tokens is captured before any: read as many once, then capture")
         _workspaces[key] = workspace(sizes, most, blocks_of(device), torch.device("cuda", device))
         torch.cuda.synchronize(device)
     return {**_workspaces[key], "ended": _ended(device)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,8 @@ from epsim.kernels.reader.screen import COORDINATES, Screen
 from epsim.kernels.reader.select import keep_top, output_scores
 
 Gate = Literal["silu", "gelu"]
+MOST_TOKENS = 512
+"""Of a launch."""
 GATES: dict[Gate, Activation] = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -72,18 +75,23 @@ class ReaderLayer:
         """x [T, H] bfloat16; ids [T, k] int64, -1 for none; weights [T, k] float32 -> [T, H] bfloat16.
 
         kept [T, ceil(k I / 32)] int32, written: bit c % 32 of word c / 32 for channel c, slots one after the other.
-        The same bits in every run; nothing waits on a GPU, and it can be captured in a CUDA graph. Raises ValueError
-        for what does not fit.
+        The same bits in every run; nothing waits on a GPU, and after a first read of as many tokens it can be captured
+        in a CUDA graph. Raises ValueError for what does not fit.
         """
         self.check(x, ids, weights)
         self._check_kept(kept, len(x))
         if not len(x):
             return torch.empty_like(x)
         if x.is_cuda and cuda.available(x.device.index) and cuda.uncovered(self.sizes(ids.shape[1])) is None:
-            held = {"ids": ids.contiguous(), "weights": weights.contiguous()}
-            held |= {"gate_up": self.gate_up, "down": self.down, "kept_of": self.kept_of}
-            return cuda.fused(self.sizes(ids.shape[1]), self.sketch, x, held, kept)
+            return in_parts(self._fused, x, ids, weights, kept)
         return self._plain(x, ids, weights, kept)
+
+    def _fused(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None
+    ) -> torch.Tensor:
+        held = {"ids": ids.contiguous(), "weights": weights.contiguous()}
+        held |= {"gate_up": self.gate_up, "down": self.down, "kept_of": self.kept_of}
+        return cuda.fused(self.sizes(ids.shape[1]), self.sketch, x, held, kept)
 
     def _plain(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None
@@ -118,6 +126,20 @@ class ReaderLayer:
             kept.dtype != torch.int32 or tuple(kept.shape) != (tokens, words) or not kept.is_contiguous()
         ):
             raise ValueError(f"kept is {list(kept.shape)} {kept.dtype}, not contiguous [{tokens}, {words}] int32")
+
+
+def in_parts(
+    read: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    kept: torch.Tensor | None,
+) -> torch.Tensor:
+    """`read` of MOST_TOKENS at a time, so that what a launch writes between its blocks stays small."""
+    if len(x) <= MOST_TOKENS:
+        return read(x, ids, weights, kept)
+    parts = [slice(at, at + MOST_TOKENS) for at in range(0, len(x), MOST_TOKENS)]
+    return torch.cat([read(x[part], ids[part], weights[part], None if kept is None else kept[part]) for part in parts])
 
 
 def as_words(taken: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from epsim.kernels.reader import cuda
 from epsim.kernels.reader.build import build_layer
-from epsim.kernels.reader.layer import GATES, Gate, ReaderLayer, as_words, from_words
+from epsim.kernels.reader.layer import GATES, Gate, ReaderLayer, as_words, from_words, in_parts
 from epsim.kernels.reader.read import Experts, read_output
 from epsim.kernels.reader.screen import Screen
 
@@ -140,16 +140,31 @@ def test_fewer_warps_gather_longer_rows(
     assert far(one["output"], other["output"]) < 3e-3
 
 
-@pytest.mark.parametrize("budget", [0.4, 1.0])
-def test_all_equal_scores_go_to_the_lower_channels(on_host: Callable[..., Callable[..., None]], budget: float) -> None:
-    layer = layer_of(4, 128, 64, 4, budget)
+@pytest.mark.parametrize(("budget", "inter"), [(0.4, 64), (1.0, 64), (0.4, 300)])
+def test_all_equal_scores_go_to_the_lower_channels(
+    on_host: Callable[..., Callable[..., None]], budget: float, inter: int
+) -> None:
+    """Few that are compared, and more than that."""
+    layer = layer_of(4, 128, inter, 4, budget)
     x, ids, weights = inputs(layer, 1, 4)
     held = run_on_host(on_host, layer, (torch.zeros_like(x), ids, weights))
-    kept = from_words(held["kept"], 4, 64).flatten()
+    kept = from_words(held["kept"], 4, inter).flatten()
     number = int(layer.kept_of[4])
     assert kept[:number].all()
     assert not kept[number:].any()
     assert (held["output"] == 0).all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-9, 1e12, 1e30])
+def test_scores_of_any_size(on_host: Callable[..., Callable[..., None]], size: float) -> None:
+    layer = layer_of(4, 128, 96, 3, 0.5)
+    x, ids, weights = inputs(layer, 2, 3)
+    weights[1] *= size
+    held = run_on_host(on_host, layer, (x, ids, weights))
+    kept = torch.empty_like(held["kept"])
+    layer.read(x, ids, weights, kept)
+    assert torch.equal(held["kept"], kept)
+    assert far(held["output"], in_float64(layer, (x, ids, weights), kept)) < 3e-3
 
 
 def test_scores_of_minus_zero_and_of_no_number(on_host: Callable[..., Callable[..., None]]) -> None:
@@ -214,6 +229,23 @@ def test_what_does_not_fit() -> None:
         layer_of(4, 128, 64, 2, 0.01)
     assert "multiple of 16" in (cuda.uncovered(cuda.Sizes(128, 64, 2, 40, 32, False)) or "")
     assert np.dtype(cuda.ARGUMENTS).itemsize == 8 * (len(cuda.POINTERS) + 2)
+
+
+def test_many_tokens_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(4, 128, 64, 2, 0.5)
+    given = inputs(layer, 8, 2)
+    whole, parts = torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32)
+    wanted = layer.read(*given, kept=whole)
+    monkeypatch.setattr("epsim.kernels.reader.layer.MOST_TOKENS", 3)
+    sizes = []
+
+    def read(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(x))
+        return layer.read(x, *rest)
+
+    assert far(in_parts(read, *given, parts), wanted) < 1e-2
+    assert torch.equal(parts, whole)
+    assert sizes == [3, 3, 2]
 
 
 def test_no_token() -> None:
