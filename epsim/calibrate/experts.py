@@ -87,7 +87,7 @@ def expert_table(
         for size in sizes:
             fits = size * number <= most and _working_bytes(model, size * number) <= room / 2
             if implementation == "decode":
-                fits = fits and max(size * number / slots_a_row, size) <= MOST_DECODED
+                fits = fits and size <= MOST_DECODED and _most_rows(number, size, model, slots_a_row) <= MOST_DECODED
             column.append(_cell(machine, compute, held, size, model, slots_a_row) if fits else None)
         progress(f"{model.name}, {implementation}: {number} active experts")
         if any(time is not None for time in column):
@@ -107,6 +107,7 @@ def expert_table(
         us=tuple(rows[place] for place in measured),
         implementation=implementation,
         spread=SPREAD,
+        columns=model.top_k + (model.shared_intermediate > 0),
     )
     if implementation == "decode":
         return table
@@ -139,12 +140,13 @@ def with_cells(machine: Machine, table: ExpertTable, model: ModelSpec, progress:
 
 
 def with_fit(table: ExpertTable, model: ModelSpec, multiprocessors: int) -> ExpertTable:
-    """The table with a fit by tiles, from the loads that its cells were drawn with."""
+    """The table with its fits by tiles, from the loads that its cells were drawn with."""
 
     def draws(active: int, size: float) -> list[torch.Tensor]:
         return [drawn_counts(active, size, table.spread, draw) for draw in range(DRAWS)]
 
-    return dataclasses.replace(table, fit=fit_tiles(table, model, draws, multiprocessors))
+    fit, small = fit_tiles(table, model, draws, multiprocessors)
+    return dataclasses.replace(table, fit=fit, small=small)
 
 
 def shape_for(model: ModelSpec) -> LayerShape:
@@ -191,6 +193,12 @@ def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Ten
     missing = total - int(counts.sum())
     counts[(exact - counts).argsort(descending=True)[:missing]] += 1
     return counts
+
+
+def _most_rows(slots: int, size: float, model: ModelSpec, slots_a_row: float) -> int:
+    """Of a cell's draws."""
+    columns = model.top_k + (model.shared_intermediate > 0)
+    return max(num_rows(drawn_counts(slots, size, SPREAD, draw), columns, slots_a_row) for draw in range(DRAWS))
 
 
 def _working_bytes(model: ModelSpec, assignments: float) -> float:

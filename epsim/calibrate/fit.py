@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ import torch
 
 from epsim.cost.experts_time import SLOTS_A_ROW, ExpertTable
 from epsim.cost.model import ModelSpec
-from epsim.cost.tiled import TERMS, TiledFit
+from epsim.cost.tiled import TERMS, TiledFit, is_small
 
 Floats = npt.NDArray[np.float64]
 Draws = Callable[[int, float], list[torch.Tensor]]
@@ -22,30 +23,70 @@ ROWS, COLUMNS = (64, 128, 256), (64, 128, 256)
 LEAST_CELLS = 3 * TERMS
 
 
-def fit_tiles(table: ExpertTable, model: ModelSpec, draws: Draws, sms: int) -> TiledFit | None:
-    """The tiling with the least relative squares, its coefficients none negative; None for a grid of few cells.
+def fit_tiles(table: ExpertTable, model: ModelSpec, draws: Draws, sms: int) -> tuple[TiledFit | None, TiledFit | None]:
+    """Of what large tiles compute, and of what small ones do (`epsim.cost.tiled.is_small`); where there are few cells
+    of the latter one fit of all and None, where there are few cells at all None twice.
 
-    sms: multiprocessors; all or half of them (in pairs), or two tiles on each, work at once.
+    A fit has the tiling with the least relative squares, its coefficients none negative. Cells beside the grid weigh as
+    much as all of the grid. sms: multiprocessors; all or half of them (in pairs), or two tiles on each, work at once.
     """
-    cells = [
-        (draws(int(active), size), SLOTS_A_ROW, time)
+    columns = model.top_k + (model.shared_intermediate > 0)
+    grid = [
+        _Cell(draws(int(active), size), table.columns or model.top_k, SLOTS_A_ROW, time)
         for size, row in zip(table.tokens_per_expert, table.us, strict=True)
         for active, time in zip(table.active, row, strict=True)
         if time is not None
     ]
-    cells += [(draws(int(one.active), one.tokens_per_expert), one.slots_a_row, one.us) for one in table.cells]
-    if len(cells) < LEAST_CELLS:
+    beside = [
+        _Cell(draws(int(one.active), one.tokens_per_expert), columns, one.slots_a_row, one.us) for one in table.cells
+    ]
+    large, small = (
+        ([cell for cell in grid if cell.small == form], [cell for cell in beside if cell.small == form])
+        for form in (False, True)
+    )
+    if min(len(large[0]), len(small[0])) < LEAST_CELLS:
+        return _fit(grid, beside, model, sms), None
+    return _fit(*large, model, sms), _fit(*small, model, sms)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """draws: loads of its active experts."""
+
+    draws: list[torch.Tensor]
+    columns: int
+    slots_a_row: float
+    us: float
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Of each draw."""
+        found = [num_rows(one, self.columns, self.slots_a_row) for one in self.draws]
+        return torch.tensor(found, dtype=torch.float64)
+
+    @property
+    def small(self) -> bool:
+        """Whether small tiles compute it; draws differ little."""
+        groups = torch.tensor(float(len(self.draws[0])), dtype=torch.float64)
+        return bool(is_small(self.rows.median(), self.columns, groups))
+
+
+def _fit(grid: list[_Cell], beside: list[_Cell], model: ModelSpec, sms: int) -> TiledFit | None:
+    if len(grid) < LEAST_CELLS:
         return None
-    times = np.array([time for _, _, time in cells])
+    cells = grid + beside
+    times = np.array([cell.us for cell in cells])
+    weights = np.ones(len(cells))
+    weights[len(grid) :] = np.sqrt(len(grid) / max(len(beside), 1))
     # Where all rows have as many slots, a row's time is its slots'.
-    last = TERMS if table.cells else TERMS - 1
+    last = TERMS if beside else TERMS - 1
     found: list[tuple[float, TiledFit]] = []
     # The largest first: of tilings that fit alike, those are the fewest tiles.
     for rows, columns, at_once in itertools.product(ROWS[::-1], COLUMNS[::-1], (sms // 2, sms, 2 * sms)):
         shape = TiledFit(rows, columns, at_once, (1.0,) * TERMS)
-        terms = np.array([_mean_terms(shape, loads, slots, model) for loads, slots, _ in cells])[:, :last]
-        coefficients = non_negative(terms / times[:, None], np.ones(len(times)))
-        error = float(np.square(terms @ coefficients / times - 1).sum())
+        terms = np.array([_mean_terms(shape, cell, model) for cell in cells])[:, :last] / times[:, None]
+        coefficients = non_negative(terms * weights[:, None], weights)
+        error = float(np.square((terms @ coefficients - 1) * weights).sum())
         found.append((error, TiledFit(rows, columns, at_once, tuple(float(f"{c:.6g}") for c in coefficients))))
     return min(found, key=lambda one: one[0])[1]
 
@@ -56,12 +97,10 @@ def num_rows(counts: torch.Tensor, columns: int, slots_a_row: float) -> int:
     return max(math.ceil(total / slots_a_row), int(counts.max()), math.ceil(total / columns))
 
 
-def _mean_terms(shape: TiledFit, loads: list[torch.Tensor], slots_a_row: float, model: ModelSpec) -> Floats:
-    columns = model.top_k + (model.shared_intermediate > 0)
-    rows = torch.tensor([num_rows(one, columns, slots_a_row) for one in loads], dtype=torch.float64)
-    counts = torch.stack(loads).double()  # of one cell, as many active experts in each draw
+def _mean_terms(shape: TiledFit, cell: _Cell, model: ModelSpec) -> Floats:
+    counts = torch.stack(cell.draws).double()  # as many active experts in each
     tiles = (counts / shape.rows).ceil().sum(1)
-    terms = shape.terms(counts.sum(1), torch.full_like(tiles, counts.shape[1]), tiles, rows, model)
+    terms = shape.terms(counts.sum(1), torch.full_like(tiles, counts.shape[1]), tiles, cell.rows, model)
     means: Floats = torch.stack(terms).mean(1).numpy()
     return means
 

@@ -146,8 +146,9 @@ class Machine:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         return float(slowest)
 
-    def captured_together_us(self, call: Call, group: dist.ProcessGroup | None, inner: int = 5) -> float:
-        """The same of a CUDA graph of `inner` calls; of a call that neither waits for the device nor for the host."""
+    def captured_together_us(self, call: Call, group: dist.ProcessGroup | None, inner: int = 20) -> float:
+        """The same of a CUDA graph of `inner` calls, of which the first alone waits for a rank that begins later; of a
+        call that neither waits for the device nor for the host."""
         for _ in range(3):
             call()
         torch.cuda.synchronize(self.device)
@@ -177,8 +178,7 @@ class Machine:
     def _captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         # Not `torch.cuda.graph`, which collects garbage and empties the cache at each entry.
         captured = torch.cuda.CUDAGraph()
-        stream: Any = torch.cuda.Stream
-        with torch.cuda.stream(stream(self.device)):
+        with torch.cuda.stream(_stream(self.device)):
             captured.capture_begin(pool=_pool(self.device), capture_error_mode="thread_local")
             try:
                 for call in calls:
@@ -189,11 +189,17 @@ class Machine:
 
 
 @functools.cache
+def _stream(device: torch.device) -> Any:
+    """Of all captures: what one stream gave back to a pool no other takes."""
+    stream: Any = torch.cuda.Stream
+    return stream(device)
+
+
+@functools.cache
 def _anchor(device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """A graph that lives on, so that the memory of one capture serves the next."""
     value, captured = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
-    stream: Any = torch.cuda.Stream
-    with torch.cuda.stream(stream(device)):
+    with torch.cuda.stream(_stream(device)):
         captured.capture_begin(capture_error_mode="thread_local")
         value += 1
         captured.capture_end()

@@ -174,8 +174,9 @@ class Calibration:
         fits = (t for t in self.experts if (t.hidden, t.intermediate, t.dtype, t.implementation) == shape)
         return next(fits, None)
 
-    def router_for(self, model: ModelSpec) -> RouterTable | None:
-        return next((table for table in self.routers if table.fits(model)), None)
+    def router_for(self, model: ModelSpec, given: bool) -> RouterTable | None:
+        """given: a trace tells the experts (`RouterTable`)."""
+        return next((table for table in self.routers if table.fits(model, given)), None)
 
     def table_for(self, model: ModelSpec) -> ExpertTable | None:
         """The table of the model's experts, that of small batches left aside; None where there is none of their shape.

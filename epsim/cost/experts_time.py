@@ -21,7 +21,7 @@ import torch
 from epsim.cost.curve import check_axis, check_times
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
-from epsim.cost.tiled import TiledFit
+from epsim.cost.tiled import TiledFit, is_small
 
 STEPS = 16
 """Places from one size of a table to the next."""
@@ -53,8 +53,10 @@ class ExpertTable:
     not measured, which has the ratio of the nearest size of its column, and each column needs one.
     implementation: whose experts; versions, date: of the measurement. spread: of the experts' tokens around their mean,
     as the standard deviation of its logarithm; 0 where all had the same number.
-    cells: beside the grid, for the fit alone: the grid's rows have SLOTS_A_ROW slots.
-    fit: of grid and cells, by tiles; without it the grid is interpolated.
+    columns: experts of a row of the grid, taken or not; 0 for the model's top-k. cells: beside the grid, for the fits
+    alone, whose rows have SLOTS_A_ROW slots in the grid.
+    fit: of grid and cells, by tiles; without it the grid is interpolated. small: the same of what small tiles compute
+    (`epsim.cost.tiled`), None where `fit` is of all.
     """
 
     device: str
@@ -72,6 +74,8 @@ class ExpertTable:
     spread: float = 0.0
     fit: TiledFit | None = None
     cells: tuple[ExpertCell, ...] = ()
+    columns: int = 0
+    small: TiledFit | None = None
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_expert", "active"):
@@ -166,6 +170,8 @@ class ExpertsTime:
         if fit is not None:
             tiles = fit.expected_tiles(tokens, active) if tiles is None else tiles
             time = fit.us(tokens, active, tiles, rows, self.model)
+            if self.table.small is not None:
+                time = self._with_small(self.table.small, time, tokens, active, rows)
         else:
             time = self._by_cells(tokens, active)
         if self.decode is not None:
@@ -173,6 +179,17 @@ class ExpertsTime:
             small = torch.minimum(self._small.us(tokens, active), time)
             time = torch.where(rows <= MOST_DECODED, small, time)
         return time * (active > 0)
+
+    def _with_small(
+        self, fit: TiledFit, time: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """time, but where small tiles are taken by their fit. Slots without tokens, which are groups too, are not
+        known here."""
+        columns = self.model.top_k + (self.model.shared_intermediate > 0)
+        small = is_small(rows, columns, active)
+        if not bool(small.any()):
+            return time
+        return torch.where(small, fit.us(tokens, active, fit.expected_tiles(tokens, active), rows, self.model), time)
 
     def dense_us(self, tokens: torch.Tensor) -> torch.Tensor:
         """A shared expert computed by itself on tokens [...] -> microseconds [...]."""

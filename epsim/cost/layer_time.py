@@ -15,6 +15,7 @@ from epsim.cost.experts_time import ExpertsTime, ExpertTable
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec, load_model
 from epsim.cost.policy_time import policy_us
+from epsim.cost.router_time import RouterTable
 from epsim.policies.load import Load
 from epsim.policies.shared import Local
 from epsim.policies.stack import PolicyStack
@@ -168,14 +169,18 @@ class LayerTiming:
         """Attention, norms and, where it was not measured, router of a layer, tokens [...] of a rank -> microseconds
         [...]."""
         parameters = self.model.rest_parameters
-        if self.measured is not None and self.measured.router_for(self.model) is not None:
+        if self.router is not None:
             parameters = max(parameters - self.model.hidden * self.model.num_experts, 0.0)
         return self._dense_us(tokens, parameters) + self.model.rest_us
 
     def router_us(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model's router as measured, tokens [...] of a rank -> microseconds [...]; 0 where it was not."""
-        table = None if self.measured is None else self.measured.router_for(self.model)
-        return torch.zeros_like(tokens) if table is None else table.time(tokens, self.given)
+        return torch.zeros_like(tokens) if self.router is None else self.router.time(tokens, self.given)
+
+    @property
+    def router(self) -> RouterTable | None:
+        """The measured time of the model's router, None where there is none."""
+        return None if self.measured is None else self.measured.router_for(self.model, self.given)
 
     def step_us(self, layer_us: torch.Tensor, tokens: torch.Tensor, num_ranks: int) -> torch.Tensor:
         """A whole step: layer_us, tokens [S, L] -> [S] microseconds. Layers of the model that the trace lacks count as

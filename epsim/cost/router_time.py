@@ -16,7 +16,8 @@ class RouterTable:
     """Measured on one device by `epsim calibrate`, with what the runtime's layer does around it for a token's weights.
 
     hidden, num_experts, top_k, groups, top_groups: of the model. us [n] at `tokens` [n] of a rank, ascending: the
-    router chooses; given_us [n]: a trace tells the experts, which the router only weighs, as in runs of a trace.
+    router chooses; given_us [n]: a trace tells the experts, which the router only weighs, as in runs of a trace. One of
+    the two may be empty: not measured.
     """
 
     device: str
@@ -37,13 +38,17 @@ class RouterTable:
         check_axis("tokens", self.tokens)
         for name in ("us", "given_us"):
             check_times(name, getattr(self, name))
-            if len(getattr(self, name)) != len(self.tokens):
+            if len(getattr(self, name)) not in (0, len(self.tokens)):
                 raise ValueError(f"{name} must be {len(self.tokens)} numbers, one for each of tokens")
+        if not self.us and not self.given_us:
+            raise ValueError("us and given_us are empty: give one of them")
 
-    def fits(self, model: ModelSpec) -> bool:
+    def fits(self, model: ModelSpec, given: bool) -> bool:
+        """given: a trace tells the experts."""
         names = ("hidden", "num_experts", "top_k", "groups", "top_groups")
-        return all(getattr(self, name) == getattr(model, name) for name in names)
+        same = all(getattr(self, name) == getattr(model, name) for name in names)
+        return same and bool(self.given_us if given else self.us)
 
     def time(self, tokens: torch.Tensor, given: bool) -> torch.Tensor:
-        """tokens [...] of a rank -> microseconds [...]. given: a trace tells the experts."""
+        """tokens [...] of a rank -> microseconds [...]."""
         return curve(self.tokens, self.given_us if given else self.us, tokens)

@@ -4,6 +4,10 @@ The two products of a layer's experts (gate and up together, down) are cut into 
 works on `at_once` of them, and the last wave takes as long as a full one. Found on an H200 with PyTorch's grouped
 product: 256 x 256, 66 at once (pairs of its 132 multiprocessors); a sixth active expert of gpt-oss-20b costs 40% more
 there, since its 72 tiles of the second product no longer fit one wave.
+
+PyTorch has two such products, and takes that of small tiles where the rows it is given are at most SMALL a group
+(aten/src/ATen/native/cuda/GroupMM.cu: 64 x 128, else 128 x 256 in pairs). The runtime gives it a row for each column of
+every row received, taken or not.
 """
 
 from __future__ import annotations
@@ -16,6 +20,13 @@ import torch
 from epsim.cost.model import ModelSpec
 
 TERMS = 9
+SMALL = 128
+"""Rows a group, up to which the product of small tiles is taken."""
+
+
+def is_small(rows: torch.Tensor, columns: int, groups: torch.Tensor) -> torch.Tensor:
+    """rows received [...] of so many columns, groups [...] (a rank's slots) -> bool [...]."""
+    return rows * columns < (SMALL + 1) * groups
 
 
 @dataclass(frozen=True, slots=True)

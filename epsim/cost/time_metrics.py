@@ -40,8 +40,7 @@ def busy_phases(timing: LayerTiming, load: Load, stack: PolicyStack, redundant: 
     """Microseconds of a layer by phase, [S, L] each, NaN where it has no tokens: of the whole batch, not overlapped.
     `route` where the model's router was measured."""
     phases = timing.phases(load, stack, redundant)
-    routed = timing.measured is not None and timing.measured.router_for(timing.model) is not None
-    named = ({"route": phases.route} if routed else {}) | {
+    named = ({} if timing.router is None else {"route": phases.route}) | {
         "balance": phases.policy,
         "dispatch": phases.dispatch,
         "experts": phases.experts,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epsim.calibrate import run
+from epsim.calibrate import policies, run
 from epsim.calibrate.experts import drawn_counts, received_of
-from epsim.calibrate.fit import fit_tiles, non_negative
+from epsim.calibrate.fit import fit_tiles, non_negative, num_rows
 from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.run import Request, calibrate
 from epsim.cli import main
-from epsim.cost.calibrated import PolicyCost, PolicyTable, load_calibration
-from epsim.cost.experts_time import ExpertsTime, ExpertTable
+from epsim.cost.calibrated import PolicyCost, PolicyTable, load_calibration, read_table
+from epsim.cost.experts_time import ExpertCell, ExpertsTime, ExpertTable
 from epsim.cost.hardware import load_hardware
 from epsim.cost.model import load_model
 from epsim.cost.tiled import TiledFit
@@ -77,16 +78,17 @@ def test_tiles_are_found_from_times_that_obey_them() -> None:
     def draws(active: int, size: float) -> list[torch.Tensor]:
         return [drawn_counts(active, size, 0.5, draw) for draw in range(2)]
 
-    def time(active: float, size: float) -> float:
+    def took(active: float, size: float) -> float:
         loads = torch.stack(draws(int(active), size)).double()
         tiles = (loads / truth.rows).ceil().sum(1)
         rows = loads.sum(1) / 1.25
         return float(truth.us(loads.sum(1), torch.full_like(tiles, active), tiles, rows, model).mean())
 
-    us = tuple(tuple(time(active, size) for active in actives) for size in sizes)
+    us = tuple(tuple(took(active, size) for active in actives) for size in sizes)
     table = ExpertTable("GPU", "by formula", "bf16", 7168, 2048, sizes, actives, us)
-    found = fit_tiles(table, model, draws, 132)
+    found, small = fit_tiles(table, model, draws, 132)
     assert found is not None
+    assert small is None, "too few cells of small tiles"
     # Half as many tiles of twice the columns make the same waves.
     assert (found.rows, found.columns * found.at_once) == (256, 128 * 132)
     # Sizes between the grid's.
@@ -96,7 +98,48 @@ def test_tiles_are_found_from_times_that_obey_them() -> None:
     args = counts.sum()[None], torch.tensor([17.0]).double(), tiles[None]
     assert float(experts.us(*args)) == pytest.approx(float(truth.us(*args, args[0], model)), rel=0.02)
     few = ExpertTable("GPU", "few", "bf16", 7168, 2048, sizes[:2], actives[:2], tuple(row[:2] for row in us[:2]))
-    assert fit_tiles(few, model, draws, 132) is None
+    assert fit_tiles(few, model, draws, 132) == (None, None)
+
+
+def test_forms_and_rows_are_found_from_times_that_obey_them() -> None:
+    model = load_model("qwen3-30b-a3b")
+    large = TiledFit(256, 256, 66, (60.0, 0.02, 5.0, 4.0, 15.0, 10.0, 0.0, 8.0, 0.03))
+    small = TiledFit(64, 128, 132, (40.0, 0.01, 3.0, 1.0, 4.0, 3.0, 1.0, 2.0, 0.03))
+    sizes, actives = (
+        (1.0, 2.0, 4.0, 8.0, 12.0, 40.0, 100.0, 200.0, 400.0, 900.0),
+        (1.0, 2.0, 4.0, 8.0, 12.0, 19.0, 40.0),
+    )
+
+    def draws(active: int, size: float) -> list[torch.Tensor]:
+        return [drawn_counts(active, size, 0.5, draw) for draw in range(2)]
+
+    def took(active: float, size: float, slots: float) -> float:
+        loads = draws(int(active), size)
+        rows = torch.tensor([float(num_rows(one, 8, slots)) for one in loads], dtype=torch.float64)
+        counts = torch.stack(loads).double()
+        # Eight columns a row: up to 128 for each group small tiles are taken.
+        fit = small if float(rows.median()) * 8 / active < 129 else large
+        tiles = (counts / fit.rows).ceil().sum(1)
+        return float(fit.us(counts.sum(1), torch.full_like(tiles, active), tiles, rows, model).mean())
+
+    us = tuple(tuple(took(active, size, 1.25) for active in actives) for size in sizes)
+    cells = tuple(
+        ExpertCell(size, active, 4.0, took(active, size, 4.0)) for size in (4.0, 100.0, 400.0) for active in (8.0, 19.0)
+    )
+    table = ExpertTable("GPU", "by formula", "bf16", 2048, 768, sizes, actives, us, cells=cells)
+    found = fit_tiles(table, model, draws, 132)
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].coefficients[8] == pytest.approx(0.03, rel=0.1)
+    experts = ExpertsTime(load_hardware("h200"), model, dataclasses.replace(table, fit=found[0], small=found[1]))
+    for active, size, slots in ((14.0, 300.0, 4.0), (14.0, 300.0, 2.0), (14.0, 6.0, 4.0)):
+        loads = draws(int(active), size)
+        rows = [num_rows(one, 8, slots) for one in loads]
+        given = [torch.tensor([float(value)]).double() for value in (loads[0].sum(), active, rows[0])]
+        tiles = (loads[0] / experts.tile).ceil().sum()[None].double()
+        fit = small if rows[0] * 8 / active < 129 else large
+        true = fit.us(given[0], given[1], (loads[0] / fit.rows).ceil().sum()[None].double(), given[2], model)
+        assert float(experts.us(given[0], given[1], tiles, given[2])) == pytest.approx(float(true), rel=0.03)
 
 
 @settings(max_examples=30)
@@ -191,6 +234,58 @@ def test_policies_that_stay_are_told_as_what_they_were_measured_with(tmp_path: P
     write_table(PolicyTable(CPU.name, "", (cost,), num_experts=256, top_k=8), tmp_path / "policies-4.json")
     (line,) = calibrate(Request(tmp_path, "cpu", (tiny,), ("policies",)), nothing, CPU)
     assert line.endswith("policies-4.json: policies on 4 ranks, 256 experts, top-8")
+
+
+def test_policies_go_on_after_the_last_one_that_was_written(
+    tmp_path: Path, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def stop(text: str) -> None:
+        said.append(text)
+        if len(said) == 3:
+            raise KeyboardInterrupt
+
+    request = Request(tmp_path, "cpu", (tiny,), ("policies",))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(request, stop, CPU)
+    path = tmp_path / "policies-4.json"
+    first = read_table(path)
+    assert isinstance(first, PolicyTable)
+    assert [cost.policy for cost in first.costs] == ["even", "static"]
+    assert said[0].startswith("even, 4 ranks: ")
+    monkeypatch.setattr(policies, "STACKS", policies.STACKS[:4])
+    monkeypatch.setattr(policies, "ROUTERS", ())
+    calibrate(request, nothing, CPU)
+    whole = read_table(path)
+    assert isinstance(whole, PolicyTable)
+    assert [cost.policy for cost in whole.costs] == ["even", "static", "random", "lplb"]
+    assert whole.costs[:2] == first.costs
+
+
+def test_a_slow_policy_is_measured_once_and_at_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def slow(machine: object, model: object, stack: object, ranks: int, redundant: int, tokens: int) -> float:
+        asked.append(tokens)
+        return 1e6
+
+    monkeypatch.setattr(policies, "_balance_us", slow)
+    monkeypatch.setattr(policies, "STACKS", ("eplb",))
+    monkeypatch.setattr(policies, "ROUTERS", ())
+    monkeypatch.setattr(policies, "CPU_TOKENS", (8, 16, 64))
+    (cost,) = policies.policy_costs(CPU, load_model("epsim-small"), 4, 4, (), nothing)
+    assert asked == [8, 64]
+    assert cost.tokens == (8.0, 64.0)
+    calls = 0
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        time.sleep(0.21)
+
+    assert CPU.eager_us([call, call, call]) > 200_000
+    assert calls == 2
 
 
 def test_a_measurement_killed_in_a_part_leaves_what_the_next_one_goes_on_with(

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from epsim.calibrate.folder import write_hardware, write_table
 from epsim.cost.calibrated import (
+    Calibration,
     CollectiveCost,
     ExchangeTable,
     PolicyCost,
     PolicyTable,
+    Table,
     load_calibration,
     read_table,
 )
@@ -27,7 +29,9 @@ from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.cost.model import load_model
 from epsim.cost.policy_time import policy_us
+from epsim.cost.router_time import RouterTable
 from epsim.cost.tiled import TiledFit
+from epsim.cost.time_metrics import busy_phases
 from epsim.policies.stack import parse_stack
 
 H200, V3 = load_hardware("h200"), load_model("deepseek-v3-bf16")
@@ -99,7 +103,7 @@ def test_a_cell_not_measured_has_the_ratio_of_its_column() -> None:
     assert bool((times.diff() >= 0).all())  # a grid of one point: the roofline's shape
 
 
-def folder(tmp_path: Path, *tables: ExpertTable | ExchangeTable | PolicyTable) -> Path:
+def folder(tmp_path: Path, *tables: Table) -> Path:
     for table in tables:
         write_table(table, tmp_path / f"{table.kind}-{table.device}.json")
     write_hardware(tmp_path, H200, "mine", "Measured by hand.")
@@ -133,6 +137,78 @@ def test_what_was_measured_is_used_where_it_fits(tmp_path: Path) -> None:
     assert load_timing(made, "qwen3-30b-a3b", 1, "prefill").experts.table is None
     with pytest.raises(ValueError, match="are of bf16, DeepSeek-V3 computes in fp8: give --model"):
         load_timing(made, "deepseek-v3", 1, "prefill")
+
+
+def test_small_tiles_and_the_decode_kernel_take_few_rows() -> None:
+    small = TiledFit(64, 128, 132, (40.0, 0.1, 3.0, 10.0, 20.0, 12.0, 5.0, 6.0, 0.5))
+    decode = dataclasses.replace(EXPERTS, implementation="decode", us=((30.0, 90.0), (60.0, 150.0)))
+    table = dataclasses.replace(EXPERTS, fit=FIT, small=small)
+    experts = ExpertsTime(H200, V3, table, decode)
+    tokens, active, rows = numbers(200, 200, 200, 200), numbers(8, 8, 8, 8), numbers(64, 65, 114, 115)
+    found = experts.us(tokens, active, rows=rows)
+    # Nine columns a row, the shared expert's among them: 114 rows are 1,026 of 8 groups, 128 each.
+    tiles = small.expected_tiles(tokens, active)
+    assert found[1:3].tolist() == pytest.approx(small.us(tokens, active, tiles, rows, V3)[1:3].tolist())
+    large = FIT.us(tokens, active, FIT.expected_tiles(tokens, active), rows, V3)
+    assert float(found[3]) == pytest.approx(float(large[3]))
+    assert float(found[0]) == pytest.approx(float(ExpertsTime(H200, V3, decode).us(tokens, active)[0]))
+    # It never costs more than grouped products.
+    slow = ExpertsTime(H200, V3, table, dataclasses.replace(decode, us=((1e5, 2e5), (3e5, 4e5))))
+    assert torch.equal(slow.us(tokens, active, rows=rows), ExpertsTime(H200, V3, table).us(tokens, active, rows=rows))
+
+
+def test_a_row_costs_beside_its_slots() -> None:
+    fit = TiledFit(256, 256, 66, (*FIT.coefficients, 0.25))
+    given = numbers(800), numbers(5), numbers(6)
+    assert float(fit.us(*given, numbers(400), V3) - FIT.us(*given, numbers(400), V3)) == pytest.approx(100.0)
+    experts = ExpertsTime(H200, V3, dataclasses.replace(EXPERTS, fit=fit))
+    unknown = experts.us(numbers(8000), numbers(8))
+    assert float(unknown) == pytest.approx(float(experts.us(numbers(8000), numbers(8), rows=numbers(6400))))
+
+
+def test_the_exchange_of_rows_like_the_model_s_is_picked(tmp_path: Path) -> None:
+    wide, narrow, other = (
+        dataclasses.replace(EXCHANGE, model=model, hidden=hidden, top_k=top_k, implementation=name)
+        for model, hidden, top_k, name in (
+            ("a", 7168, 8, "deep_ep"), ("b", 7168, 4, "deep_ep"), ("c", 2048, 8, "deep_ep")
+        )
+    )  # fmt: skip
+    there = Calibration(H200, exchange=(EXCHANGE, other, narrow, wide))
+    assert there.exchange_for(V3, 4, 1) == wide
+    assert there.exchange_for(dataclasses.replace(V3, top_k=5), 4, 1) == narrow
+    assert Calibration(H200, exchange=(other, EXCHANGE)).exchange_for(V3, 4, 1) == EXCHANGE, "which tells no rows"
+    assert Calibration(H200, exchange=(other,)).exchange_for(V3, 4, 1) is None
+    assert Calibration(H200, exchange=(other,)).exchange_for(V3, 2, 1) is None
+    words = load_timing(str(folder(tmp_path, wide)), "deepseek-v3-bf16", 1, "prefill").words()
+    assert "4 ranks on 1 nodes, a's rows of 7168 bf16, top-8, by deep_ep, to 100 MB; beyond" in words
+    words = load_timing(str(folder(tmp_path, other)), "deepseek-v3-bf16", 1, "prefill").words()
+    assert "normal exchange (by rates: no table is of rows of 7168 bf16)" in words
+
+
+def test_a_measured_router_is_a_phase_and_no_part_of_the_rest(tmp_path: Path) -> None:
+    from tests.cost.test_layer_time import load
+
+    given = RouterTable("GPU", "by hand", 7168, 256, 8, 8, 4, (64.0, 1024.0), (), (40.0, 60.0))
+    bare = load_timing(str(folder(tmp_path, EXPERTS)), "deepseek-v3-bf16", 1, "prefill")
+    there = load_timing(str(folder(tmp_path, EXPERTS, given)), "deepseek-v3-bf16", 1, "prefill")
+    one = load([800.0, 600.0], [5, 5], 175.0)
+    stack = parse_stack("contiguous")
+    assert there.router is None, "of a router that chooses nothing is known"
+    assert torch.equal(there.layer_us(one, stack, False), bare.layer_us(one, stack, False))
+    told = dataclasses.replace(there, given=True)
+    per_rank = one.tokens / 2
+    assert float(told.phases(one, stack, False).route) == pytest.approx(float(given.time(per_rank, True)))
+    assert float(told.router_us(numbers(544))) == pytest.approx(50.0)
+    more = float(told.layer_us(one, stack, False) - bare.layer_us(one, stack, False))
+    assert more == pytest.approx(float(given.time(per_rank, True)))
+    assert float(told.rest_us(numbers(4096))) < float(bare.rest_us(numbers(4096)))
+    assert list(busy_phases(told, one, stack, False)) == ["route", "balance", "dispatch", "experts", "combine"]
+    assert list(busy_phases(bare, one, stack, False)) == ["balance", "dispatch", "experts", "combine"]
+
+
+def test_what_policies_add_is_told_as_measured(tmp_path: Path) -> None:
+    timing = load_timing(str(folder(tmp_path, POLICIES)), "deepseek-v3-bf16", 2, "prefill")
+    assert timing.policy_us(parse_stack("eplb+lplb"), True, 16, (128 + 4096) / 2) == pytest.approx(21.0 + 25.0)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +279,11 @@ def test_wrong_exchanges_and_policies_are_one_line(tmp_path: Path) -> None:
         ),
     ):
         path.write_text(json.dumps(dataclasses.asdict(table) | change))
+        with pytest.raises(ValueError, match=message):
+            read_table(path)
+    router = RouterTable("GPU", "by hand", 64, 8, 2, 1, 1, (8.0,), (1.0,), ())
+    for us, message in (([], "us and given_us are empty"), ([1.0, 2.0], "us must be 1 numbers")):
+        path.write_text(json.dumps(dataclasses.asdict(router) | {"us": us}))
         with pytest.raises(ValueError, match=message):
             read_table(path)
     path.write_text('{"kind": "policies", "kind2": [')
