@@ -16,16 +16,14 @@ from epsim.launch.store import connect, serve
 class Member:
     """A process's place in the job.
 
-    local_rank, local_size: among the ranks of its machine. device_index: of its GPU; own_device: it sees no other's.
-    host, port: of the store that all reach. attempt: restarts before this one. signals: whether it takes SIGTERM.
+    local_rank, local_size: among the ranks of its machine; it computes on the GPU of that number. host, port: of the
+    store that all reach. attempt: restarts before this one. signals: whether it takes SIGTERM.
     """
 
     rank: int = 0
     num_ranks: int = 1
     local_rank: int = 0
     local_size: int = 1
-    device_index: int = 0
-    own_device: bool = False
     host: str = ""
     port: int = 0
     serves_store: bool = False
@@ -55,7 +53,6 @@ class Member:
             num_ranks,
             local_rank,
             _whole("LOCAL_WORLD_SIZE", local_rank + 1),
-            device_index=local_rank,
             host=host,
             port=port,
             serves_store=rank == 0 and not held,
@@ -80,12 +77,11 @@ def _whole(name: str, default: int | None = None) -> int:
 def choose_device(asked: str, member: Member) -> torch.device:
     """auto: a GPU where there is one for every rank of this node."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    wanted = 1 if member.own_device else member.local_size
-    if asked == "cpu" or (asked == "auto" and count < wanted):
+    if asked == "cpu" or (asked == "auto" and count < member.local_size):
         return torch.device("cpu")
-    if count < wanted:
-        raise ValueError(f"--device cuda: {wanted} ranks on this node, but {count} GPUs")
-    return torch.device("cuda", member.device_index)
+    if count < member.local_size:
+        raise ValueError(f"--device cuda: {member.local_size} ranks on this node, but {count} GPUs")
+    return torch.device("cuda", member.local_rank)
 
 
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:

@@ -5,11 +5,15 @@ Without a cluster's address (RAY_ADDRESS, or inside a Ray job) a cluster of this
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +24,37 @@ from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
 from epsim.launch.worker import run_rank
 from epsim.results import Results, read_results
-from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, read_fault
+from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, STOPPING, Fault, read_fault, stopped_words
 from epsim.runtime.telemetry import rank_file
-from epsim.traces.files import message_line
+from epsim.traces.files import message_line, reason
 
 GROUP_PATIENCE = 120.0
+"""Seconds until a cluster, which may grow, has the GPUs or CPUs asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where Ray put a rank: the node, and the GPUs it gave there, as CUDA_VISIBLE_DEVICES names them."""
+
+    node: str
+    gpus: tuple[str, ...]
 
 
 class RankActor:
     """One rank; a Ray actor by `ray.remote`."""
 
-    def node(self) -> str:
+    def seat(self) -> Seat:
         import ray
 
-        return str(ray.get_runtime_context().get_node_id())
+        context = ray.get_runtime_context()
+        return Seat(str(context.get_node_id()), tuple(context.get_accelerator_ids().get("GPU", ())))
 
-    def run(self, options: RunOptions, member: Member) -> None:
+    def run(self, options: RunOptions, member: Member, gpus: Sequence[str]) -> None:
+        """gpus: of the job's ranks on this node, in their order. Ray shows each actor its own alone; peer memory and
+        deep_ep must see the others' too."""
         os.environ |= {"LOCAL_RANK": str(member.local_rank), "LOCAL_WORLD_SIZE": str(member.local_size)}
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         run_rank(options, member)
 
     def files(self, options: RunOptions, rank: int) -> dict[str, bytes]:
@@ -52,33 +70,29 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
         import ray
     except ImportError:
         raise ValueError("--launcher ray needs Ray: pip install 'epsim[ray]'") from None
-    if gpus is not None and cpus is not None:
-        raise ValueError("give --gpus or --cpus, not both")
-    if gpus is not None and options.device == "cpu":
-        raise ValueError("--gpus with --device cpu: give --cpus")
     if restarts < 0:
         raise ValueError(f"--restarts {restarts}: give 0 or more")
-    for name, given in (("gpus", gpus), ("cpus", cpus)):
-        if given is not None and given < 1:
-            raise ValueError(f"--{name} {given}: give at least 1")
-    num_ranks = gpus or cpus or options.ranks
-    if num_ranks is None:
-        raise ValueError("--launcher ray: give --gpus N or --cpus N, the number of ranks")
+    options = with_ranks(options, gpus, cpus)
+    num_ranks, on_gpus = options.ranks or 1, options.device == "cuda"
     prepare(options, num_ranks)
     clear(options.out)
-    on_gpus = gpus is not None
-    _join_cluster(ray, num_ranks)
+    store, attempt = serve("0.0.0.0"), 0
     try:
-        group = _placement_group(ray, num_ranks, on_gpus)
-        store = serve("0.0.0.0")
+        may_grow = _join_cluster(ray, num_ranks)
+        stops = Stops()
+        group = _placement_group(ray, num_ranks, on_gpus, may_grow, stops)
         address: Any = ray.util.get_node_ip_address
         host = str(address())
         for attempt in range(restarts + 1):
-            actors = _start(ray, group, num_ranks, on_gpus)
-            members = _members(ray, actors, host, store.port, on_gpus, attempt)
-            fault = _run_once(ray, actors, members, options, for_watch(store, attempt))
+            actors, seats = _start(ray, group, num_ranks, on_gpus, stops)
+            members = seated(seats, host, store.port, attempt)
+            running = {
+                actor.run.remote(options, member, gpus_of(seats, seat.node)): member.rank
+                for actor, member, seat in zip(actors, members, seats, strict=True)
+            }
+            fault = _first_fault(ray, running, for_watch(store, attempt), stops)
             if fault is None:
-                _fetch(ray, actors, members, options)
+                _fetch(ray, actors, seats, options)
                 return read_results(options.out / RESULTS)
             for actor in actors:
                 ray.kill(actor)
@@ -88,85 +102,182 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
             words = f"; starting again after the last complete step ({attempt + 1} of {restarts})" if again else ""
             print(f"epsim: {fault.line}{words}", file=sys.stderr, flush=True)
         sys.exit(FAULT)
+    except Stopped as stopped:
+        print(f"epsim: {stopped_words(for_watch(store, attempt), num_ranks, stopped.by)}", file=sys.stderr, flush=True)
+        sys.exit(128 + stopped.by)
     finally:
         ray.shutdown()
 
 
-def _join_cluster(ray: Any, num_ranks: int) -> None:
+class Stopped(BaseException):
+    """This process was told to stop."""
+
+    def __init__(self, by: signal.Signals) -> None:
+        super().__init__(by.name)
+        self.by = by
+
+
+class Stops:
+    """Takes the signals that stop a job, from when it is made. Raised by `check` alone: not in the middle of Ray, whose
+    own would end this process with an account of its threads."""
+
+    def __init__(self) -> None:
+        self._by: signal.Signals | None = None
+        for stopping in STOPPING:
+            signal.signal(stopping, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._by = signal.Signals(number)
+
+    def check(self) -> None:
+        if self._by is not None:
+            raise Stopped(self._by)
+
+
+def with_ranks(options: RunOptions, gpus: int | None, cpus: int | None) -> RunOptions:
+    """With the number of ranks, and the device that Ray is to reserve for each. Raises ValueError for what contradicts
+    itself."""
+    if gpus is not None and cpus is not None:
+        raise ValueError("give --gpus or --cpus, not both")
+    for name, given, other in (("gpus", gpus, "cpu"), ("cpus", cpus, "cuda")):
+        if given is not None and given < 1:
+            raise ValueError(f"--{name} {given}: give at least 1")
+        if given is not None and options.device == other:
+            raise ValueError(f"--{name} with --device {other}: give {'--gpus' if name == 'cpus' else '--cpus'}")
+    num_ranks = gpus or cpus or options.ranks
+    if num_ranks is None:
+        raise ValueError("--launcher ray: give --gpus N or --cpus N, the number of ranks")
+    if options.ranks not in (None, num_ranks):
+        raise ValueError(f"--ranks {options.ranks} with --{'gpus' if gpus else 'cpus'} {num_ranks}: give one of them")
+    on_gpus = gpus is not None or options.device == "cuda"
+    return dataclasses.replace(options, ranks=num_ranks, device="cuda" if on_gpus else "cpu")
+
+
+def _join_cluster(ray: Any, num_ranks: int) -> bool:
+    """-> whether it is one that was there, and may grow."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if os.environ.get("RAY_ADDRESS") or os.environ.get("RAY_JOB_ID"):
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        return
-    # As many CPUs as ranks, however few this machine has: Ray only counts them.
-    num_cpus = max(num_ranks, os.cpu_count() or 1)
-    ray.init(num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of the ranks beside the one that is told of
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    address = os.environ.get("RAY_ADDRESS", "")
+    there = address not in ("", "local") or bool(os.environ.get("RAY_JOB_ID"))
+    try:
+        if there:
+            _check_answers(address)
+            ray.init("auto", **quiet)
+        else:
+            # As many CPUs as ranks, however few this machine has: Ray only counts them.
+            num_cpus = max(num_ranks, os.cpu_count() or 1)
+            ray.init("local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    except SystemExit:  # Ray's answer to SIGTERM
+        raise Stopped(signal.SIGTERM) from None
+    return there
 
 
-def _placement_group(ray: Any, num_ranks: int, on_gpus: bool) -> Any:
-    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if on_gpus else {})
-    group = ray.util.placement_group([bundle] * num_ranks, strategy="PACK")
-    if not group.wait(GROUP_PATIENCE):
-        kind = "GPU" if on_gpus else "CPU"
-        there = int(ray.cluster_resources().get(kind, 0))
-        raise ValueError(f"{num_ranks} {kind}s asked for, the cluster has {there}, or others hold them: give fewer")
+def _check_answers(address: str) -> None:
+    """Ray itself asks again and again for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise OSError(f"RAY_ADDRESS {address}: no cluster answers there ({reason(error)})") from None
+
+
+def _placement_group(ray: Any, num_ranks: int, on_gpus: bool, may_grow: bool, stops: Stops) -> Any:
+    kind = "GPU" if on_gpus else "CPU"
+
+    def there() -> int:
+        return int(ray.cluster_resources().get(kind, 0))
+
+    group = ray.util.placement_group([{"CPU": 1.0} | {kind: 1.0}] * num_ranks, strategy="PACK")
+    deadline = time.monotonic() + (GROUP_PATIENCE if may_grow or there() >= num_ranks else 0.0)
+    while not group.wait(INTERVAL):
+        stops.check()
+        if time.monotonic() < deadline:
+            continue
+        raise ValueError(f"{num_ranks} {kind}s asked for, the cluster has {there()}, or others hold them: give fewer")
     return group
 
 
-def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool) -> list[Any]:
+def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool, stops: Stops) -> tuple[list[Any], list[Seat]]:
+    """Actors in the order of ranks, and where they are. Raises OSError where one cannot start."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def one(rank: int) -> Any:
-        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+    def one(bundle: int) -> Any:
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         made = ray.remote(RankActor).options(num_cpus=1, num_gpus=int(on_gpus), scheduling_strategy=where)
         return made.remote()
 
-    return [one(rank) for rank in range(num_ranks)]
+    actors = [one(bundle) for bundle in range(num_ranks)]
+    asked = [actor.seat.remote() for actor in actors]
+    try:
+        waiting = asked
+        while waiting:
+            stops.check()
+            _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=INTERVAL)
+        seats: list[Seat] = ray.get(asked)
+    except ray.exceptions.RayError as error:
+        # Its text ends with the cause, after the traceback of the worker's process.
+        words = message_line(next(line for line in reversed(str(error).splitlines()) if line.strip()))
+        raise OSError(f"a rank's Ray actor does not start: {words}; every node needs this epsim, and PyTorch") from None
+    order = by_node(seats)
+    return [actors[place] for place in order], [seats[place] for place in order]
 
 
-def _members(ray: Any, actors: Sequence[Any], host: str, port: int, on_gpus: bool, attempt: int) -> list[Member]:
-    nodes = ray.get([actor.node.remote() for actor in actors])
+def by_node(seats: Sequence[Seat]) -> list[int]:
+    """Places in an order in which those of a node follow one another, as placements and exchanges take ranks to lie;
+    Ray puts bundles where there is room."""
+    nodes = list(dict.fromkeys(seat.node for seat in seats))
+    return sorted(range(len(seats)), key=lambda place: nodes.index(seats[place].node))
+
+
+def seated(seats: Sequence[Seat], host: str, port: int, attempt: int) -> list[Member]:
+    """Ranks in the order of seats, numbered on each node; a rank computes on its node's GPU of that number."""
     seen: Counter[str] = Counter()
-    sizes = Counter(nodes)
+    sizes = Counter(seat.node for seat in seats)
     members = []
-    for rank, node in enumerate(nodes):
+    for rank, seat in enumerate(seats):
+        local = seen[seat.node]
         members.append(
             Member(
                 rank,
-                len(nodes),
-                seen[node],
-                sizes[node],
-                device_index=0,  # Ray shows each actor its own GPU only
-                own_device=on_gpus,
+                len(seats),
+                local,
+                sizes[seat.node],
                 host=host,
                 port=port,
                 attempt=attempt,
                 signals=False,
             )
         )
-        seen[node] += 1
+        seen[seat.node] += 1
     return members
 
 
-def _run_once(
-    ray: Any, actors: Sequence[Any], members: Sequence[Member], options: RunOptions, faults: Any
-) -> Fault | None:
-    """None once all ranks have finished."""
-    rank_of = {actor.run.remote(options, member): member.rank for actor, member in zip(actors, members, strict=True)}
-    waiting = list(rank_of)
+def gpus_of(seats: Sequence[Seat], node: str) -> list[str]:
+    """Those of the job's ranks on a node, in the order of ranks."""
+    return [gpu for seat in seats if seat.node == node for gpu in seat.gpus]
+
+
+def _first_fault(ray: Any, running: dict[Any, int], faults: Any, stops: Stops) -> Fault | None:
+    """running: the rank of each call. None once all ranks have finished."""
+    waiting = list(running)
     while waiting:
+        stops.check()
         done, waiting = ray.wait(waiting, num_returns=1, timeout=INTERVAL)
         for reference in done:
             try:
                 ray.get(reference)
             except ray.exceptions.RayError as error:
-                return _explain(faults, rank_of[reference], error)
+                return _explain(faults, running[reference], error, stops)
     return None
 
 
-def _explain(faults: Any, rank: int, error: Exception) -> Fault:
+def _explain(faults: Any, rank: int, error: Exception, stops: Stops) -> Fault:
     """The ranks that live name the one that does not; a job of one rank has nobody to tell."""
     deadline = time.monotonic() + SILENCE + 4 * INTERVAL
     while time.monotonic() < deadline:
+        stops.check()
         fault = read_fault(faults)
         if fault is not None:
             return fault
@@ -177,14 +288,13 @@ def _explain(faults: Any, rank: int, error: Exception) -> Fault:
     return Fault(f"rank {rank} ended: {message_line(str(error).splitlines()[0])}", FAULT, rank)
 
 
-def _fetch(ray: Any, actors: Sequence[Any], members: Sequence[Member], options: RunOptions) -> None:
+def _fetch(ray: Any, actors: Sequence[Any], seats: Sequence[Seat], options: RunOptions) -> None:
     """Files of ranks on other machines come to this one."""
     here = str(ray.get_runtime_context().get_node_id())
-    nodes = ray.get([actor.node.remote() for actor in actors])
-    for actor, member, node in zip(actors, members, nodes, strict=True):
-        if node == here:
+    for rank, (actor, seat) in enumerate(zip(actors, seats, strict=True)):
+        if seat.node == here:
             continue
-        for name, content in ray.get(actor.files.remote(options, member.rank)).items():
+        for name, content in ray.get(actor.files.remote(options, rank)).items():
             path = options.out / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)

@@ -5,7 +5,6 @@ Several machines: start `torchrun --nnodes ... -m epsim.launch.worker ...` on ea
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -25,7 +24,7 @@ from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
 from epsim.results import Results, read_results
-from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, read_fault
+from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, read_beats, read_fault, stopped_words
 from epsim.traces.files import message_line
 
 DEFAULT_RANKS = 4
@@ -65,8 +64,8 @@ def run_torchrun(options: RunOptions) -> Results:
         elastic_launch(config, sys.executable)(*arguments)
     except SignalException as stopped:
         fault = read_fault(faults)
-        early = f"stopped by {signal.Signals(stopped.sigval).name} in phase setup, before ranks had met"
-        print(f"epsim: {fault.line if fault else early}", file=sys.stderr)
+        line = fault.line if fault else stopped_words(faults, num_ranks, signal.Signals(stopped.sigval))
+        print(f"epsim: {line}", file=sys.stderr)
         sys.exit(128 + int(stopped.sigval))
     except ChildFailedError as error:
         fault = read_fault(faults) or _without_words(error, logs)
@@ -82,11 +81,9 @@ def _end_those_that_cannot(faults: Any, num_ranks: int) -> None:
     while read_fault(faults) is None:
         time.sleep(INTERVAL)
     time.sleep(GRACE)
-    for rank in range(num_ranks):
-        if faults.check([f"beat/{rank}"]):
-            pid = json.loads(faults.get(f"beat/{rank}"))["pid"]
-            if _parent_of(pid) == os.getpid():
-                os.kill(pid, signal.SIGKILL)
+    for beat in read_beats(faults, range(num_ranks)).values():
+        if _parent_of(beat.pid) == os.getpid():
+            os.kill(beat.pid, signal.SIGKILL)
 
 
 def _parent_of(pid: int) -> int:

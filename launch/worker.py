@@ -356,6 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
         from epsim.report.table import print_table
 
         print_table(results)
+        print(results["run"]["note"])
 
 
 if __name__ == "__main__":

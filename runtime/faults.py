@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -109,6 +110,26 @@ class Fault:
     line: str
     code: int
     reporter: int
+
+
+def read_beats(store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
+    """The last beat of each of these ranks that has beaten. Raises RuntimeError or OSError where the store is gone."""
+    there = [rank for rank in ranks if store.check([f"beat/{rank}"])]
+    texts = store.multi_get([f"beat/{rank}" for rank in there]) if there else []
+    found = {}
+    for rank, text in zip(there, texts, strict=True):
+        fields = json.loads(text)
+        found[rank] = Beat(**(fields | {"order": tuple(fields["order"])}))
+    return found
+
+
+def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str:
+    """A job that its launcher is told to stop: where the rank furthest behind was."""
+    beats = read_beats(store, range(num_ranks))
+    if not beats:
+        return f"stopped by {stopping.name} in phase setup, before ranks had met"
+    rank = min(beats, key=lambda one: beats[one].order)
+    return f"stopped by {stopping.name}; rank {rank} was in {beats[rank].words}"
 
 
 def read_fault(store: Store) -> Fault | None:
@@ -265,12 +286,7 @@ class Watch:
     def _listen(self) -> None:
         assert self._store is not None
         now = time.monotonic()
-        there = [r for r in range(self.num_ranks) if r in self._known or self._store.check([f"beat/{r}"])]
-        if not there:
-            return
-        for rank, text in zip(there, self._store.multi_get([f"beat/{r}" for r in there]), strict=True):
-            fields = json.loads(text)
-            beat = Beat(**(fields | {"order": tuple(fields["order"])}))
+        for rank, beat in read_beats(self._store, range(self.num_ranks)).items():
             before = self._known.get(rank)
             if before is None or beat.count != before.count:
                 self._heard[rank] = now
