@@ -232,7 +232,9 @@ def run_job(
 def tokens_of(block: TokenBlock, number: int, job: Job, place: Place) -> Tokens:
     """This rank's tokens of the block's step at place `number`."""
     mine = np.flatnonzero((block.token_step == number) & (block.source_rank == place.rank))
-    ids = torch.from_numpy(np.asarray(block.expert_ids[mine], dtype=np.int64)).to(place.device)
+    # A layer's are one piece.
+    by_layer = np.ascontiguousarray(block.expert_ids[mine].transpose(1, 0, 2), dtype=np.int64)
+    ids = torch.from_numpy(by_layer).to(place.device).transpose(0, 1)
     phase = job.phase if block.phase is None else block.phase[number]
     anew = block.phase is None or phase in ROUTED_ANEW
     scores = None

@@ -82,8 +82,8 @@ class ExpertParallelMoE(torch.nn.Module):
         self.record: LayerRecord | None = None
         self.moving = False
         self.observers: list[Callable[[LayerRecord], None]] = []
-        self.bad_scores: torch.Tensor
-        self.register_buffer("bad_scores", torch.zeros((), dtype=torch.bool, device=clock.device))
+        self.scores_total: torch.Tensor
+        self.register_buffer("scores_total", torch.zeros((), device=clock.device))
 
     def forward(
         self,
@@ -127,8 +127,8 @@ class ExpertParallelMoE(torch.nn.Module):
 
     def raise_if_bad(self) -> None:
         """Raises PhaseError where scores of a call since the last check were not numbers. Waits for the device."""
-        if bool(self.bad_scores):
-            self.bad_scores.zero_()
+        if not bool(self.scores_total.isfinite()):
+            self.scores_total.zero_()
             self.clock.enter("route", layer=self.layer)
             raise self._bad_scores()
 
@@ -149,8 +149,8 @@ class ExpertParallelMoE(torch.nn.Module):
         except ValueError as error:
             raise self.clock.error(str(error)) from error
         if hidden.is_cuda:
-            self.bad_scores |= ~routing.finite
-        elif not bool(routing.finite):
+            self.scores_total += routing.total
+        elif not bool(routing.total.isfinite()):
             raise self._bad_scores()
         return routing
 
@@ -181,9 +181,9 @@ class ExpertParallelMoE(torch.nn.Module):
                 f"forced ids are {list(forced_ids.shape)} {forced_ids.dtype}, "
                 f"not [{num_tokens}, {self.shape.top_k}] int64"
             )
-        # On a GPU this would wait for the device: the job checks a trace's ids before they go there.
-        inside = (forced_ids >= -1) & (forced_ids < self.shape.num_experts)
-        if not forced_ids.is_cuda and not bool(inside.all()):
+        if forced_ids.is_cuda:  # To look would wait for the device: the job checks a trace's ids before they go there.
+            return
+        if not bool(((forced_ids >= -1) & (forced_ids < self.shape.num_experts)).all()):
             raise self.clock.error(f"a forced id is outside 0..{self.shape.num_experts - 1} (or -1 for none)")
 
     def _bad_scores(self) -> Exception:

@@ -15,14 +15,15 @@ from epsim.runtime.shapes import LayerShape
 class Routing:
     """ids [T, k] int64: logical experts, -1 for none; weights [T, k] float32, 0 there.
 
-    shared_weight [T] float32: of the shared expert's output. finite [] bool: whether all scores were numbers.
-    scores [T, E] float32: what the choice is by; weighs [T, E] float32: what weights are in proportion to.
+    shared_weight [T] float32: of the shared expert's output. total [] float32: of all scores, which are not negative:
+    finite where they all are numbers. scores [T, E] float32: what the choice is by; weighs [T, E] float32: what weights
+    are in proportion to.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor
     shared_weight: torch.Tensor
-    finite: torch.Tensor
+    total: torch.Tensor
     scores: torch.Tensor
     weighs: torch.Tensor
 
@@ -42,9 +43,11 @@ class Router(torch.nn.Module):
         self.gate: torch.Tensor | None
         self.register_buffer("weight", weight)
         self.register_buffer("gate", gate)
+        self._one: torch.Tensor
+        self.register_buffer("_one", weight.new_ones(1, dtype=torch.float32), persistent=False)
 
     def score(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits [T, E] float32 -> scores [T, E] float32, which weights are made of."""
+        """logits [T, E] float32 -> scores [T, E] float32 >= 0, which weights are made of."""
         raise NotImplementedError
 
     def chosen_by(self, scores: torch.Tensor) -> torch.Tensor:
@@ -69,15 +72,22 @@ class Router(torch.nn.Module):
             compared = self.chosen_by(scores)
         else:
             scores, compared = forced_scores.clamp(min=0), forced_scores
-        ids = self.choose(compared, token_ids) if forced_ids is None else forced_ids
-        weights = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+        # As few operations as will do: in small batches a GPU waits for the host to launch them.
+        if forced_ids is None:
+            ids = self.choose(compared, token_ids)
+            weights = scores.gather(1, ids)
+        else:
+            ids = forced_ids
+            weights = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
         if self.shape.renormalise:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
-        shared = hidden.new_ones(len(hidden), dtype=torch.float32)
-        if self.gate is not None:
+        if self.shape.scaling != 1:
+            weights = weights * self.shape.scaling
+        if self.gate is None:
+            shared = self._one.expand(len(hidden))
+        else:
             shared = F.linear(hidden, self.gate[None]).float().sigmoid()[:, 0]
-        finite = scores.isfinite().all()
-        return Routing(ids, weights * self.shape.scaling, shared, finite, compared, scores)
+        return Routing(ids, weights, shared, scores.sum(), compared, scores)
 
 
 class SoftmaxTopK(Router):
@@ -142,9 +152,10 @@ class TokenHash(Router):
             raise ValueError("a router that hashes the token's id needs token_ids [T]")
         if token_ids.shape[0] != scores.shape[0]:
             raise ValueError(f"{token_ids.shape[0]} token ids given for {scores.shape[0]} tokens")
-        # On a GPU this would wait for the device, which checks the index itself.
+        if token_ids.is_cuda:  # To look would wait for the device, which checks the index itself.
+            return self.table[token_ids]
         outside = (token_ids < 0) | (token_ids >= len(self.table))
-        if not token_ids.is_cuda and bool(outside.any()):
+        if bool(outside.any()):
             worst = int(token_ids[outside][0])
             raise ValueError(f"token id {worst} is outside 0..{len(self.table) - 1}, the hash router's table")
         return self.table[token_ids]

@@ -139,17 +139,19 @@ def run_stacks(
     return found
 
 
-def rerouted(rank: int, size: int) -> list[Any]:
+def rerouted(rank: int, size: int, collective: Any) -> list[Any]:
     """Router policies: per stack and step error, what the model chose and by which scores, received."""
     found = []
     for text in ROUTERS:
-        layer = make(rank, size, text, "torch", "torch")
+        layer = make(rank, size, text, "torch", collective)
+        collective = layer.balancer.collective
         for step in STEPS:
             hidden = batch(step, rank, torch.device("cuda", rank))
             output, record = layer(hidden, step=step), layer.record
             assert record is not None
             chosen, scores = record.chosen.cpu().numpy(), record.scores.cpu().numpy()
             found.append((error(layer, hidden, output), chosen, scores, int(record.received.sum())))
+    collective.close()
     return found
 
 

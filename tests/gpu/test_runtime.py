@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from epsim.placement.base import Placement
+from epsim.policies.apply import Setting, bind
+from epsim.policies.stack import parse_stack
+from epsim.traces.trace import TokenBlock
 from tests.gpu import runtime_programs as programs
 from tests.runtime.worlds import launch
 
@@ -42,6 +47,28 @@ def check(ran: list[Any], tolerance: float, stacks: tuple[str, ...] = programs.S
         routed, shared = programs.expected(text, len(ran), step, [ids for _, ids, *_ in mine])
         assert [one[2] for one in mine] == routed, (text, step)
         assert [one[3] for one in mine] == shared, (text, step)
+
+
+@pytest.mark.parametrize("collective", ["peer", "torch"])
+def test_router_policies_act_as_in_a_replay(collective: str) -> None:
+    check_rerouted(launch(2, programs.rerouted, 2, collective, backend="nccl"))
+
+
+def check_rerouted(ran: list[Any]) -> None:
+    """Of each rank what `programs.rerouted` gives: loads are the simulator's on the model's choices and scores."""
+    shape, size = programs.SHAPE, len(ran)
+    setting = Setting(programs.SEED, shape.shared_cost, shape.top_k, (programs.LAYER,), num_scores=shape.num_experts)
+    placement = Placement(programs.slots(size), shape.num_experts, size)
+    asked = [(text, step) for text in programs.ROUTERS for step in programs.STEPS]
+    for place, (text, step) in enumerate(asked):
+        far, chosen, scores, received = zip(*(rank[place] for rank in ran))
+        assert max(far) < 0.01, (text, step)
+        source = np.repeat(np.arange(size), [len(ids) for ids in chosen])
+        ids, by = np.concatenate(chosen)[:, None], np.concatenate(scores)[:, None]
+        load = bind(parse_stack(text), placement, setting).load(
+            TokenBlock(np.array([step]), np.zeros_like(source), source, ids, by)
+        )
+        assert list(received) == load.routed[0, 0].tolist(), (text, step)
 
 
 def test_peer_memory_sums_and_gathers() -> None:

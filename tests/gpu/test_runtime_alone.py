@@ -6,19 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from epsim.placement.base import Placement
-from epsim.policies.apply import Setting, bind
-from epsim.policies.stack import parse_stack
 from epsim.results import read_results
 from epsim.runtime.telemetry import read_telemetry
 from epsim.traces.store import StoredTrace
-from epsim.traces.trace import TokenBlock
 from tests.gpu import runtime_programs as programs
-from tests.gpu.test_runtime import check
+from tests.gpu.test_runtime import check, check_rerouted
 from tests.launch.processes import EPSIM, environment, run
 from tests.runtime.worlds import launch
 
@@ -32,15 +27,7 @@ def test_outputs_and_loads_of_every_stack() -> None:
 
 
 def test_router_policies_act_as_in_a_replay() -> None:
-    (ran,) = launch(1, programs.rerouted, 1, backend="nccl")
-    asked = [(text, step) for text in programs.ROUTERS for step in programs.STEPS]
-    setting = Setting(programs.SEED, programs.SHAPE.shared_cost, programs.SHAPE.top_k, (programs.LAYER,), num_scores=64)
-    placement = Placement(programs.slots(1), programs.SHAPE.num_experts, 1)
-    for (text, step), (far, chosen, scores, received) in zip(asked, ran, strict=True):
-        assert far < 0.01, (text, step)
-        nothing = np.zeros(len(chosen), dtype=np.int64)
-        block = TokenBlock(np.array([step]), nothing, nothing, chosen[:, None], scores[:, None])
-        assert received == bind(parse_stack(text), placement, setting).load(block).routed.sum(), (text, step)
+    check_rerouted(launch(1, programs.rerouted, 1, "torch", backend="nccl"))
 
 
 def test_collectives_by_nccl() -> None:

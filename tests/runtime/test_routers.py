@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from epsim.runtime.reference import reference_output
 from epsim.runtime.routers import SigmoidGroups, SoftmaxTopK, TokenHash, hash_table, make_router
-from epsim.runtime.shapes import SHAPES, LayerShape, shape_of, shape_of_config
+from epsim.runtime.shapes import SHAPES, LayerShape, RouterRule, shape_of, shape_of_config
 from epsim.runtime.weights import ModelWeights, RandomWeights
 from epsim.traces.model.config import ModelShape, build_model
 
@@ -132,6 +135,46 @@ def test_weights_depend_on_what_they_are_for_alone() -> None:
     different = [one.routed(1, 3)[0], one.routed(2, 2)[0], one.shared(1)[0], RandomWeights(shape, 4).routed(1, 2)[0]]
     assert not any(torch.equal(one.routed(1, 2)[0], other) for other in different)
     assert one.routed(0, 0)[0].std().item() == pytest.approx(shape.hidden**-0.5, rel=0.1)
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of which each is a launch on a GPU; views are none."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        self.number += name not in ("view", "_unsafe_view", "t", "transpose", "slice", "unsqueeze", "expand", "alias")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("rule", "chosen", "forced"), [("softmax", 9, 11), ("sigmoid-groups", 11, 13)])
+def test_a_router_launches_no_more_than_it_must(rule: RouterRule, chosen: int, forced: int) -> None:
+    """In small batches these launches are the phase: a check of scores by element alone took eight."""
+    router = make_router(LayerShape("x", 32, 8, 16, 4, router=rule, scaling=2.5 if "sig" in rule else 1.0), 0, 0, CPU,
+                         torch.bfloat16)  # fmt: skip
+    hidden, ids = torch.randn(6, 32).bfloat16(), torch.arange(24).view(6, 4) % 16
+    for given, most in ((None, chosen), (ids, forced)):
+        with Launches() as counted:
+            routing = router(hidden, forced_ids=given)
+        assert counted.number == most
+        assert torch.equal(routing.total, routing.weighs.sum())
+
+
+def test_one_bad_score_shows_in_their_total() -> None:
+    shape = LayerShape("x", 32, 8, 16, 4)
+    router = make_router(shape, 0, 0, CPU, torch.float32)
+    scores = torch.rand(6, 16)
+    scores[2, 3:9] = -torch.inf  # not known
+    assert float(router(torch.zeros(6, 32), None, None, scores).total) == pytest.approx(
+        float(scores.clamp(min=0).sum())
+    )
+    for bad in (torch.nan, torch.inf):
+        scores[4, 5] = bad
+        assert not router(torch.zeros(6, 32), None, None, scores).total.isfinite()
+    assert router(torch.zeros(0, 32)).total == 0
 
 
 def test_shapes_say_what_the_models_say() -> None:
