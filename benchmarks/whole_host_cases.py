@@ -2,7 +2,8 @@
 
 A case runs every stack on the same steps, in turn, by `epsim.runtime.job`, and compares loads with a replay's; before
 its first, the outputs of every stack are compared with a float64 reference. Where the exchange can be captured, layers
-are timed as CUDA graphs too: an eager layer of few tokens takes what its host needs.
+are timed as CUDA graphs too: an eager layer of few tokens takes what its host needs. How much of a layer's experts that
+is (`host_us`) is measured: a phase is the device's where its host needs less than half as long.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ STACKS = (
 )  # fmt: skip
 ROUTED = ("eplb+even", "eplb+even+pruned(k0=3)", "eplb+even+oea(k0=3)", "eplb+even+oea-ep(k0=3)")
 GAIN = "throughput_gain"
-GRAPHED = 8
+GRAPHED, HOSTED = 8, 7
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is run here. tokens: of a rank, to steps; graphs: those timed as graphs too; checked: tokens of a rank whose
-    outputs are compared."""
+    """What is run here. tokens: of a rank, to steps, all of them as graphs too; checked: tokens of a rank whose outputs
+    are compared."""
 
     wide: LayerShape
     small: LayerShape
@@ -65,7 +66,6 @@ class Sizes:
     tokens: dict[int, int]
     decode: dict[int, int]
     routed_redundant: int
-    graphs: tuple[int, ...]
     checked: int
     tolerance: float
 
@@ -73,12 +73,12 @@ class Sizes:
 V3, QWEN, TINY = shape_of("deepseek-v3-layer"), shape_of("qwen3-30b-a3b-layer"), shape_of("tiny")
 ON_GPU = Sizes(
     V3, QWEN, ("deepseek-v3-bf16", "qwen3-30b-a3b"), (32, 16, 8, 0), {4096: 16, 1024: 24, 128: 48},
-    {16: 32, 4: 32, 1: 32}, 16, (128, 1024), 24, 0.01,
+    {16: 32, 4: 32, 1: 32}, 16, 24, 0.01,
 )  # fmt: skip
 """docs/time.md and runtime/README.md: bfloat16 outputs are 0.43% from float64."""
 ON_CPU = Sizes(
     TINY, dataclasses.replace(TINY, name="tiny-routed", num_experts=32, top_k=8, shared_intermediate=0),
-    ("epsim-small", "epsim-small"), (4, 0), {8: 6}, {4: 6}, 8, (), 8, 1e-5,
+    ("epsim-small", "epsim-small"), (4, 0), {8: 6}, {4: 6}, 8, 8, 1e-5,
 )  # fmt: skip
 
 
@@ -166,10 +166,12 @@ def cases(
         block = source.block(host.bench.size, number, steps)
         run = dataclasses.replace(job, blocks=lambda first, block=block: iter([block]), num_steps=steps)
         found = _measured(host, run, model, clock, [block] * len(texts), timing)
-        graphs = _graphs(host, run, model, number) if number in host.sizes.graphs else None
+        graphs = _graphs(host, run, model, number) if number in host.sizes.tokens else None
+        host_us = _host_us(host, run, model)
         if found is None:
             continue
         row = head | {"tokens": number, "steps": steps, "equals_replay": not found.differing, **why}
+        row["host_us"] = {"experts": host_us}
         row["seconds"] = round(time.monotonic() - begun, 2)
         row["stacks"] = _of_stacks(texts, found, checked, graphs)
         row["right"] = row["equals_replay"] and max(checked) < host.sizes.tolerance
@@ -282,12 +284,32 @@ def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list
         ids.copy_(batch)
         for graph, times in zip(captured, found, strict=True):
             if graph is not None and times is not None:
-                times.append(bench.time(graph.replay, inner=5, repeats=3))
+                times.append(bench.time(graph.replay, inner=3, repeats=3))
     for graph in captured:
         if graph is not None:
             graph.reset()
     fixed.close()
     return found
+
+
+def _host_us(host: Host, job: Job, model: RandomLayers) -> float:
+    """Microseconds that the slowest rank's host takes to begin the first stack's experts on the first step, the device
+    being idle: nothing waits in them. Collective."""
+    (layer,), (block,) = model.layers[0], job.blocks(0)
+    tokens = tokens_of(block, 0, job, host.place)
+    hidden = torch.zeros(len(tokens.ids), job.shape.hidden, device=host.bench.device, dtype=host.dtype)
+    ids = tokens.ids[:, 0].contiguous()
+    slots = layer.balancer.assign(ids, 0).slots
+    received = layer.exchange.dispatch(hidden, slots, torch.ones(slots.shape, device=host.bench.device))
+    found = []
+    for _ in range(HOSTED):
+        if host.on_gpu:
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        outputs, _ = layer.experts(received)
+        found.append((time.perf_counter() - begun) * 1e6)
+    layer.exchange.combine(outputs, received)
+    return host.bench.slowest(statistics.median(found))
 
 
 def _call(layer: ExpertParallelMoE, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -22,13 +22,19 @@ import torch.distributed as dist
 from runtime_common import Bench, versions
 from runtime_slices import Move, relocation
 from whole_host_cases import ON_CPU, ON_GPU, Host, layers, routed
+from whole_host_sources import fitted
 
+from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
+from epsim.calibrate.router import router_table
 from epsim.calibrate.run import Request, calibrate
+from epsim.launch.prepare import spec_of
 from epsim.traces.files import message_line, whole_file
 
 SHARES = {"calibrate": 20.0, "layers-deep_ep": 32.0, "layers-torch": 20.0, "oea": 10.0, "relocation": 6.0, "kill": 12.0}
 """Of the time. What a part leaves is the others'."""
+RECORDED = ((32, 4), (64, 8))
+"""Experts and top-k of gpt-oss-20b's and the sample's recorded tokens."""
 MEASURED = Path(__file__).parent / "results/calibrated_h200"
 """Tables of one GPU of the kind: what `epsim calibrate` finds there it does not measure again."""
 
@@ -39,11 +45,18 @@ def share(part: str, left: list[str], seconds: float) -> float:
 
 
 def tables(host: Host, machine: Machine, until: float) -> Iterator[dict[str, Any]]:
-    """Exchange and collectives at every power of two of ranks; of experts the project has tables."""
+    """Exchange and collectives at every power of two of ranks, the routers of the layers that run; of experts the
+    project has tables."""
     known = MEASURED / "hardware.toml"
     if host.bench.rank == 0 and machine.name in known.read_text():
-        shutil.copytree(MEASURED, host.calibration, dirs_exist_ok=True)
+        own = shutil.ignore_patterns("exchange-*", "hardware.toml")  # of this host, once something was measured on it
+        shutil.copytree(MEASURED, host.calibration, dirs_exist_ok=True, ignore=own)
     dist.barrier()
+    if host.bench.rank == 0:
+        host.calibration.mkdir(parents=True, exist_ok=True)
+        for shape in (host.sizes.wide, *(fitted(host.sizes.wide, *one) for one in RECORDED), host.sizes.small):
+            table = router_table(machine, spec_of(shape))
+            write_table(table, host.calibration / f"router-{shape.hidden}-{shape.num_experts}-{shape.top_k}.json")
     jobs = [(("all-reduce",), host.sizes.models[:1])]
     jobs += [(("exchange",), (model,)) for model in dict.fromkeys(host.sizes.models)]
     for parts, models in jobs:

@@ -138,20 +138,35 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
         fingerprint=fingerprint,
         notes=notes,
         own_router=own_router,
-        timing=None if options.hardware is None else layer_timing(options.hardware, shape, meta, cluster),
+        timing=None
+        if options.hardware is None
+        else layer_timing(options.hardware, shape, meta, cluster, given=not own_router),
     )
 
 
-def layer_timing(hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Cluster) -> LayerTiming:
-    """Of the layers that are run, and of nothing beside them: steps are measured without attention too."""
-    model = ModelSpec(
+def layer_timing(
+    hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Cluster, given: bool = True
+) -> LayerTiming:
+    """Of the layers that are run, and of nothing beside them: steps are measured without attention too. given: a trace
+    tells the experts, the router chooses none."""
+    model = dataclasses.replace(spec_of(shape), moe_layers=meta.num_layers)
+    measured = load_calibration(hardware)
+    experts = ExpertsTime(measured.hardware, model, measured.table_for(model), measured.decode_for(model))
+    timing = LayerTiming(experts, cluster.num_nodes, measured=measured, given=given)
+    timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
+    return timing
+
+
+def spec_of(shape: LayerShape) -> ModelSpec:
+    """What times are told of: one layer of the shape, in bf16."""
+    return ModelSpec(
         name=shape.name,
         source="the layers that are run",
         hidden=shape.hidden,
         intermediate=shape.intermediate,
         num_experts=shape.num_experts,
         top_k=shape.top_k,
-        moe_layers=meta.num_layers,
+        moe_layers=1,
         weight_bytes=2.0,
         compute="bf16",
         dispatch="bf16",
@@ -161,11 +176,6 @@ def layer_timing(hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Clu
         groups=shape.groups,
         top_groups=shape.top_groups,
     )
-    measured = load_calibration(hardware)
-    experts = ExpertsTime(measured.hardware, model, measured.table_for(model), measured.decode_for(model))
-    timing = LayerTiming(experts, cluster.num_nodes, measured=measured, given=True)
-    timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
-    return timing
 
 
 def _check_routed_anew(router: str, meta: TraceMeta, options: RunOptions, own_router: bool) -> None:

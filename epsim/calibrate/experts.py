@@ -36,6 +36,8 @@ MOST_ASSIGNMENTS = 131_072
 """Of a cell: a larger one is left to the shape of the roofline."""
 FEW_RANKS_SIZES, FEW_RANKS_ACTIVE = (4, 16, 64, 128, 192, 256, 384, 512, 1024, 2048), (8, 16, 24, 40, 64, 128)
 """Of the cells beside the grid."""
+FEW_CELLS = len(FEW_RANKS_SIZES)
+"""Cells beside a grid that are too few: they are measured."""
 CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS = (1, 4, 16, 64), (1, 2, 8, 32), 256
 """The same where there is no GPU: enough to see that all works."""
 SPREAD = 0.5

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from epsim.calibrate.exchange import EXCHANGES, collective_costs, exchange_tables
-from epsim.calibrate.experts import expert_table, implementations, with_cells
+from epsim.calibrate.experts import FEW_CELLS, expert_table, implementations, with_cells
 from epsim.calibrate.folder import (
     check_folder,
     known,
@@ -103,7 +103,7 @@ def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[st
                 f"{out / file} is no table of {model.name}'s experts of {model.hidden} x {model.intermediate}: give "
                 "the model another name, or another --out"
             )
-        elif name == "grouped" and machine.on_gpu and not there.cells:
+        elif name == "grouped" and machine.on_gpu and len(there.cells) < FEW_CELLS:
             write_table(with_cells(machine, there, model, say), out / file)
         lines.append(f"{out / file}: expert computation of {model.name} by {name}")
     _wait(machine)

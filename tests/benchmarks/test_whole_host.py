@@ -25,6 +25,7 @@ if SCRIPTS not in sys.path:
 whole_host: Any = importlib.import_module("whole_host")
 sources: Any = importlib.import_module("whole_host_sources")
 worker: Any = importlib.import_module("whole_host_worker")
+gates: Any = importlib.import_module("whole_host_gates")
 common: Any = importlib.import_module("runtime_common")
 CPU = torch.device("cpu")
 
@@ -86,9 +87,26 @@ def test_every_part_runs_on_cpus(ran: tuple[dict[str, Any], Path], tmp_path: Pat
         archive.extractall(tmp_path, filter="data")
     (table,) = load_calibration(str(tmp_path / "calibrated")).exchange
     assert (table.implementation, table.ranks) == ("torch", 2)
-    assert {gate["gate"] for gate in found["gates"]} <= {1, 2, 3}
-    assert found["gates"][0]["what"] == "layers, torch: exchange"
-    assert found["gates"][0]["cases"] == 24
+    assert all(row["host_us"]["experts"] > 0 for row in parts["layers-torch"]["rows"])
+    assert all("route" in stack["predicted_us"] for row in parts["layers-torch"]["rows"] for stack in row["stacks"])
+    # A CPU is its own host, and has no graphs: of layers there is nothing that the model claims.
+    assert {gate["gate"] for gate in found["gates"]} <= {1}
+
+
+def test_gates_compare_what_is_the_device_s_alone() -> None:
+    def stack(name: str, experts: float, graph: float | None) -> dict[str, Any]:
+        row = {"stack": name, "predicted_us": {"route": 40.0, "experts": 900.0}, "phases_us": {"experts": experts}}
+        return row if graph is None else row | {"graph_us": graph}
+
+    hidden, hosted = stack("a", 1000.0, 1000.0), stack("b", 1000.0, 880.0)
+    hosted["predicted_us"] = {"route": 40.0, "experts": 800.0}
+    rows = [{"host_us": {"experts": 400.0}, "stacks": [hidden, hosted]}, {"tokens": 1, "skipped": "no time left"}]
+    small = {"host_us": {"experts": 600.0}, "stacks": [stack("a", 1000.0, None)]}
+    found = gates.gates_of({"layers-deep_ep": {"rows": rows}, "layers-torch": {"rows": [small]}, "oea": {"rows": rows}})
+    assert [(gate["gate"], gate["cases"]) for gate in found] == [(1, 2), (2, 2), (3, 1)]
+    assert found[0]["median"] == pytest.approx(0.15)
+    assert found[1]["median"] == pytest.approx((0.06 + abs(840 / 880 - 1)) / 2)
+    assert found[2]["ordered"] == 1.0
 
 
 FAKE = """
