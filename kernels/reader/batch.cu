@@ -1,12 +1,13 @@
-// A channel reader's layer for a batch that reads one set of channels, in six launches; each begins while the one
-// before it ends. Compiled for one shape: HIDDEN, INTER, COORDINATES (of 128), RANK (0: nothing is restored), GELU
+// A channel reader's layer for a batch that reads one set of channels, in seven launches; each begins while the
+// one before it ends. Compiled for one shape: HIDDEN, INTER, COORDINATES (of 128), RANK (0: nothing is restored), GELU
 // (SiLU where not).
 //
 //   prepare  coordinates for the batch, by block of 128; tokens cut to them; pairs of token and expert, by expert
 //   screen   estimates of a share of an expert's channels for all its tokens, and their sums of scores
 //   choose   the score from which on channels are kept
-//   extend   of kept channels gate and up, and their product; of skipped ones what they add by the map
-//   project  kept channels through their down rows, by pair
+//   enlist   the kept ones, by expert, and units of 8 of them
+//   extend   of kept channels gate and up, and their product
+//   project  kept channels through their down rows, by pair; what skipped ones add by the map
 //   finish   sums over a token's experts
 //
 // Nothing is added by atomics but counts, so that every run gives the same bits.
@@ -21,6 +22,7 @@ struct State {
     u32 rivals;      // Channels in the bin that holds the last one kept.
     u32 arrived;     // Blocks of `choose` that have listed theirs.
     u32 room;        // How many of the rivals are kept.
+    u32 units;       // Of `extend`.
 };
 
 struct Arguments {
@@ -39,7 +41,7 @@ struct Arguments {
     State *state;
     u8 *coordinate;             // [BLOCKS, COORDINATES]
     u8 *record;                 // [BLOCKS, tokens, RECORD]: see prepare
-    int *expert;                // [experts]: the active ones, ascending
+    int *expert;                // [experts]: the active ones, ascending, then -1
     int *start;                 // [experts + 1]: their first sorted pairs
     int *token;                 // [pairs]: of a sorted pair
     float *weight;              // [pairs]
@@ -50,13 +52,15 @@ struct Arguments {
     u64 *rivals;                // [experts INTER]
     u16 *channels;              // [experts, INTER]: kept ones, by active expert, ascending
     int *number;                // [experts]: how many
+    u32 *bits;                  // [experts, WORDS]: the same as bits
+    u32 *unit;                  // [experts INTER / 8]: active expert << 16 | eight of its kept channels
     u16 *activated;             // [pairs, PADDED] bf16: w act(gate) up of kept channels
     float *parts;               // [pairs, HIDDEN]
     float *mapped;              // [pairs, 32]: sums of w p b of skipped channels
     u32 *kept;                  // [experts, WORDS] bits; or null
     u16 *output;                // [tokens, HIDDEN] bf16
     long long stride;
-    int tokens, experts, columns, shares;  // shares: blocks of `extend` an expert
+    int tokens, experts, columns, stages;  // stages: of `extend`, 2 to 4
 };
 
 __host__ __device__ constexpr int over(int a, int b) { return (a + b - 1) / b; }

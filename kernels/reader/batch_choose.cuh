@@ -1,5 +1,5 @@
-// The third launch of batch.cu: a block an active expert lists its channels in the bin of the last one that is kept,
-// and the last block to arrive finds that one.
+// The third and fourth launches of batch.cu, a block an active expert. First it lists its channels in the bin of the
+// last one that is kept, and the last block to arrive finds that one; then it lists its kept channels.
 
 // The largest n for which counts [0, n) from the top leave less than `wanted`: `from_top(i)` counts group i of 256, the
 // last first. -> the group that holds the wanted one, and how many are before it, in all threads. 256 threads.
@@ -51,9 +51,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     extern __shared__ __align__(128) u8 memory[];
     u32(&count)[256] = *(u32(*)[256])memory;
     int(&cell)[WARPS + 2] = *(int(*)[WARPS + 2])(memory + sizeof count);
-    let_next_begin();
     wait_for_last();
+    constexpr int EACH = BINS / THREADS, OWN_SCORES = over(INTER, THREADS);
+    u32 own[EACH], score[OWN_SCORES];
     const int place = blockIdx.x, active = a.state->active;
+#pragma unroll
+    for (int i = 0; i < EACH / 4; ++i)
+        *(uint4 *)(own + i * 4) = ((const uint4 *)a.bins)[(THREADS - 1 - threadIdx.x) * (EACH / 4) + i];
+#pragma unroll
+    for (int i = 0; i < OWN_SCORES; ++i) {
+        const int channel = i * THREADS + threadIdx.x;
+        score[i] = channel < INTER ? a.scores[place * INTER + channel] : ~0u;
+    }
+    let_next_begin();
     if (place >= active) return;
     const int wanted = a.kept_of[active];
     if (wanted <= 0 || wanted >= active * INTER) {
@@ -61,11 +71,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
         return;
     }
     int group, before;
-    constexpr int EACH = BINS / THREADS;
-    u32 own[EACH];
-#pragma unroll
-    for (int i = 0; i < EACH / 4; ++i)
-        *(uint4 *)(own + i * 4) = ((const uint4 *)a.bins)[(THREADS - 1 - threadIdx.x) * (EACH / 4) + i];
     int sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) sum += own[i];
@@ -81,10 +86,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     const u32 bin = cell[0];
     const int room = wanted - cell[1];
     __syncthreads();
-    for (int channel = threadIdx.x; channel < INTER; channel += THREADS) {
-        const u32 score = a.scores[place * INTER + channel];
-        if (score >> FINE == bin) a.rivals[atomicAdd(&a.state->rivals, 1u)] = rank_of(score, place, channel);
-    }
+#pragma unroll
+    for (int i = 0; i < OWN_SCORES; ++i)
+        if (score[i] >> FINE == bin)
+            a.rivals[atomicAdd(&a.state->rivals, 1u)] = rank_of(score[i], place, i * THREADS + threadIdx.x);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -98,4 +103,47 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     if (!last) return;
     __threadfence();
     find_last(a, count, cell, bin);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) enlist(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    u32 *bits = (u32 *)memory;           // [WORDS]
+    int *before = (int *)(bits + WORDS);  // [WORDS + 1]: kept channels of earlier words
+    u32 &base = *(u32 *)(before + WORDS + 1);
+    const int place = blockIdx.x, lane = threadIdx.x % 32;
+    wait_for_last();
+    const int expert = a.expert[place];
+    const u64 least = a.state->least;
+    bool kept[over(PADDED, THREADS)];
+#pragma unroll
+    for (int i = 0; i < over(PADDED, THREADS); ++i) {
+        const int channel = i * THREADS + threadIdx.x;
+        kept[i] = channel < INTER && rank_of(a.scores[place * INTER + channel], place, channel) >= least;
+        const u32 all = __ballot_sync(~0u, kept[i]);
+        if (lane == 0 && channel < PADDED) bits[channel / 32] = all;
+    }
+    let_next_begin();
+    if (expert < 0) return;
+    __syncthreads();
+    for (int word = threadIdx.x; word <= WORDS; word += THREADS) {
+        int sum = 0;
+        for (int other = 0; other < word; ++other) sum += __popc(bits[other]);
+        before[word] = sum;
+    }
+    __syncthreads();
+    const int number = before[WORDS], units = over(number, 8);
+    if (threadIdx.x == 0) a.number[place] = number, base = atomicAdd(&a.state->units, (u32)units);
+#pragma unroll
+    for (int i = 0; i < over(PADDED, THREADS); ++i) {
+        const int channel = i * THREADS + threadIdx.x;
+        if (!kept[i]) continue;
+        const int at = before[channel / 32] + __popc(bits[channel / 32] & ((1u << lane) - 1));
+        a.channels[place * INTER + at] = channel;
+    }
+    for (int word = threadIdx.x; word < WORDS; word += THREADS) {
+        a.bits[place * WORDS + word] = bits[word];
+        if (a.kept) a.kept[expert * WORDS + word] = bits[word];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < units; i += THREADS) a.unit[base + i] = (u32)place << 16 | i;
 }

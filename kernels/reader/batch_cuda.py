@@ -41,6 +41,8 @@ POINTERS = (
     "rivals",
     "channels",
     "number",
+    "bits",
+    "unit",
     "activated",
     "parts",
     "mapped",
@@ -50,16 +52,17 @@ POINTERS = (
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
     + [("stride", np.int64)]
-    + [(name, np.int32) for name in ("tokens", "experts", "columns", "shares")],
+    + [(name, np.int32) for name in ("tokens", "experts", "columns", "stages")],
     align=True,
 )
 """batch.cu's Arguments."""
-THREADS, PROJECTING, STRIP, BINS, MAP = 256, 128, 256, 4096, 32
+PREPARING, THREADS, SCREENING, PROJECTING = 1024, 256, 128, 128
+WARPS, AHEAD, DEPTH, STRIP, FINISHED, LISTED, BINS, MAP = 8, 4, 4, 256, 2, 64, 4096, 32
 MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS = 128, 512, 64
+FEW_TOKENS = 64
+"""Up to so many are screened by eights of an expert's tokens, more by sixteens."""
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block may have (compute capability 9.0)."""
-SHARES = 6
-"""Blocks of `extend` for an expert's kept channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +99,39 @@ class Sizes:
         """Channels, in whole words of 32."""
         return -(-self.inter // 32) * 32
 
-    @property
-    def screen_shared(self) -> int:
-        stage = 2 * self.coordinates * 80 + 4 * 160 * 2 + 2 * 16 * self.record
-        return 4 * stage + self.blocks * self.coordinates * 4
+    def screening(self, together: int) -> int:
+        """Bytes of a block that screens so many of an expert's tokens at a time."""
+        stage = 80 * self.coordinates + 640 + together * self.record
+        return AHEAD * stage + 4 * self.blocks * self.coordinates
 
-    def launches(self, tokens: int, experts: int, columns: int, shares: int) -> Iterator[tuple[str, int, int, int]]:
-        """Of each kernel: its name, blocks, threads and bytes of shared memory."""
-        most, tiles = min(experts, tokens * columns), -(-tokens // 8)
+    @property
+    def extending(self) -> int:
+        """Bytes of a stage of all warps of `extend`."""
+        own = -(-self.hidden // 32 // WARPS)
+        span = -(-own // -(-own // 8))
+        return WARPS * 16 * span * 64
+
+    def stages(self, tokens: int) -> int:
+        """Of `extend`: as many as there is room for beside its sums, 2 to 4."""
+        return min((MOST_SHARED - self._extending_beside(tokens)) // self.extending, 4)
+
+    def _extending_beside(self, tokens: int) -> int:
+        return LISTED * 36 + -(-tokens // 8) * 4096
+
+    def launches(self, tokens: int, experts: int, columns: int, blocks: int) -> Iterator[tuple[str, int, int, int]]:
+        """Of each kernel: its name, blocks, threads and bytes of shared memory. blocks: of `extend`."""
+        most, strips, words = min(experts, tokens * columns), -(-self.hidden // STRIP), self.padded // 32
         pairs = experts * (-(-tokens // 32) * 4 + 4)
-        yield "prepare", self.blocks + 1, THREADS, max(tokens * 513 + 656, pairs) + 15 & ~15
-        yield "screen", most * -(-row_bytes(self.inter) // 64), THREADS, self.screen_shared
+        yield "prepare", self.blocks + 1, PREPARING, max(tokens * 513 + 656, pairs) + 15 & ~15
+        name, together = ("screen", 8) if tokens <= FEW_TOKENS else ("screen_more", 16)
+        yield name, most * -(-row_bytes(self.inter) // 64), SCREENING, self.screening(together)
         yield "choose", most, THREADS, 1024 + 64
-        lists = -(-(self.padded // 8 + self.padded * 2) // 16) * 16
-        yield "extend", most * (shares + (self.rank > 0)), THREADS, lists + max(tiles * 4096, 8192)
-        yield "project", most * -(-self.hidden // STRIP), PROJECTING, -(-self.inter * 2 // 16) * 16
-        yield "finish", self.blocks * tiles, THREADS, 1024 + 32 * columns
+        yield "enlist", most, THREADS, words * 8 + 16
+        extending = self.stages(tokens) * self.extending + self._extending_beside(tokens)
+        yield "extend", blocks, THREADS, extending
+        projecting = PROJECTING // 32 * DEPTH * 4096 + -(-self.inter * 2 // 16) * 16
+        yield "project", most * (strips + (self.rank > 0)), PROJECTING, projecting
+        yield "finish", self.blocks * -(-tokens // FINISHED), THREADS, FINISHED * (128 + 4 * columns)
 
 
 def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | None:
@@ -127,8 +147,8 @@ def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | No
             f"{tokens} tokens of {columns} experts of {experts}, more than {MOST_TOKENS}, {MOST_COLUMNS} and "
             f"{MOST_EXPERTS}"
         )
-    largest = max(shared for *_, shared in sizes.launches(MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS, SHARES))
-    if largest > MOST_SHARED:
+    largest = max(shared for *_, shared in sizes.launches(tokens, experts, columns, 1))
+    if largest > MOST_SHARED or sizes.stages(tokens) < 2:
         return f"a block needs {largest} bytes of shared memory, of which there are {MOST_SHARED}"
     return None
 
@@ -155,9 +175,12 @@ def source(headers: bool = True) -> str:
 
 @functools.cache
 def _kernel(device: int, sizes: Sizes, name: str) -> int:
-    most = sizes.launches(MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS, SHARES)
-    shared = next(shared for other, _, _, shared in most if other == name)
-    return compiled(device, source(), sizes.definitions, name, shared)
+    return compiled(device, source(), sizes.definitions, name, MOST_SHARED)
+
+
+@functools.cache
+def _processors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def argument_of(
@@ -166,7 +189,6 @@ def argument_of(
     x: torch.Tensor,
     tensors: dict[str, torch.Tensor],
     kept: torch.Tensor | None,
-    shares: int = SHARES,
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """-> an ARGUMENTS record, and all that it points to, the output among them. tensors: ids, weights, gate_up, down
     (transposed), kept_of."""
@@ -188,6 +210,8 @@ def argument_of(
         "rivals": (torch.int64, channels),
         "channels": (torch.int16, channels),
         "number": (torch.int32, experts),
+        "bits": (torch.int32, experts * sizes.padded // 32),
+        "unit": (torch.int32, channels // 8),
         "activated": (torch.bfloat16, pairs * sizes.padded),
         "parts": (torch.float32, pairs * sizes.hidden),
         "mapped": (torch.float32, pairs * MAP),
@@ -204,7 +228,7 @@ def argument_of(
     if kept is not None:
         held["kept"] = kept
     pointers = [held[name].data_ptr() if name in held else 0 for name in POINTERS]
-    return np.array([(*pointers, x.stride(0), tokens, experts, columns, shares)], ARGUMENTS), held
+    return np.array([(*pointers, x.stride(0), tokens, experts, columns, sizes.stages(tokens))], ARGUMENTS), held
 
 
 def launched(
@@ -213,13 +237,11 @@ def launched(
     x: torch.Tensor,
     tensors: dict[str, torch.Tensor],
     kept: torch.Tensor | None,
-    shares: int = SHARES,
-    early: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """`argument_of`'s tensors after all six launches; the output among them, as `BatchReader.read` gives it."""
-    argument, held = argument_of(sizes, sketch, x, tensors, kept, shares)
+    """`argument_of`'s tensors after all launches; the output among them, as `BatchReader.read` gives it."""
+    argument, held = argument_of(sizes, sketch, x, tensors, kept)
     stream = torch.cuda.current_stream().cuda_stream
     (tokens, columns), experts = tensors["ids"].shape, sketch.num_experts
-    for name, blocks, threads, shared in sizes.launches(tokens, experts, columns, shares):
-        launch(_kernel(x.device.index, sizes, name), (blocks,), threads, shared, stream, argument, early)
+    for name, blocks, threads, shared in sizes.launches(tokens, experts, columns, _processors(x.device.index)):
+        launch(_kernel(x.device.index, sizes, name), (blocks,), threads, shared, stream, argument, early=True)
     return held

@@ -1,5 +1,7 @@
 // The first launch of batch.cu: a block of coordinates a block, and one more that sorts pairs.
 
+constexpr int PREPARING = 1024;  // Threads.
+
 // A block of 128 coordinates of a token, 4 a lane, rotated. One warp.
 __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int block, int lane) {
     const uint2 x = *(const uint2 *)(a.x + token * a.stride + block * 128 + lane * 4);
@@ -66,12 +68,12 @@ __device__ void choose_coordinates(const Arguments &a, u8 *memory, int block) {
     u32 *votes = sizes + 128;                     // [4]
     u8 *chosen = (u8 *)(votes + 4), *served = chosen + 128;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, own = threadIdx.x;
-    for (int token = own; token < a.tokens; token += THREADS) {
-        bool any = false;
-        for (int i = 0; i < a.columns; ++i) any |= a.ids[token * a.columns + i] >= 0;
-        served[token] = any;
-    }
-    for (int token = warp; token < a.tokens; token += WARPS)
+    for (int token = own; token < a.tokens; token += PREPARING) served[token] = false;
+    __syncthreads();
+    for (int i = own; i < a.tokens * a.columns; i += PREPARING)
+        if (a.ids[i] >= 0) served[i / a.columns] = true;
+#pragma unroll 2
+    for (int token = warp; token < a.tokens; token += PREPARING / 32)
         ((float4 *)values)[token * 32 + lane] = rotate(a, token, block, lane);
     __syncthreads();
     if (own < 128) {
@@ -103,7 +105,7 @@ __device__ void choose_coordinates(const Arguments &a, u8 *memory, int block) {
         a.coordinate[block * COORDINATES + at] = own;
     }
     __syncthreads();
-    for (int token = warp; token < a.tokens; token += WARPS) write_record(a, values, chosen, token, block, lane);
+    for (int token = warp; token < a.tokens; token += PREPARING / 32) write_record(a, values, chosen, token, block, lane);
 }
 
 // Pairs by expert, then token, and what later launches count from 0.
@@ -112,10 +114,10 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
     u32 *mask = (u32 *)memory;              // [experts, groups]: which tokens an expert has
     int *first = (int *)(mask + a.experts * groups);  // [experts]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int i = threadIdx.x; i < a.experts * groups; i += THREADS) mask[i] = 0;
-    for (int i = threadIdx.x; i < BINS; i += THREADS) a.bins[i] = 0;
+    for (int i = threadIdx.x; i < a.experts * groups; i += PREPARING) mask[i] = 0;
+    for (int i = threadIdx.x; i < BINS; i += PREPARING) a.bins[i] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < pairs; i += THREADS) {
+    for (int i = threadIdx.x; i < pairs; i += PREPARING) {
         const int expert = a.ids[i], token = i / a.columns;
         if (expert >= 0) atomicOr(mask + expert * groups + token / 32, 1u << token % 32);
     }
@@ -141,11 +143,12 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
         }
         if (lane == 0) {
             a.start[active] = sorted;
-            a.state->active = active, a.state->rivals = 0, a.state->arrived = 0;
+            *a.state = State{0, active, 0, 0, 0, 0};
         }
+        for (int i = active + lane; i < a.experts; i += 32) a.expert[i] = -1;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < pairs; i += THREADS) {
+    for (int i = threadIdx.x; i < pairs; i += PREPARING) {
         const int expert = a.ids[i], token = i / a.columns;
         int at = -1;
         if (expert >= 0) {
@@ -158,10 +161,10 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(PREPARING) prepare(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
-    let_next_begin();
     wait_for_last();
     if (blockIdx.x == BLOCKS) sort_pairs(a, memory);
     else choose_coordinates(a, memory, blockIdx.x);
+    let_next_begin();
 }

@@ -1,194 +1,191 @@
 // The last three launches of batch.cu: kept channels are read, skipped ones restored, and sums made.
 
-// Kept channels of an active expert: `bits` [WORDS], and `listed` in ascending order -> how many. 256 threads.
-__device__ int list_kept(const Arguments &a, int place, u32 *bits, u16 *listed) {
-    const int lane = threadIdx.x % 32;
-    const u64 least = a.state->least;
-#pragma unroll
-    for (int base = 0; base < PADDED; base += THREADS) {
-        const int channel = base + threadIdx.x;
-        if (base + (int)threadIdx.x / 32 * 32 >= PADDED) break;
-        const bool kept = channel < INTER && rank_of(a.scores[place * INTER + channel], place, channel) >= least;
-        const u32 all = __ballot_sync(~0u, kept);
-        if (lane == 0) bits[channel / 32] = all;
-    }
-    __syncthreads();
-    int number = 0;
-    for (int base = 0; base < PADDED; base += THREADS) {
-        const int channel = base + threadIdx.x;
-        if (channel < PADDED && bits[channel / 32] >> lane & 1) {
-            int at = __popc(bits[channel / 32] & ((1u << lane) - 1));
-            for (int word = 0; word < channel / 32; ++word) at += __popc(bits[word]);
-            listed[at] = channel;
-        }
-    }
-    for (int word = 0; word < WORDS; ++word) number += __popc(bits[word]);
-    __syncthreads();
-    return number;
-}
-
-// Eight kept channels, gate in rows 0 to 7 of a product and up in rows 8 to 15, times all tokens of the expert. A warp
-// has a share of the inner dimension, PASSES times SPAN blocks of 32, 8 neighbouring values a lane.
+// `extend`: eight kept channels, gate in rows 0 to 7 of a product and up in rows 8 to 15, times all tokens of the
+// expert. A warp has OWN blocks of 32 of the inner dimension, PASSES times SPAN of them, and copies its part of the
+// rows into stages of its own, ahead of itself: memory never rests. A lane has 8 neighbouring values of a block.
 constexpr int OWN = over(HIDDEN / 32, WARPS), PASSES = over(OWN, 8), SPAN = over(OWN, PASSES);
+constexpr int LISTED = 64;  // Units whose rows are listed at a time.
+constexpr int EXTENDING = 16 * SPAN * 64;  // Bytes of a warp's stage.
 
-__device__ void extend_channels(
-    const Arguments &a, float4 *partial, const u16 *listed, int number, int first, int expert, int start, int pairs) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int tiles = over(pairs, 8);
-    const bool there = first + g < number;
-    const u16 *gate = a.gate_up + ((long long)expert * 2 * INTER + (there ? listed[first + g] : 0)) * HIDDEN + t * 8;
-#pragma unroll 1
-    for (int pass = 0; pass < PASSES; ++pass) {
-        const int block = warp * OWN + pass * SPAN;
-        const int blocks = min(min(SPAN, OWN - pass * SPAN), HIDDEN / 32 - block);
-        uint4 low[SPAN], high[SPAN];
-#pragma unroll
-        for (int i = 0; i < SPAN; ++i) {
-            low[i] = high[i] = make_uint4(0, 0, 0, 0);
-            if (there && i < blocks) {
-                low[i] = read_sixteen(gate + (block + i) * 32);
-                high[i] = read_sixteen(gate + (long long)INTER * HIDDEN + (block + i) * 32);
-            }
-        }
-        for (int tile = 0; tile < tiles; ++tile) {
-            const int pair = tile * 8 + g;
-            const u16 *x = a.x + (pair < pairs ? a.token[start + pair] : 0) * a.stride + t * 8;
-            float4 sum = make_float4(0, 0, 0, 0), *to = partial + (warp * tiles + tile) * 32 + lane;
-            if (pass) sum = *to;
-            uint4 value[SPAN];
-#pragma unroll
-            for (int i = 0; i < SPAN; ++i) {
-                value[i] = make_uint4(0, 0, 0, 0);
-                if (pair < pairs && i < blocks) value[i] = *(const uint4 *)(x + (block + i) * 32);
-            }
-#pragma unroll
-            for (int i = 0; i < SPAN; ++i) {
-                multiply(sum, low[i].x, high[i].x, low[i].y, high[i].y, value[i].x, value[i].y);
-                multiply(sum, low[i].z, high[i].z, low[i].w, high[i].w, value[i].z, value[i].w);
-            }
-            *to = sum;
-        }
-    }
-    __syncthreads();
-    for (int cell = threadIdx.x; cell < tiles * 32; cell += THREADS) {
-        float4 whole = partial[cell];
-#pragma unroll
-        for (int other = 1; other < WARPS; ++other) {
-            const float4 more = partial[other * tiles * 32 + cell];
-            whole.x += more.x, whole.y += more.y, whole.z += more.z, whole.w += more.w;
-        }
-        const int pair = cell / 32 * 8 + lane % 4 * 2;
-        u16 *to = a.activated + (long long)(start + pair) * PADDED + first + g;
-        if (pair < pairs) to[0] = rounded(activation(whole.x) * whole.z * a.weight[start + pair]);
-        if (pair + 1 < pairs) to[PADDED] = rounded(activation(whole.y) * whole.w * a.weight[start + pair + 1]);
-    }
-    __syncthreads();
+struct Extending {
+    int unit[LISTED];
+    int row[LISTED][8];  // Rows of gate_up; -1 for none.
+};
+
+// Where a block of a row lies: odd rows' pairs of blocks are swapped, so that two rows share no banks.
+__device__ __forceinline__ int swapped(int row, int block) { return SPAN % 2 ? block : block ^ (row & 1); }
+
+__device__ __forceinline__ int blocks_of(int warp, int pass) {
+    return min(min(SPAN, OWN - pass * SPAN), HIDDEN / 32 - warp * OWN - pass * SPAN);
 }
 
-// What an expert's skipped channels add by the map, for 8 tokens at a time: a lane has a coefficient, a warp every
-// eighth word of channels.
-__device__ void restore(const Arguments &a, float *sums, const u32 *bits, int expert, int start, int pairs) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int first = 0; first < pairs; first += 8) {
-        float sum[8] = {};
-#pragma unroll 1
-        for (int word = warp; word < WORDS; word += WARPS) {
-            const int channel = word * 32 + lane;
-            const u32 skipped = ~bits[word];
-            float amount[8];
+// Item `item` of the listed units, PASSES a unit.
+__device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &shared, u8 *stages, int item, int items) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pass = item % PASSES;
+    if (item < items && lane < blocks_of(warp, pass) * 4) {
+        u8 *to = stages + item % a.stages * EXTENDING + lane % 4 * 16;
+        const u16 *from = a.gate_up + (warp * OWN + pass * SPAN) * 32 + lane * 8;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const bool there = first + i < pairs && channel < INTER && (skipped >> lane & 1);
-                amount[i] = there ? a.amounts[(long long)(start + first + i) * INTER + channel] : 0;
-            }
-            const u16 *from = a.coefficients + ((long long)expert * INTER + word * 32) * 32 + lane;
-#pragma unroll 8
-            for (int j = 0; j < 32; ++j) {
-                const bool there = word * 32 + j < INTER && (skipped >> j & 1);
-                const float own = there ? wide(from[j * 32]) : 0;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) sum[i] += __shfl_sync(~0u, amount[i], j) * own;
-            }
+        for (int i = 0; i < 8; ++i) {
+            const int row = shared.row[item / PASSES][i];
+            if (row < 0) continue;
+            const u16 *gate = from + (long long)row * HIDDEN;
+            copy_sixteen(to + (i * SPAN + swapped(i, lane / 4)) * 64, gate);
+            copy_sixteen(to + ((i + 8) * SPAN + swapped(i, lane / 4)) * 64, gate + (long long)INTER * HIDDEN);
         }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) sums[(warp * 8 + i) * 32 + lane] = sum[i];
-        __syncthreads();
-        float whole = 0;
-#pragma unroll
-        for (int other = 0; other < WARPS; ++other) whole += sums[other * 256 + threadIdx.x];
-        if (first + warp < pairs) a.mapped[(start + first) * 32 + threadIdx.x] = whole;
-        __syncthreads();
     }
+    close_group();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) extend(const __grid_constant__ Arguments a) {
+// All of this warp's items but the last `stages - 2` are there.
+__device__ __forceinline__ void rows_there(int stages) {
+    if (stages == 2) copies_there<0>();
+    else if (stages == 3) copies_there<1>();
+    else copies_there<2>();
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
-    u32 *bits = (u32 *)memory;
-    u16 *listed = (u16 *)(bits + WORDS);
-    float4 *partial = (float4 *)(memory + over(WORDS * 4 + PADDED * 2, 16) * 16);
-    const int roles = a.shares + (RANK > 0), place = blockIdx.x / roles, share = blockIdx.x % roles - (RANK > 0);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u8 *stages = memory + warp * a.stages * EXTENDING;
+    Extending &shared = *(Extending *)(memory + WARPS * a.stages * EXTENDING);
+    float4 *partial = (float4 *)(&shared + 1);
     let_next_begin();
     wait_for_last();
-    if (place >= a.state->active) return;
-    const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
-    const int number = list_kept(a, place, bits, listed);
-    if (share < 0) return restore(a, (float *)partial, bits, expert, start, pairs);
-    if (share == 0) {
-        for (int i = threadIdx.x; i < number; i += THREADS) a.channels[place * INTER + i] = listed[i];
-        if (threadIdx.x == 0) a.number[place] = number;
-        if (a.kept)
-            for (int i = threadIdx.x; i < WORDS; i += THREADS) a.kept[expert * WORDS + i] = bits[i];
+    const int all = a.state->units;
+    const int begin = (int)((long long)all * blockIdx.x / gridDim.x), end = (int)((long long)all * (blockIdx.x + 1) / gridDim.x);
+    for (int base = begin; base < end; base += LISTED) {
+        const int units = min(LISTED, end - base), items = units * PASSES;
+        for (int i = threadIdx.x; i < units * 8; i += THREADS) {
+            const u32 unit = a.unit[base + i / 8];
+            const int place = unit >> 16, at = (unit & 0xffff) * 8 + i % 8;
+            const int channel = at < a.number[place] ? a.channels[place * INTER + at] : -1;
+            shared.row[i / 8][i % 8] = channel < 0 ? -1 : a.expert[place] * 2 * INTER + channel;
+            if (i % 8 == 0) shared.unit[i / 8] = unit;
+        }
+        __syncthreads();
+        for (int item = 0; item < a.stages - 1; ++item) fetch_rows(a, shared, stages, item, items);
+        int last = -1, start = 0, pairs = 0;
+        uint4 value[SPAN];
+#pragma unroll 1
+        for (int item = 0; item < items; ++item) {
+            const int pass = item % PASSES, blocks = blocks_of(warp, pass);
+            const u32 unit = shared.unit[item / PASSES];
+            const int place = unit >> 16;
+            const bool another = place != last;
+            if (another) last = place, start = a.start[place], pairs = a.start[place + 1] - start;
+            const int tiles = over(pairs, 8);
+            rows_there(a.stages);
+            fetch_rows(a, shared, stages, item + a.stages - 1, items);
+            const u8 *stage = stages + item % a.stages * EXTENDING + t * 16;
+#pragma unroll 1
+            for (int tile = 0; tile < tiles; ++tile) {
+                const int pair = tile * 8 + g;
+                if (another || tiles > 1 || PASSES > 1) {
+                    const int token = pair < pairs ? a.token[start + pair] : 0;
+                    const u16 *x = a.x + token * a.stride + (warp * OWN + pass * SPAN) * 32 + t * 8;
+#pragma unroll
+                    for (int i = 0; i < SPAN; ++i) {
+                        value[i] = make_uint4(0, 0, 0, 0);
+                        if (pair < pairs && i < blocks) value[i] = *(const uint4 *)(x + i * 32);
+                    }
+                }
+                float4 sum = make_float4(0, 0, 0, 0), *to = partial + (warp * tiles + tile) * 32 + lane;
+                if (pass) sum = *to;
+#pragma unroll
+                for (int i = 0; i < SPAN; ++i) {
+                    if (i >= blocks) break;
+                    const uint4 low = *(const uint4 *)(stage + (g * SPAN + swapped(g, i)) * 64);
+                    const uint4 high = *(const uint4 *)(stage + ((g + 8) * SPAN + swapped(g, i)) * 64);
+                    multiply(sum, low.x, high.x, low.y, high.y, value[i].x, value[i].y);
+                    multiply(sum, low.z, high.z, low.w, high.w, value[i].z, value[i].w);
+                }
+                *to = sum;
+            }
+            __syncwarp();
+            if (pass != PASSES - 1) continue;
+            __syncthreads();
+            const bool there = shared.row[item / PASSES][g] >= 0;
+            for (int cell = threadIdx.x; cell < tiles * 32; cell += THREADS) {
+                float4 whole = partial[cell];
+#pragma unroll
+                for (int other = 1; other < WARPS; ++other) {
+                    const float4 more = partial[other * tiles * 32 + cell];
+                    whole.x += more.x, whole.y += more.y, whole.z += more.z, whole.w += more.w;
+                }
+                const int pair = cell / 32 * 8 + t * 2;
+                u16 *to = a.activated + (long long)(start + pair) * PADDED + (unit & 0xffff) * 8 + g;
+                for (int i = 0; i < 2 && pair + i < pairs; ++i) {
+                    const float gate = i ? whole.y : whole.x, up = i ? whole.w : whole.z;
+                    to[i * PADDED] = there ? rounded(activation(gate) * up * a.weight[start + pair + i]) : 0;
+                }
+            }
+            __syncthreads();
+        }
     }
-    for (int first = share * 8; first < number; first += a.shares * 8)
-        extend_channels(a, partial, listed, number, first, expert, start, pairs);
 }
 
-// A warp has 64 columns of an expert's kept down rows, 8 neighbouring ones a lane, and 16 tokens at a time.
-constexpr int COLUMNS = 256, STRIPS = over(HIDDEN, COLUMNS), PROJECTING = COLUMNS / 64 * 32;
+// `project`: a warp has 64 columns of an expert's kept down rows, 8 neighbouring ones a lane, and 16 tokens at a time;
+// it copies its part of 32 rows into a stage of its own, ahead of itself.
+constexpr int COLUMNS = 256, STRIPS = over(HIDDEN, COLUMNS), PROJECTING = COLUMNS / 64 * 32, DEPTH = 4;
 
 // Half `which` of two words, side by side.
 __device__ __forceinline__ u32 beside(u32 one, u32 other, int which) {
     return which ? (one >> 16) | (other & 0xffff0000u) : (one & 0xffffu) | (other << 16);
 }
 
-extern "C" __global__ void __launch_bounds__(PROJECTING, 4) project(const __grid_constant__ Arguments a) {
-    extern __shared__ __align__(128) u8 memory[];
-    u16 *listed = (u16 *)memory;
-    const int place = blockIdx.x / STRIPS, strip = blockIdx.x % STRIPS;
+// Rows 32 step to 32 step + 31 of the listed; zeros for those that are none. In a row of 128 bytes the sixteens of rows
+// 8t to 8t + 7 change places by t, so that four lanes' rows share no banks.
+__device__ __forceinline__ void fetch_step(const u16 *down, const u16 *listed, int number, u8 *stages, int item, int step) {
+    const int lane = threadIdx.x % 32;
+    u8 *to = stages + item % DEPTH * 4096;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int row = i * 4 + lane / 8, at = step * 32 + row;
+        u8 *own = to + row * 128 + (lane % 8 ^ row / 8 * 2) * 16;
+        if (at < number) copy_sixteen(own, down + listed[at] * HIDDEN + lane % 8 * 8);
+        else *(uint4 *)own = make_uint4(0, 0, 0, 0);
+    }
+}
+
+__device__ void project_strip(const Arguments &a, u8 *memory, int place, int strip) {
+    u8 *stages = memory + threadIdx.x / 32 * (DEPTH * 4096);
+    u16 *listed = (u16 *)(memory + PROJECTING / 32 * DEPTH * 4096);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int column = strip * COLUMNS + threadIdx.x / 32 * 64;
-    let_next_begin();
-    wait_for_last();
-    if (place >= a.state->active) return;
-    const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
-    const int number = a.number[place];
+    const int expert = a.expert[place], number = a.number[place];
+    const int start = a.start[place], pairs = a.start[place + 1] - start;
     for (int i = threadIdx.x; i < number; i += PROJECTING) listed[i] = a.channels[place * INTER + i];
     __syncthreads();
     if (column >= HIDDEN) return;
-    const u16 *down = a.down + (long long)expert * INTER * HIDDEN + column + g * 8;
-    for (int first = 0; first < pairs; first += 16) {
-        float4 sum[8];
+    const int steps = over(number, 32), items = steps * over(pairs, 16);
+    const u16 *down = a.down + (long long)expert * INTER * HIDDEN + column;
+    auto fetch = [&](int item) {
+        if (item < items) fetch_step(down, listed, number, stages, item, item % steps);
+        close_group();
+    };
+    for (int item = 0; item < DEPTH - 1; ++item) fetch(item);
+    float4 sum[8];
+    for (int first = 0, item = 0; first < pairs; first += 16) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] = make_float4(0, 0, 0, 0);
         const bool one = first + g < pairs, two = first + 8 + g < pairs;
         const u16 *values = a.activated + (long long)(start + first + g) * PADDED + t * 8;
-#pragma unroll 2
-        for (int base = 0; base < number; base += 32) {
-            uint4 row[8], low = make_uint4(0, 0, 0, 0), high = low;
+#pragma unroll 1
+        for (int step = 0; step < steps; ++step, ++item) {
+            uint4 low = make_uint4(0, 0, 0, 0), high = low;
+            if (step * 32 + t * 8 < number) {  // `extend` wrote eights.
+                if (one) low = *(const uint4 *)(values + step * 32);
+                if (two) high = *(const uint4 *)(values + 8 * PADDED + step * 32);
+            }
+            copies_there<DEPTH - 2>();
+            __syncwarp();
+            fetch(item + DEPTH - 1);
+            const u8 *stage = stages + item % DEPTH * 4096 + t * 1024 + (g ^ t * 2) * 16;
+            u32 words[8][4];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                row[i] = make_uint4(0, 0, 0, 0);
-                if (base + t * 8 + i < number) row[i] = read_sixteen(down + listed[base + t * 8 + i] * HIDDEN);
-            }
-            if (base + t * 8 < number) {  // `extend` wrote eights.
-                if (one) low = *(const uint4 *)(values + base);
-                if (two) high = *(const uint4 *)(values + 8 * PADDED + base);
-            }
-            const u32 words[8][4] = {
-                {row[0].x, row[0].y, row[0].z, row[0].w}, {row[1].x, row[1].y, row[1].z, row[1].w},
-                {row[2].x, row[2].y, row[2].z, row[2].w}, {row[3].x, row[3].y, row[3].z, row[3].w},
-                {row[4].x, row[4].y, row[4].z, row[4].w}, {row[5].x, row[5].y, row[5].z, row[5].w},
-                {row[6].x, row[6].y, row[6].z, row[6].w}, {row[7].x, row[7].y, row[7].z, row[7].w}};
+            for (int i = 0; i < 8; ++i) *(uint4 *)words[i] = *(const uint4 *)(stage + i * 128);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const int word = i / 2, half = i % 2;
@@ -197,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(PROJECTING, 4) project(const __grid
                 multiply(sum[i], low.z, high.z, low.w, high.w, beside(words[4][word], words[5][word], half),
                          beside(words[6][word], words[7][word], half));
             }
+            __syncwarp();
         }
         float *to = a.parts + (long long)(start + first + g) * HIDDEN + column + t * 16;
 #pragma unroll
@@ -213,48 +211,100 @@ extern "C" __global__ void __launch_bounds__(PROJECTING, 4) project(const __grid
     }
 }
 
-// A block has 128 columns of 8 tokens.
-extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Arguments a) {
+// What an expert's skipped channels add by the map, for 8 tokens at a time: a lane has a coefficient, a warp every
+// fourth word of channels.
+__device__ void restore(const Arguments &a, float *sums, int place) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
+    for (int first = 0; first < pairs; first += 8) {
+        float sum[8] = {};
+#pragma unroll 1
+        for (int word = warp; word < WORDS; word += PROJECTING / 32) {
+            const int channel = word * 32 + lane, own = min(32, INTER - word * 32);
+            const u32 skipped = ~a.bits[place * WORDS + word];
+            const u16 *from = a.coefficients + ((long long)expert * INTER + word * 32) * 32 + lane;
+            float amount[8];
+            u16 coefficient[32];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const bool there = first + i < pairs && channel < INTER && (skipped >> lane & 1);
+                amount[i] = there ? a.amounts[(long long)(start + first + i) * INTER + channel] : 0;
+            }
+#pragma unroll
+            for (int j = 0; j < 32; ++j) coefficient[j] = j < own && (skipped >> j & 1) ? from[j * 32] : 0;
+#pragma unroll
+            for (int j = 0; j < 32; ++j)
+#pragma unroll
+                for (int i = 0; i < 8; ++i) sum[i] += __shfl_sync(~0u, amount[i], j) * wide(coefficient[j]);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sums[(warp * 8 + i) * 32 + lane] = sum[i];
+        __syncthreads();
+        for (int cell = threadIdx.x; cell < min(8, pairs - first) * 32; cell += PROJECTING) {
+            float whole = 0;
+            for (int other = 0; other < PROJECTING / 32; ++other) whole += sums[other * 256 + cell];
+            a.mapped[(start + first) * 32 + cell] = whole;
+        }
+        __syncthreads();
+    }
+}
+
+// Of each active expert first the map, where there is one, then the strips.
+extern "C" __global__ void __launch_bounds__(PROJECTING, 3) project(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
-    float *mapped = (float *)memory;  // [8, 32]
-    int *place = (int *)(mapped + 256);  // [8, columns]
-    const int strip = blockIdx.x % BLOCKS, first = blockIdx.x / BLOCKS * 8;
+    constexpr int ROLES = STRIPS + (RANK > 0);
+    const int place = blockIdx.x / ROLES, strip = blockIdx.x % ROLES - (RANK > 0);
     let_next_begin();
     wait_for_last();
-    for (int i = threadIdx.x; i < 8 * a.columns; i += THREADS)
-        place[i] = first + i / a.columns < a.tokens ? a.place[first * a.columns + i] : -1;
-    __syncthreads();
-    if (RANK > 0) {
-        float sum = 0;
-        for (int i = 0; i < a.columns; ++i) {
-            const int pair = place[threadIdx.x / 32 * a.columns + i];
-            if (pair >= 0) sum += a.mapped[pair * 32 + threadIdx.x % 32];
-        }
-        mapped[threadIdx.x] = sum;
-    }
-    __syncthreads();
-    const int column = strip * 128 + threadIdx.x % 128;
+    if (a.expert[place] < 0) return;
+    if (strip < 0) restore(a, (float *)memory, place);
+    else project_strip(a, memory, place, strip);
+}
+
+// A block has 128 columns of 2 tokens.
+constexpr int FINISHED = 2;
+
+extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    float *mapped = (float *)memory;                // [FINISHED, 32]
+    int *place = (int *)(mapped + FINISHED * 32);  // [FINISHED, columns]
+    const int strip = blockIdx.x % BLOCKS, first = blockIdx.x / BLOCKS * FINISHED;
+    const int own = threadIdx.x / 128, column = strip * 128 + threadIdx.x % 128;
+    let_next_begin();
     u32 basis[16];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         *(uint4 *)(basis + i * 4) = RANK > 0 ? ((const uint4 *)a.basis)[column * 4 + i] : make_uint4(0, 0, 0, 0);
+    wait_for_last();
+    for (int i = threadIdx.x; i < FINISHED * a.columns; i += THREADS)
+        place[i] = first + i / a.columns < a.tokens ? a.place[first * a.columns + i] : -1;
+    __syncthreads();
+    float sum = 0;
+    for (int base = 0; base < a.columns; base += 8) {
+        float part[8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int own = threadIdx.x / 128 + 2 * i;
-        if (first + own >= a.tokens) break;
-        float sum = 0;
-#pragma unroll 8
-        for (int j = 0; j < a.columns; ++j) {
-            const int pair = place[own * a.columns + j];
-            if (pair >= 0) sum += a.parts[(long long)pair * HIDDEN + column];
+        for (int i = 0; i < 8; ++i) {
+            const int pair = base + i < a.columns ? place[own * a.columns + base + i] : -1;
+            part[i] = pair < 0 ? 0 : a.parts[(long long)pair * HIDDEN + column];
         }
-        if (RANK > 0) {
-            float restored = 0;
 #pragma unroll
-            for (int j = 0; j < 16; ++j)
-                restored += low(basis[j]) * mapped[own * 32 + 2 * j] + high(basis[j]) * mapped[own * 32 + 2 * j + 1];
-            sum += restored;
-        }
-        a.output[(long long)(first + own) * HIDDEN + column] = rounded(sum);
+        for (int i = 0; i < 8; ++i) sum += part[i];
     }
+    if (RANK > 0) {
+        if (threadIdx.x < FINISHED * 32) {
+            float whole = 0;
+            for (int i = 0; i < a.columns; ++i) {
+                const int pair = place[threadIdx.x / 32 * a.columns + i];
+                if (pair >= 0) whole += a.mapped[pair * 32 + threadIdx.x % 32];
+            }
+            mapped[threadIdx.x] = whole;
+        }
+        __syncthreads();
+        float restored = 0;
+#pragma unroll
+        for (int j = 0; j < 16; ++j)
+            restored += low(basis[j]) * mapped[own * 32 + 2 * j] + high(basis[j]) * mapped[own * 32 + 2 * j + 1];
+        sum += restored;
+    }
+    if (first + own < a.tokens) a.output[(long long)(first + own) * HIDDEN + column] = rounded(sum);
 }

@@ -1,65 +1,60 @@
-// The second launch of batch.cu: a block has 32 words of an expert's code rows, 160 channels' gate and up, and all the
-// expert's tokens, 16 at a time. Four groups of 8 words by two warps each, which take turns at blocks of coordinates.
+// The second launch of batch.cu: a block has 32 words of an expert's code rows, 160 channels' gate and up, a warp 8 of
+// them, and all the expert's tokens, TOKENS at a time. Blocks are small, so that all are there at once.
 //
 // Codes are digits of base 3. A product of the tensor cores takes n / 3^i, rounded down, as the digits i and above
 // together; the i-th alone is that less three times the next, which holds for sums of products as well. Numbers are in
 // units of 2^-24, fp16's smallest; sums begin at what makes digits of 0, 1, 2 codes of -1, 0, 1.
 
 constexpr int SHARES = (ROW + 63) / 64, SHARE = 160;  // Of an expert; channels of a share.
-constexpr int PITCH = 80;  // Bytes from row to row: rows 0, 2, 4, 6 share no banks.
-constexpr int AHEAD = 4, TOKENS = 16;  // Stages; tokens at a time.
+constexpr int SCREENING = 128;                        // Threads.
+constexpr int PITCH = 80;                             // Bytes from row to row: rows 0, 2, 4, 6 share no banks.
+constexpr int AHEAD = 4;                              // Stages.
 
-struct Stage {
-    u8 code[2][COORDINATES][PITCH];
-    u16 scale[2][2][SHARE];
-    u8 record[2][TOKENS][RECORD];
+template <int TOKENS> struct Stage {
+    u8 code[COORDINATES][PITCH];
+    u16 scale[2][SHARE];
+    u8 record[TOKENS][RECORD];
 };
 
-struct Screening {
-    Stage stage[AHEAD];
+template <int TOKENS> struct Screening {
+    Stage<TOKENS> stage[AHEAD];
     int offset[BLOCKS * COORDINATES];  // Bytes from an expert's codes to a chosen coordinate's row.
 };
 
 // What a thread copies into every stage: a fourth of rows of codes, of scales and of tokens' records an eighth.
-struct Copier {
+template <int TOKENS> struct Copier {
     const u8 *codes, *record, *scales;
     long long step;
-    bool tokened;
 
     __device__ __forceinline__ Copier(const Arguments &a, int expert, int share, int first, int tokens) {
-        const int part = threadIdx.x % 4, half = threadIdx.x / 8 / TOKENS, at = threadIdx.x / 8 % TOKENS;
+        const int part = threadIdx.x % 4, at = threadIdx.x / 8, row = threadIdx.x / (SHARE / 8);
         // Rows may be half as long at an expert's end.
         codes = part * 16 < ROW - share * 64 ? a.codes + (long long)expert * HIDDEN * ROW + share * 64 + part * 16 : nullptr;
-        tokened = half < 2 && at < tokens;
-        const int token = tokened ? a.token[first + at] : 0;
-        record = a.record + ((long long)half * a.tokens + token) * RECORD + threadIdx.x % 8 * 16;
-        step = 2ll * a.tokens * RECORD;
-        const int row = threadIdx.x / (SHARE / 8), channel = share * SHARE + threadIdx.x % (SHARE / 8) * 8;
-        scales = row < 4 && channel < INTER
+        record = at < tokens ? a.record + (long long)a.token[first + at] * RECORD + threadIdx.x % 8 * 16 : nullptr;
+        step = (long long)a.tokens * RECORD;
+        const int channel = share * SHARE + threadIdx.x % (SHARE / 8) * 8;
+        scales = row < 2 && channel < INTER
             ? (const u8 *)(a.scales + ((long long)expert * BLOCKS * 2 + row) * INTER + channel) : nullptr;
     }
 
-    // Two blocks of coordinates into a stage.
-    __device__ __forceinline__ void fetch(Screening &shared, int turn) {
-        Stage &to = shared.stage[turn % AHEAD];
-        const int left = BLOCKS - turn * 2;
-        if (left > 0) {
-            const int rows = left > 1 ? 2 * COORDINATES : COORDINATES;
-            const int *offset = shared.offset + turn * 2 * COORDINATES;
+    // The next block of coordinates into a stage.
+    __device__ __forceinline__ void fetch(Screening<TOKENS> &shared, int turn) {
+        Stage<TOKENS> &to = shared.stage[turn % AHEAD];
+        if (turn < BLOCKS) {
+            const int *offset = shared.offset + turn * COORDINATES;
 #pragma unroll
-            for (int i = 0; i < over(2 * COORDINATES, 64); ++i) {
-                const int row = threadIdx.x / 4 + i * 64;
-                if (row < rows && codes) copy_sixteen(to.code[0][row] + threadIdx.x % 4 * 16, codes + offset[row]);
+            for (int i = 0; i < over(COORDINATES, 32); ++i) {
+                const int row = threadIdx.x / 4 + i * 32;
+                if (row < COORDINATES && codes) copy_sixteen(to.code[row] + threadIdx.x % 4 * 16, codes + offset[row]);
             }
-            if (tokened && (left > 1 || threadIdx.x < 8 * TOKENS)) {
-                u8 *own = to.record[0][threadIdx.x / 8] + threadIdx.x % 8 * 16;
+            if (record) {
+                u8 *own = to.record[threadIdx.x / 8] + threadIdx.x % 8 * 16;
 #pragma unroll
                 for (int i = 0; i < over(RECORD, 128); ++i)
                     if (i * 128 + threadIdx.x % 8 * 16 < RECORD) copy_sixteen(own + i * 128, record + i * 128);
+                record += step;
             }
-            if (scales && (left > 1 || threadIdx.x < SHARE / 4))
-                copy_sixteen(to.scale[0][0] + threadIdx.x * 8, scales);
-            record += step, scales += scales ? 8 * INTER : 0;
+            if (scales) copy_sixteen(to.scale[0] + threadIdx.x * 8, scales), scales += 4 * INTER;
         }
         close_group();
     }
@@ -67,28 +62,28 @@ struct Copier {
 
 // A block of coordinates: sums [tile][digit] of gate (x, y) and up (z, w), of tokens 2t and 2t + 1 of a tile.
 template <int TILES>
-__device__ __forceinline__ void screen_block(const Stage &from, int half, int group, int lane, float4 (&sum)[TILES][5]) {
+__device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int group, int lane, float4 (&sum)[TILES][5]) {
     const int g = lane / 4, t = lane % 4;
     float4 digit[TILES][5];
     float unit[TILES][2];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-        const float2 one = *(const float2 *)(from.record[half][tile * 8 + t * 2] + COORDINATES * 2);
-        const float2 two = *(const float2 *)(from.record[half][tile * 8 + t * 2 + 1] + COORDINATES * 2);
+        const float2 one = *(const float2 *)(from.record[tile * 8 + t * 2] + COORDINATES * 2);
+        const float2 two = *(const float2 *)(from.record[tile * 8 + t * 2 + 1] + COORDINATES * 2);
         unit[tile][0] = one.x, unit[tile][1] = two.x;
         const float center[5] = {-121, -40, -13, -4, -1};
 #pragma unroll
         for (int i = 0; i < 5; ++i)
             digit[tile][i] = make_float4(center[i] * one.y, center[i] * two.y, center[i] * one.y, center[i] * two.y);
     }
-    const u8 *code = from.code[half][t * 2] + (group * 8 + g) * 2;
+    const u8 *code = from.code[t * 2] + (group * 8 + g) * 2;
     constexpr u32 NUMBER = 0x00ff00ffu, BASE = 0x64006400u;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         uint2 b[TILES];
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)
-            b[tile] = *(const uint2 *)(from.record[half][tile * 8 + g] + step * 32 + t * 8);
+            b[tile] = *(const uint2 *)(from.record[tile * 8 + g] + step * 32 + t * 8);
         const u8 *row = code + step * 16 * PITCH;
         const u32 near = *(const u16 *)row | (u32) * (const u16 *)(row + PITCH) << 16;
         const u32 far = *(const u16 *)(row + 8 * PITCH) | (u32) * (const u16 *)(row + 9 * PITCH) << 16;
@@ -103,7 +98,7 @@ __device__ __forceinline__ void screen_block(const Stage &from, int half, int gr
             if (i < 4) gate0 = thirds(gate0), up0 = thirds(up0), gate1 = thirds(gate1), up1 = thirds(up1);
         }
     }
-    const u16 *scale = from.scale[half][0] + (group * 8 + g) * 5;
+    const u16 *scale = from.scale[0] + (group * 8 + g) * 5;
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
         const float gate = from_half(scale[i]), up = from_half(scale[SHARE + i]);
@@ -123,82 +118,82 @@ __device__ __forceinline__ void screen_block(const Stage &from, int half, int gr
 // Up to TILES * 8 tokens from the sorted pair `first`: their estimates, and what they add to channels' scores.
 template <int TILES>
 __device__ __forceinline__ void screen_tokens(
-    const Arguments &a, Screening &shared, int expert, int share, int first, int tokens, float (&total)[5]) {
-    constexpr int TURNS = (BLOCKS + 1) / 2;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % 4, half = warp / 4;
+    const Arguments &a, Screening<TILES * 8> &shared, int expert, int share, int first, int tokens, float (&total)[5]) {
+    const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
     const bool working = group * 16 < ROW - share * 64;
     float4 sum[TILES][5];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
         for (int i = 0; i < 5; ++i) sum[tile][i] = make_float4(0, 0, 0, 0);
-    Copier copier(a, expert, share, first, tokens);
+    Copier<TILES * 8> copier(a, expert, share, first, tokens);
 #pragma unroll 1
     for (int turn = 0; turn < AHEAD - 1; ++turn) copier.fetch(shared, turn);
 #pragma unroll 1
-    for (int turn = 0; turn < TURNS; ++turn) {
+    for (int turn = 0; turn < BLOCKS; ++turn) {
         copies_there<AHEAD - 2>();
         __syncthreads();
         copier.fetch(shared, turn + AHEAD - 1);
-        if (working && turn * 2 + half < BLOCKS) screen_block(shared.stage[turn % AHEAD], half, group, lane, sum);
+        if (working) screen_block<TILES>(shared.stage[turn % AHEAD], group, lane, sum);
     }
     copies_there<0>();
     __syncthreads();
-    float4 *other = (float4 *)shared.stage + group * TILES * 5 * 32 + lane;
-    if (half == 1)
+    if (!working) return;
 #pragma unroll
-        for (int i = 0; i < TILES * 5; ++i) other[i * 32] = sum[i / 5][i % 5];
-    __syncthreads();
-    if (half == 0 && working)
+    for (int i = 0; i < 5; ++i) {
+        const int channel = share * SHARE + (group * 8 + lane / 4) * 5 + i;
+        if (channel >= INTER) break;
+        const float norm = wide(a.norms[expert * INTER + channel]);
 #pragma unroll
-        for (int i = 0; i < 5; ++i) {
-            const int channel = share * SHARE + (group * 8 + lane / 4) * 5 + i;
-            if (channel >= INTER) break;
-            const float norm = wide(a.norms[expert * INTER + channel]);
+        for (int tile = 0; tile < TILES; ++tile) {
+            const float4 own = sum[tile][i];
+            const float gate[2] = {own.x, own.y}, up[2] = {own.z, own.w};
 #pragma unroll
-            for (int tile = 0; tile < TILES; ++tile) {
-                const float4 rest = other[(tile * 5 + i) * 32], own = sum[tile][i];
-                const float gate[2] = {own.x + rest.x, own.y + rest.y}, up[2] = {own.z + rest.z, own.w + rest.w};
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    const int pair = tile * 8 + lane % 4 * 2 + j;
-                    if (pair >= tokens) continue;
-                    const float weight = a.weight[first + pair], product = activation(gate[j]) * up[j];
-                    a.amounts[(long long)(first + pair) * INTER + channel] = weight * product;
-                    total[i] += fabsf(weight * norm * product);
-                }
+            for (int j = 0; j < 2; ++j) {
+                const int pair = tile * 8 + lane % 4 * 2 + j;
+                if (pair >= tokens) continue;
+                const float weight = a.weight[first + pair], product = activation(gate[j]) * up[j];
+                a.amounts[(long long)(first + pair) * INTER + channel] = weight * product;
+                total[i] += fabsf(weight * norm * product);
             }
         }
-    __syncthreads();
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) screen(const __grid_constant__ Arguments a) {
-    extern __shared__ __align__(128) u8 memory[];
-    Screening &shared = *(Screening *)memory;
-    const int place = blockIdx.x / SHARES, share = blockIdx.x % SHARES, lane = threadIdx.x % 32;
-    let_next_begin();
+template <int TILES> __device__ __forceinline__ void screen_share(const Arguments &a, u8 *memory) {
+    Screening<TILES * 8> &shared = *(Screening<TILES * 8> *)memory;
+    const int place = blockIdx.x / SHARES, share = blockIdx.x % SHARES;
     wait_for_last();
-    if (place >= a.state->active) return;
     const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
-    for (int i = threadIdx.x; i < BLOCKS * COORDINATES; i += THREADS)
+    if (expert < 0) return;
+    for (int i = threadIdx.x; i < BLOCKS * COORDINATES; i += SCREENING)
         shared.offset[i] = (i / COORDINATES * 128 + a.coordinate[i]) * ROW;
     __syncthreads();
     float total[5] = {};
-    for (int first = 0; first < pairs; first += TOKENS) {
-        const int tokens = pairs - first < TOKENS ? pairs - first : TOKENS;
-        if (tokens > 8) screen_tokens<2>(a, shared, expert, share, start + first, tokens, total);
-        else screen_tokens<1>(a, shared, expert, share, start + first, tokens, total);
-    }
-    if (threadIdx.x >= THREADS / 2) return;
+#pragma unroll 1
+    for (int first = 0; first < pairs; first += TILES * 8)
+        screen_tokens<TILES>(a, shared, expert, share, start + first, min(pairs - first, TILES * 8), total);
+    let_next_begin();
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
         total[i] += __shfl_xor_sync(~0u, total[i], 1);
         total[i] += __shfl_xor_sync(~0u, total[i], 2);
         const int channel = share * SHARE + threadIdx.x / 4 * 5 + i;
-        if (lane % 4 == 0 && channel < INTER) {
+        if (threadIdx.x % 4 == 0 && channel < INTER) {
             const u32 score = ordered(total[i]);
             a.scores[place * INTER + channel] = score;
             atomicAdd(a.bins + (score >> FINE), 1u);
         }
     }
+}
+
+// For small batches, 8 tokens of an expert at a time, and for larger ones, 16.
+extern "C" __global__ void __launch_bounds__(SCREENING, 5) screen(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    screen_share<1>(a, memory);
+}
+
+extern "C" __global__ void __launch_bounds__(SCREENING, 4) screen_more(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    screen_share<2>(a, memory);
 }

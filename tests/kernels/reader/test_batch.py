@@ -115,7 +115,7 @@ def test_what_does_not_fit(reader: BatchReader) -> None:
         ((16, 8, 8), (2048, 70, 80, 32), "intermediate 70"),
         ((16, 8, 8), (2048, 768, 40, 32), "40 coordinates"),
         ((16, 8, 8), (2048, 768, 80, 16), "rank 16"),
-        ((16, 8, 8), (32768, 768, 128, 32), "shared memory"),
+        ((16, 8, 8), (65536, 768, 128, 32), "shared memory"),
         *(
             ((128, 256, 8), (*model, 80, rank), None)
             for model in ((2048, 768), (2816, 704), (512, 256))

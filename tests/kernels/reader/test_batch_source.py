@@ -26,20 +26,20 @@ def reader_of(
     return BatchReader.of(layer_of(experts, hidden, inter, top_k, 1.0, gate, **options), budget)
 
 
-def run_on_host(on_host: OnHost, reader: BatchReader, given: Given, order: int = 0, shares: int = 2) -> dict[str, Any]:
+def run_on_host(on_host: OnHost, reader: BatchReader, given: Given, order: int = 0, blocks: int = 2) -> dict[str, Any]:
     x, ids, weights = given
     sizes, layer = reader.sizes, reader.layer
     experts = layer.sketch.num_experts
     assert batch_cuda.uncovered(sizes, len(x), experts, ids.shape[1]) is None
     tensors = {"ids": ids, "weights": weights, "gate_up": layer.gate_up, "down": layer.down, "kept_of": reader.kept_of}
     kept = torch.zeros(experts, sizes.padded // 32, dtype=torch.int32)
-    argument, held = batch_cuda.argument_of(sizes, layer.sketch, x, tensors, kept, shares)
+    argument, held = batch_cuda.argument_of(sizes, layer.sketch, x, tensors, kept)
     for name, tensor in held.items():
         if name in SCRATCH:
             tensor.view(torch.uint8).fill_(0xFF)
-    for name, blocks, threads, shared in sizes.launches(len(x), experts, ids.shape[1], shares):
+    for name, grid, threads, shared in sizes.launches(len(x), experts, ids.shape[1], blocks):
         run = on_host(batch_cuda.source(False), "batch.h", name, sizes.definitions)
-        run(argument, blocks, threads, shared, order)
+        run(argument, grid, threads, shared, order)
     return held
 
 
@@ -92,7 +92,7 @@ def check(held: dict[str, Any], reader: BatchReader, given: Given) -> None:
     ("tokens", "experts", "hidden", "inter", "top_k", "gate", "options", "order"),
     [
         (1, 6, 256, 96, 4, "silu", {}, 1),
-        (37, 4, 128, 168, 2, "gelu", {"coordinates": 128, "restore": False}, 7),
+        (66, 4, 128, 168, 1, "gelu", {"coordinates": 128, "restore": False}, 7),
     ],
 )
 def test_equals_the_plain_form(
@@ -108,8 +108,11 @@ def test_equals_the_plain_form(
 ) -> None:
     reader = reader_of(experts, hidden, inter, top_k, 0.7, gate, **options)
     given = inputs(reader.layer, tokens, top_k)
-    given[1][-1, 0] = -1
-    check(run_on_host(on_host, reader, given, order), reader, given)
+    given[1][-1] = -1
+    held = run_on_host(on_host, reader, given, order)
+    check(held, reader, given)
+    again = run_on_host(on_host, reader, given, 1 - order % 2, blocks=3)
+    assert torch.equal(held["output"], again["output"])
 
 
 @pytest.mark.parametrize("budget", [0.6, 1.0])

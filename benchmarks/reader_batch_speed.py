@@ -1,0 +1,121 @@
+"""A layer of experts of which a batch reads one set of channels, against the layer read whole, on one CUDA device.
+
+    python benchmarks/reader_batch_speed.py [--shapes NAME ...] [--out benchmarks/results/reader_batch_speed.json]
+
+Microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of LAYERS sets of
+weights and a uniform routing and input of its own; the median of REPLAYS. `us`: epsim.kernels.reader.batch.BatchReader,
+all from x and ids to the output, at a budget of the bytes of the batch's active experts; 0.178 for every shape, BUDGETS
+for the first. `dense`: epsim.kernels.experts.decode, for at most 64 tokens; `products`: torch._grouped_mm twice and the
+activation, rows sorted beforehand; `layer`: the same with sort and sum. Dense forms use SiLU throughout; gains are over
+them. `MB`: what the reader reads, in sectors of 32 bytes; `share`: of the bytes of the active experts; `floor`: these
+bytes over the bandwidth of a kernel that only reads, measured in the same run, `reached` its share of the time taken.
+`error`: of the output, relative to float32 arithmetic with the same channels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from columns import table
+from command import command
+from oea_latency import grouped_layer, sorted_rows, timed, two_products
+from reader_speed import BATCHES, CALLS, REPLAYS, SHAPES, Layers
+from reading import read_bandwidth
+
+from epsim.kernels.experts import decode
+from epsim.kernels.reader.batch import BatchReader, of_slots
+from epsim.kernels.reader.bytes import ReadBytes
+from epsim.kernels.reader.layer import GATES
+from epsim.kernels.reader.read import Experts, read_output
+from epsim.kernels.reader.screen import Batches, Screen
+
+ROOT = Path(__file__).resolve().parents[1]
+BUDGETS = (0.128, 0.178, 0.28)
+BUDGET = 0.178
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def bytes_of(reader: BatchReader, ids: torch.Tensor) -> dict[str, float]:
+    """Of a batch that chooses as one: as a token of all active experts."""
+    sketch = reader.layer.sketch
+    active = len(ids.unique())
+    sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, reader.layer.coordinates, sketch.rank)
+    read = sizes.token(active, int(reader.kept_of[active]))
+    return {"active": active, "MB": read / 1e6, "share": read / (active * sizes.expert)}
+
+
+def error_of(reader: BatchReader, given: Given) -> float:
+    layer, (x, ids, weights) = reader.layer, given
+    kept = torch.empty(layer.sketch.num_experts, reader.sizes.padded // 32, dtype=torch.int32, device=x.device)
+    found = reader.read(*given, kept=kept)
+    experts = Experts(layer.gate_up.float(), layer.down.transpose(1, 2).float(), GATES[layer.gate])
+    batches = Batches(torch.zeros(len(x), dtype=torch.int64, device=x.device), 1)
+    gate, up = Screen(layer.sketch).estimates(x, ids, layer.coordinates, batches)
+    taken = of_slots(kept, ids, layer.sketch.intermediate)
+    wanted = read_output(x.float(), ids, weights, experts, taken, experts.activation(gate) * up, layer.sketch)
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rate: float) -> list[dict[str, Any]]:
+    layers = Layers(SHAPES[name])
+    own_layers = layers.readers(1.0)
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        given = layers.inputs(batch)
+        dense: dict[str, float] = {}
+
+        def time(form: Callable[..., Any], own: list[Any], given: list[Given] = given) -> float:
+            calls = [lambda g=g, o=o: form(o, *g) for g, o in zip(given, itertools.cycle(own))]
+            return timed(calls, REPLAYS)
+
+        if batch <= 64:
+            dense["dense"] = time(lambda own, x, ids, weights: decode(x, ids, weights, *own), layers.whole)
+        dense["layer"] = time(lambda own, x, ids, weights: grouped_layer(x, ids, weights, *own), layers.whole)
+        presorted = [
+            (*sorted_rows(x, ids, layers.experts), *own) for (x, ids, _), own in zip(given, layers.whole * CALLS)
+        ]
+        dense["products"] = timed([lambda g=g: two_products(g[0], *g[2:]) for g in presorted], REPLAYS)
+        for budget in budgets:
+            readers = [BatchReader.of(layer, budget) for layer in own_layers]
+            us = time(lambda own, x, ids, weights: own.read(x, ids, weights), readers)
+            row = {"shape": name, "batch": batch, "budget": budget, "us": us} | bytes_of(readers[0], given[0][1])
+            row["floor"] = row["MB"] * 1e12 / rate
+            row |= {"reached": row["floor"] / us, **dense}
+            row |= {f"gain over {form}": dense[form] / us for form in dense}
+            if batch <= 16:
+                row["error"] = error_of(readers[0], given[0])
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/reader_batch_speed.json")
+    options = parser.parse_args()
+    rate = read_bandwidth()
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "command": command("reader_batch_speed.py"),
+        "read_bandwidth": rate,
+        "rows": [],
+    }
+    print(f"{found['device']}: a kernel reads {rate / 1e12:.2f} TB/s", flush=True)
+    for name in options.shapes:
+        budgets = BUDGETS if name == next(iter(SHAPES)) else (BUDGET,)
+        rows = measure(name, tuple(options.batches), budgets, rate)
+        table(name, rows)
+        found["rows"] += rows
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
