@@ -101,4 +101,5 @@ __device__ __forceinline__ u64 rank_of(u32 score, int place, int channel) {
 #include "batch_prepare.cuh"
 #include "batch_screen.cuh"
 #include "batch_choose.cuh"
-#include "batch_read.cuh"
+#include "batch_extend.cuh"
+#include "batch_project.cuh"

@@ -154,7 +154,7 @@ def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | No
 
 
 FOLDER = Path(__file__).parent
-PARTS = ("batch_prepare.cuh", "batch_screen.cuh", "batch_choose.cuh", "batch_read.cuh")
+PARTS = tuple(f"batch_{name}.cuh" for name in ("prepare", "screen", "choose", "extend", "project"))
 HEADERS = {
     "hopper.cuh": FOLDER.parent / "experts" / "hopper.cuh",
     "halves.cuh": FOLDER / "halves.cuh",

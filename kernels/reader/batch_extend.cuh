@@ -1,0 +1,126 @@
+// The fifth launch of batch.cu: eight kept channels, gate in rows 0 to 7 of a product and up in rows 8 to 15, times all
+// tokens of the expert. A warp has OWN blocks of 32 of the inner dimension, PASSES times SPAN of them, and copies its
+// part of the rows into stages of its own, ahead of itself: memory never rests. A lane has 8 neighbouring values of a
+// block.
+constexpr int OWN = over(HIDDEN / 32, WARPS), PASSES = over(OWN, 8), SPAN = over(OWN, PASSES);
+constexpr int LISTED = 64;  // Units whose rows are listed at a time.
+constexpr int EXTENDING = 16 * SPAN * 64;  // Bytes of a warp's stage.
+
+struct Extending {
+    int unit[LISTED];
+    int row[LISTED][8];  // Rows of gate_up; -1 for none.
+};
+
+// Where a block of a row lies: odd rows' pairs of blocks are swapped, so that two rows share no banks.
+__device__ __forceinline__ int swapped(int row, int block) { return SPAN % 2 ? block : block ^ (row & 1); }
+
+__device__ __forceinline__ int blocks_of(int warp, int pass) {
+    return min(min(SPAN, OWN - pass * SPAN), HIDDEN / 32 - warp * OWN - pass * SPAN);
+}
+
+// Item `item` of the listed units, PASSES a unit.
+__device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &shared, u8 *stages, int item, int items) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pass = item % PASSES;
+    if (item < items && lane < blocks_of(warp, pass) * 4) {
+        u8 *to = stages + item % a.stages * EXTENDING + lane % 4 * 16;
+        const u16 *from = a.gate_up + (warp * OWN + pass * SPAN) * 32 + lane * 8;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int row = shared.row[item / PASSES][i];
+            if (row < 0) continue;
+            const u16 *gate = from + (long long)row * HIDDEN;
+            copy_sixteen(to + (i * SPAN + swapped(i, lane / 4)) * 64, gate);
+            copy_sixteen(to + ((i + 8) * SPAN + swapped(i, lane / 4)) * 64, gate + (long long)INTER * HIDDEN);
+        }
+    }
+    close_group();
+}
+
+// All of this warp's items but the last `stages - 2` are there.
+__device__ __forceinline__ void rows_there(int stages) {
+    if (stages == 2) copies_there<0>();
+    else if (stages == 3) copies_there<1>();
+    else copies_there<2>();
+    __syncwarp();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) u8 memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    u8 *stages = memory + warp * a.stages * EXTENDING;
+    Extending &shared = *(Extending *)(memory + WARPS * a.stages * EXTENDING);
+    float4 *partial = (float4 *)(&shared + 1);
+    let_next_begin();
+    wait_for_last();
+    const int all = a.state->units;
+    const int begin = (int)((long long)all * blockIdx.x / gridDim.x), end = (int)((long long)all * (blockIdx.x + 1) / gridDim.x);
+    for (int base = begin; base < end; base += LISTED) {
+        const int units = min(LISTED, end - base), items = units * PASSES;
+        for (int i = threadIdx.x; i < units * 8; i += THREADS) {
+            const u32 unit = a.unit[base + i / 8];
+            const int place = unit >> 16, at = (unit & 0xffff) * 8 + i % 8;
+            const int channel = at < a.number[place] ? a.channels[place * INTER + at] : -1;
+            shared.row[i / 8][i % 8] = channel < 0 ? -1 : a.expert[place] * 2 * INTER + channel;
+            if (i % 8 == 0) shared.unit[i / 8] = unit;
+        }
+        __syncthreads();
+        for (int item = 0; item < a.stages - 1; ++item) fetch_rows(a, shared, stages, item, items);
+        int last = -1, start = 0, pairs = 0;
+        uint4 value[SPAN];
+#pragma unroll 1
+        for (int item = 0; item < items; ++item) {
+            const int pass = item % PASSES, blocks = blocks_of(warp, pass);
+            const u32 unit = shared.unit[item / PASSES];
+            const int place = unit >> 16;
+            const bool another = place != last;
+            if (another) last = place, start = a.start[place], pairs = a.start[place + 1] - start;
+            const int tiles = over(pairs, 8);
+            rows_there(a.stages);
+            fetch_rows(a, shared, stages, item + a.stages - 1, items);
+            const u8 *stage = stages + item % a.stages * EXTENDING + t * 16;
+#pragma unroll 1
+            for (int tile = 0; tile < tiles; ++tile) {
+                const int pair = tile * 8 + g;
+                if (another || tiles > 1 || PASSES > 1) {
+                    const int token = pair < pairs ? a.token[start + pair] : 0;
+                    const u16 *x = a.x + token * a.stride + (warp * OWN + pass * SPAN) * 32 + t * 8;
+#pragma unroll
+                    for (int i = 0; i < SPAN; ++i) {
+                        value[i] = make_uint4(0, 0, 0, 0);
+                        if (pair < pairs && i < blocks) value[i] = *(const uint4 *)(x + i * 32);
+                    }
+                }
+                float4 sum = make_float4(0, 0, 0, 0), *to = partial + (warp * tiles + tile) * 32 + lane;
+                if (pass) sum = *to;
+#pragma unroll
+                for (int i = 0; i < SPAN; ++i) {
+                    if (i >= blocks) break;
+                    const uint4 low = *(const uint4 *)(stage + (g * SPAN + swapped(g, i)) * 64);
+                    const uint4 high = *(const uint4 *)(stage + ((g + 8) * SPAN + swapped(g, i)) * 64);
+                    multiply(sum, low.x, high.x, low.y, high.y, value[i].x, value[i].y);
+                    multiply(sum, low.z, high.z, low.w, high.w, value[i].z, value[i].w);
+                }
+                *to = sum;
+            }
+            __syncwarp();
+            if (pass != PASSES - 1) continue;
+            __syncthreads();
+            const bool there = shared.row[item / PASSES][g] >= 0;
+            for (int cell = threadIdx.x; cell < tiles * 32; cell += THREADS) {
+                float4 whole = partial[cell];
+#pragma unroll
+                for (int other = 1; other < WARPS; ++other) {
+                    const float4 more = partial[other * tiles * 32 + cell];
+                    whole.x += more.x, whole.y += more.y, whole.z += more.z, whole.w += more.w;
+                }
+                const int pair = cell / 32 * 8 + t * 2;
+                u16 *to = a.activated + (long long)(start + pair) * PADDED + (unit & 0xffff) * 8 + g;
+                for (int i = 0; i < 2 && pair + i < pairs; ++i) {
+                    const float gate = i ? whole.y : whole.x, up = i ? whole.w : whole.z;
+                    to[i * PADDED] = there ? rounded(activation(gate) * up * a.weight[start + pair + i]) : 0;
+                }
+            }
+            __syncthreads();
+        }
+    }
+}
