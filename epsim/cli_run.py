@@ -130,7 +130,7 @@ def _launch(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
     launcher = options.launcher
     if launcher != "ray" and (gpus, cpus) != (None, None):
         raise ValueError("--gpus and --cpus are for --launcher ray: give --ranks")
-    _check_out(options.out)
+    options.make_out()
     # PyTorch's C++ side warns on stderr about every lost connection, which a fault's one line tells better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if launcher == "inline":
@@ -149,17 +149,3 @@ def _launch(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
 
     print_table(results)
     print(results["run"]["note"])
-
-
-def _check_out(out: Path) -> None:
-    from epsim.traces.files import check_target, reason
-
-    try:
-        if not out.parts:
-            raise ValueError("--out names no folder: give one")
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"--out {out}: is a file; give a folder")
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
-    check_target(out / "results.json")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epsim.cli import MOST_SLOTS
+from epsim.traces.files import check_target, reason
 
 LAUNCHERS = ("inline", "torchrun", "ray")
 EXCHANGES = ("auto", "deep_ep", "torch")
@@ -71,6 +72,19 @@ class RunOptions:
             raise ValueError(f"--timeout {self.timeout:g}: give 1 to 3600 seconds")
         if not self.policies:
             raise ValueError("no policy to run: give --policy STACK at least once")
+
+    def make_out(self) -> None:
+        """Makes the run's folder. Raises ValueError, in one line, where results cannot be written there."""
+        out = self.out
+        try:
+            if not out.parts:
+                raise ValueError("--out names no folder: give one")
+            if out.exists() and not out.is_dir():
+                raise ValueError(f"--out {out}: is a file; give a folder")
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
+        check_target(out / "results.json")
 
     def arguments(self) -> list[str]:
         """The command line of `epsim run` and its worker; the trace first, defaults left out."""

@@ -81,7 +81,7 @@ def _end_those_that_cannot(faults: Any, num_ranks: int) -> None:
     while read_fault(faults) is None:
         time.sleep(INTERVAL)
     time.sleep(GRACE)
-    for beat in read_beats(faults, range(num_ranks)).values():
+    for beat in read_beats(faults, num_ranks).values():
         if _parent_of(beat.pid) == os.getpid():
             os.kill(beat.pid, signal.SIGKILL)
 

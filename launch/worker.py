@@ -74,6 +74,7 @@ def _run(
     text = os.environ.get("EPSIM_TRIAL_FAULT")
     trial = Trial.from_text(text) if text and member.attempt == 0 else None
     prepared = prepare(options, member.num_ranks)
+    options.make_out()
     if member.local_rank == 0 and member.attempt == 0:
         clear(options.out)  # before the others write: they are met below
     group = None

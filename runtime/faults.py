@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -112,9 +112,10 @@ class Fault:
     reporter: int
 
 
-def read_beats(store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
-    """The last beat of each of these ranks that has beaten. Raises RuntimeError or OSError where the store is gone."""
-    there = [rank for rank in ranks if store.check([f"beat/{rank}"])]
+def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict[int, Beat]:
+    """The last beat of each rank that has beaten; known: those that are known to have. Raises RuntimeError or OSError
+    where the store is gone."""
+    there = [rank for rank in range(num_ranks) if rank in known or store.check([f"beat/{rank}"])]
     texts = store.multi_get([f"beat/{rank}" for rank in there]) if there else []
     found = {}
     for rank, text in zip(there, texts, strict=True):
@@ -125,7 +126,7 @@ def read_beats(store: Store, ranks: Iterable[int]) -> dict[int, Beat]:
 
 def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str:
     """A job that its launcher is told to stop: where the rank furthest behind was."""
-    beats = read_beats(store, range(num_ranks))
+    beats = read_beats(store, num_ranks)
     if not beats:
         return f"stopped by {stopping.name} in phase setup, before ranks had met"
     rank = min(beats, key=lambda one: beats[one].order)
@@ -286,7 +287,7 @@ class Watch:
     def _listen(self) -> None:
         assert self._store is not None
         now = time.monotonic()
-        for rank, beat in read_beats(self._store, range(self.num_ranks)).items():
+        for rank, beat in read_beats(self._store, self.num_ranks, self._known).items():
             before = self._known.get(rank)
             if before is None or beat.count != before.count:
                 self._heard[rank] = now

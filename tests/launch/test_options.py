@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from epsim.cli_run import parse_arguments
 from epsim.launch import torchrun
 from epsim.launch.folder import clear, clear_logs
+from epsim.launch.inline import run_inline
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
@@ -188,6 +189,28 @@ def test_tokens_go_to_the_ranks_that_a_replay_gives_them(make_trace: TraceMaker,
     assert block.expert_ids[:, 0].tolist() == whole.expert_ids[:, 0].tolist()  # type: ignore[union-attr]
     (later,) = prepared.blocks(1)
     assert later.steps.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("/dev/full", "--out /dev/full: is a file; give a folder"),
+        ("/dev/full/x", "--out /dev/full/x: not a directory: give another folder"),
+        ("", "--out names no folder: give one"),
+        ("given", r"--out .*/given: is a file; give a folder"),
+        ("taken", r".*/taken/results.json is a folder: give a file to write to"),
+    ],
+)
+def test_where_results_cannot_be_written(tmp_path: Path, out: str, words: str) -> None:
+    """Told alike by the launcher and by a worker that another launcher started."""
+    (tmp_path / "given").touch()
+    (tmp_path / "taken" / "results.json").mkdir(parents=True)
+    folder = tmp_path / out if out in ("given", "taken") else Path(out)
+    options = RunOptions("sample", "tiny", ("contiguous",), folder, layers=1, steps=1)
+    with pytest.raises(ValueError, match=words):
+        options.make_out()
+    with pytest.raises(ValueError, match=words):
+        run_inline(options)
 
 
 def test_ranks_tell_other_work_by_its_fingerprint(make_trace: TraceMaker, tmp_path: Path) -> None:
