@@ -17,7 +17,7 @@ from epsim.cost.model import load_model
 from epsim.cost.scored import ScoredSteps, add_copies
 from epsim.cost.statistics import BlockBootstrap
 from epsim.cost.summary import StackSummary, tied_with_best
-from epsim.cost.time_metrics import busy_phases, timed_metrics
+from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.split import Backend, SplitStructure, cuda, prepare, solve_peak
 from epsim.kernels.split.solver import REFUSED
 from epsim.parallel import in_parallel
@@ -108,9 +108,8 @@ class _StackRun:
         metrics = layer_metrics(load, optimum, shared)
         if timing is not None:
             redundant, first_us = self.bound.copies.redundant, None if first is None else first.step_us
-            timed, step_us = timed_metrics(timing, load, self.bound.stack, redundant, shared, first_us)
+            timed, step_us, phases = timed_metrics(timing, load, self.bound.stack, redundant, shared, first_us)
             metrics |= timed
-            phases = busy_phases(timing, load, self.bound.stack, redundant)
         return _Scores(metrics, load.total.double(), load.tokens, step_us, phases)
 
 

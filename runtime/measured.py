@@ -17,7 +17,7 @@ from epsim.cost.metrics import Values, layer_metrics
 from epsim.cost.scored import ScoredSteps, add_copies
 from epsim.cost.statistics import BlockBootstrap
 from epsim.cost.summary import StackSummary, tied_with_best
-from epsim.cost.time_metrics import busy_phases, timed_metrics
+from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.split import prepare, solve_peak
 from epsim.policies.apply import BoundStack, bind
 from epsim.policies.load import Load
@@ -98,9 +98,9 @@ def measure(
             replayed, phases = layer_metrics(predicted, optimum, shared), None
             if timing is not None:
                 timed = (timing, predicted, of_job.stack, stack.bound.copies.redundant)
-                values, step_us = timed_metrics(*timed, shared, None if number == 0 else first_us)
+                values, step_us, phases = timed_metrics(*timed, shared, None if number == 0 else first_us)
                 first_us = step_us if number == 0 else first_us
-                replayed, phases = replayed | values, busy_phases(*timed)
+                replayed = replayed | values
             stack.predicted.add(replayed, predicted.total.double(), predicted.tokens, phases)
             stack.phases.append(columns.phases())
             same = (load.routed == predicted.routed) & (load.shared_tokens == predicted.shared_tokens)

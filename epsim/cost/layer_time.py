@@ -107,7 +107,7 @@ class LayerTiming:
         local = isinstance(stack.shared, Local)
         if local and not self.hardware.shared_grouped:
             served = routed
-            rows = self._received(load, served)
+            rows = self._received(load, served, local)
             time = self._experts_us(load, stack, routed, active, load.tiles, rows).amax(-1)
             if self.model.shared_intermediate:
                 time = time + self.experts.dense_us(load.shared_tokens.double()).amax(-1)
@@ -118,7 +118,7 @@ class LayerTiming:
             if tiles is not None and tile:
                 tiles = tiles + (cost * (shared / tile).ceil() if cost else 0)
             tokens, together = routed + cost * shared, active + cost * (shared > 0)
-            rows = self._received(load, served) + (self._kept(load)[..., None] if local else 0)
+            rows = self._received(load, served, local)
             time = self._experts_us(load, stack, tokens, together, tiles, rows).amax(-1)
         dispatch, combine = self._exchange_us(self._rows(load, served, local), routed.shape[-1]).unbind()
         costs, known = self.hardware.policy, None if self.measured is None else self.measured.policies
@@ -141,7 +141,7 @@ class LayerTiming:
         tokens: torch.Tensor,
         active: torch.Tensor,
         tiles: torch.Tensor | None,
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
         """`ExpertsTime.us`, and under a reader its share that the roofline has: times are measured of whole experts."""
         time = self.experts.us(tokens, active, tiles, rows)
@@ -152,9 +152,10 @@ class LayerTiming:
         share = self.experts.roofline(tokens, active, unread) / torch.where(whole > 0, whole, 1.0)
         return time * share.clamp(max=1)
 
-    def layer_us(self, load: Load, stack: PolicyStack, redundant: bool) -> torch.Tensor:
-        """[S, L] microseconds that the layer's experts add to the rest of the layer."""
-        phases = self.phases(load, stack, redundant)
+    def layer_us(self, load: Load, stack: PolicyStack, redundant: bool, phases: Phases | None = None) -> torch.Tensor:
+        """[S, L] microseconds that the layer's experts add to the rest of the layer. phases: the load's, where they are
+        known already."""
+        phases = self.phases(load, stack, redundant) if phases is None else phases
         if not self.overlap:
             return phases.total
         half = self.phases(_half(load), stack, redundant)
@@ -227,12 +228,17 @@ class LayerTiming:
         num_ranks = load.routed.shape[-1]
         return load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
 
-    def _received(self, load: Load, served: torch.Tensor) -> torch.Tensor:
-        """[S, L, R] rows that each rank's experts are given: tokens that visit it, as trace or expectation tell."""
+    def _received(self, load: Load, served: torch.Tensor, local: bool) -> torch.Tensor | None:
+        """[S, L, R] rows that each rank's experts are given: tokens that visit it, as trace or expectation tell. None
+        where times do not depend on them."""
+        if self.experts.table is None:
+            return None
         if load.rank_rows is not None:
-            return load.rank_rows.sum(-2)
-        tokens = load.tokens[..., None]
-        return visits(served / (tokens * self.model.top_k).clamp(min=1e-300), self.model.top_k) * tokens
+            rows = load.rank_rows.sum(-2)
+        else:
+            tokens, top_k = load.tokens[..., None], self.model.top_k
+            rows = visits(served / (tokens * top_k).clamp(min=1e-300), top_k) * tokens
+        return rows + self._kept(load)[..., None] if local else rows
 
     def _dense_us(self, tokens: torch.Tensor, parameters: float) -> torch.Tensor:
         rate = self.hardware.fp8_tflops if self.model.compute == "fp8" else self.hardware.bf16_tflops

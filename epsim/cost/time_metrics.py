@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from epsim.cost.layer_time import LayerTiming
+from epsim.cost.layer_time import LayerTiming, Phases
 from epsim.cost.metrics import Values
 from epsim.policies.load import Load
 from epsim.policies.stack import PolicyStack
@@ -14,14 +14,16 @@ TOGETHER = "timed for routed and shared experts together"
 
 def timed_metrics(
     timing: LayerTiming, load: Load, stack: PolicyStack, redundant: bool, shared: bool, first: torch.Tensor | None
-) -> tuple[dict[str, Values], torch.Tensor]:
-    """The metrics of a load under its stack, and the time of its steps [S] in microseconds.
+) -> tuple[dict[str, Values], torch.Tensor, dict[str, torch.Tensor]]:
+    """The metrics of a load under its stack, the time of its steps [S] in microseconds, and of its layers by phase, as
+    `busy_phases`.
 
     redundant: whether any expert has several copies; shared: whether the load has a shared expert's part.
     first [S]: the time of the same steps under the first stack, None where this is the first.
     """
     busy = load.assignments > 0
-    layer_us = timing.layer_us(load, stack, redundant)
+    phases = timing.phases(load, stack, redundant)
+    layer_us = timing.layer_us(load, stack, redundant, phases)
     step_us = timing.step_us(layer_us, load.tokens, load.routed.shape[-1])
     shared_read = (load.shared_tokens > 0) * (timing.model.expert_bytes * timing.model.shared_cost)
     read = (timing.routed_bytes(load, stack) + shared_read).amax(-1)
@@ -33,17 +35,17 @@ def timed_metrics(
     }
     if shared:
         values |= {f"routed_{key}": TOGETHER for key in list(values)}
-    return values, step_us
+    return values, step_us, busy_phases(timing, load, phases)
 
 
-def busy_phases(timing: LayerTiming, load: Load, stack: PolicyStack, redundant: bool) -> dict[str, torch.Tensor]:
+def busy_phases(timing: LayerTiming, load: Load, phases: Phases) -> dict[str, torch.Tensor]:
     """Microseconds of a layer by phase, [S, L] each, NaN where it has no tokens: of the whole batch, not overlapped.
     `route` where the model's router was measured."""
-    phases = timing.phases(load, stack, redundant)
     named = ({} if timing.router is None else {"route": phases.route}) | {
         "balance": phases.policy,
         "dispatch": phases.dispatch,
         "experts": phases.experts,
         "combine": phases.combine,
     }
-    return {name: torch.where(load.assignments > 0, us, torch.nan) for name, us in named.items()}
+    busy = load.assignments > 0
+    return {name: torch.where(busy, us, torch.nan) for name, us in named.items()}

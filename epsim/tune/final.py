@@ -13,7 +13,7 @@ from epsim.cost.metrics import layer_metrics
 from epsim.cost.scored import ScoredSteps
 from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.cost.summary import StackSummary
-from epsim.cost.time_metrics import busy_phases, timed_metrics
+from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.split import SplitStructure, prepare
 from epsim.planning import to_counts
 from epsim.policies.apply import BoundStack
@@ -76,10 +76,9 @@ class Finals:
         optimum = least_peak(bound.copies.once(_structure), counts, bound.setting.backend)
         metrics = layer_metrics(load, optimum, bound.has_shared)
         timing, redundant, stack = self._problem.timing, bound.copies.redundant, candidate.timed_as
-        timed, _ = timed_metrics(timing, load, stack, redundant, bound.has_shared, None)
+        timed, _, phases = timed_metrics(timing, load, stack, redundant, bound.has_shared, None)
         # A gain needs the other stack's times, and what rebalances cost: it is filled in at the end.
         metrics |= timed | {GAIN: "filled in at the end"}
-        phases = busy_phases(timing, load, stack, redundant)
         summary = self._summaries[candidate]
         summary.notes = tuple(dict.fromkeys((*summary.notes, *bound.notes)))
         summary.add(metrics, load.total.double(), load.tokens, phases)

@@ -190,8 +190,8 @@ def test_steps_and_gains() -> None:
     timing = load_timing("h200", "deepseek-v3", 2, "prefill")
     stack = parse_stack("contiguous")
     slow, fast = (load([top] + [(131072 - top) / 15] * 15, [16] * 16, 16384.0) for top in (16384.0, 8192.0))
-    first, slow_us = timed_metrics(timing, slow, stack, False, True, None)
-    second, fast_us = timed_metrics(timing, fast, stack, False, True, slow_us)
+    first, slow_us, _ = timed_metrics(timing, slow, stack, False, True, None)
+    second, fast_us, _ = timed_metrics(timing, fast, stack, False, True, slow_us)
     for key in ("layer_time_us", "bytes_read", "throughput_gain"):
         assert isinstance(first[key], torch.Tensor)
         assert first[f"routed_{key}"] == TOGETHER
@@ -205,7 +205,8 @@ def test_steps_and_gains() -> None:
 
 def test_a_layer_without_tokens_has_no_time() -> None:
     timing = load_timing("h200", "deepseek-v3", 2, "prefill")
-    values, step_us = timed_metrics(timing, load([0.0] * 16, [0] * 16, 0.0), parse_stack("eplb"), True, False, None)
+    nothing = load([0.0] * 16, [0] * 16, 0.0)
+    values, step_us, _ = timed_metrics(timing, nothing, parse_stack("eplb"), True, False, None)
     assert all(isinstance(value, torch.Tensor) and value.isnan().all() for value in values.values())
     assert step_us.isfinite().all()
 

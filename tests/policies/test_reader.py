@@ -125,7 +125,7 @@ def test_in_a_replay_fewer_bytes_are_read_and_layers_take_less_time() -> None:
     for text in ("contiguous", "topk-channels(0.178)"):
         stack = parse_stack(text)
         bound = bind(stack, placement, setting)
-        metrics, _ = timed_metrics(timing, bound.load(block), stack, False, False, None)
+        metrics, *_ = timed_metrics(timing, bound.load(block), stack, False, False, None)
         assert not isinstance(metrics["bytes_read"], str)
         assert not isinstance(metrics["layer_time_us"], str)
         found[text] = (float(metrics["bytes_read"]), float(metrics["layer_time_us"]))
