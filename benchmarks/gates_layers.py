@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from command import command
@@ -95,7 +96,7 @@ def measured(host: Host, case: Case, tokens: tuple[int, ...]) -> Iterator[dict[s
         row |= {"redundant": case.redundant, "tokens": number, "exchange": exchange, "batches": BATCHES}
         row |= {"parts_of": case.texts[-1], "parts": parts}
         row["stacks"] = [
-            {"stack": text, "us": us, **_loads(job, place, block)}
+            {"stack": text, "us": us, **loads(job, place, block)}
             for place, (text, us) in enumerate(zip(case.texts, times, strict=True))
         ]
         row["seconds"] = round(time.monotonic() - begun, 1)
@@ -189,22 +190,30 @@ def _row_us(host: Host, graph: Any, calls: int) -> float:
     return begin.elapsed_time(end) * 1e3 / calls
 
 
-def _loads(job: Job, place: int, block: TokenBlock) -> dict[str, Any]:
+def loads(job: Job, place: int, block: TokenBlock) -> dict[str, Any]:
     """Of each batch and rank: assignments, active experts, tokens of the shared expert; rows between ranks; tiles of
-    routed experts, by the rows of a tile."""
+    routed experts, by the rows of a tile. Draws are those of step 0, which the graphs were captured with."""
     of_job = job.stacks[place]
-    found: dict[str, Any] = {"tiles": {}}
+    names = ("routed", "active", "shared_tokens", "rank_rows")
+    found: dict[str, Any] = {"tiles": {str(tile): [] for tile in TILES}} | {name: [] for name in names}
     for tile in TILES:
         setting = dataclasses.replace(job.setting, rows=True, tile=tile)
         bound = bind(of_job.stack, of_job.placement, setting)
-        load = bound.load(block)
-        assert load.tiles is not None
-        assert load.rank_rows is not None
-        found["tiles"][str(tile)] = load.tiles[:, 0].int().tolist()
-    found["copies"] = bound.copies.redundant
-    for name in ("routed", "active", "shared_tokens", "rank_rows"):
-        found[name] = getattr(load, name)[:, 0].int().tolist()
+        found["copies"] = bound.copies.redundant
+        for number in range(len(block.steps)):
+            load = bound.load(_alone(block, number))
+            assert load.tiles is not None
+            found["tiles"][str(tile)] += load.tiles[:, 0].int().tolist()
+            for name in names if tile == TILES[0] else ():
+                found[name] += getattr(load, name)[:, 0].int().tolist()
     return found
+
+
+def _alone(block: TokenBlock, number: int) -> TokenBlock:
+    """A batch as step 0."""
+    there = block.token_step == number
+    step = np.zeros(int(there.sum()), dtype=block.token_step.dtype)
+    return TokenBlock(np.zeros(1, dtype=block.steps.dtype), step, block.source_rank[there], block.expert_ids[there])
 
 
 def main() -> None:

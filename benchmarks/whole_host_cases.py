@@ -280,8 +280,11 @@ def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list
         ids.copy_(batches[0])
         captured.append(bench.capture(_call, like(layer, fixed), hidden, ids))
     found: list[list[float] | None] = [None if graph is None else [] for graph in captured]
-    for batch in batches:
+    for step, batch in zip(block.steps.tolist(), batches, strict=False):
         ids.copy_(batch)
+        for (layer,), graph in zip(model.layers, captured, strict=True):
+            if graph is not None and isinstance(layer.balancer, KernelBalancer):
+                layer.balancer.begin(step)  # as a replay draws
         for graph, times in zip(captured, found, strict=True):
             if graph is not None and times is not None:
                 times.append(bench.time(graph.replay, inner=3, repeats=3))
