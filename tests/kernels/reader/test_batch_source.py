@@ -37,12 +37,23 @@ def run_on_host(on_host: OnHost, reader: BatchReader, given: Given, order: int =
     for name, tensor in held.items():
         if name in SCRATCH:
             tensor.view(torch.uint8).fill_(0xFF)
+    run = on_host(batch_cuda.source(False) + EVERY, "batch.h", "every", sizes.definitions)
+    stages = int(argument["stages"][0])
     for name, grid, threads, shared in sizes.launches(len(x), experts, ids.shape[1], blocks):
-        run = on_host(batch_cuda.source(False), "batch.h", name, sizes.definitions)
+        argument["stages"] = KERNELS.index(name) << 8 | stages
         run(argument, grid, threads, shared, order)
     return held
 
 
+KERNELS = ("prepare", "screen", "screen_more", "choose", "enlist", "extend", "project", "finish")
+EVERY = f"""
+static void every(Arguments a) {{
+    const int number = a.stages >> 8;
+    a.stages &= 255;
+    {" else ".join(f"if (number == {number}) {name}(a);" for number, name in enumerate(KERNELS))}
+}}
+"""
+"""So that a shape is compiled once: `stages` tells the kernel as well."""
 SCRATCH = set(batch_cuda.POINTERS[batch_cuda.POINTERS.index("state") :]) - {"kept"}
 
 
@@ -92,6 +103,7 @@ def check(held: dict[str, Any], reader: BatchReader, given: Given) -> None:
     ("tokens", "experts", "hidden", "inter", "top_k", "gate", "options", "order"),
     [
         (1, 6, 256, 96, 4, "silu", {}, 1),
+        (12, 2, 2176, 40, 1, "silu", {}, 0),
         (66, 4, 128, 168, 1, "gelu", {"coordinates": 128, "restore": False}, 7),
     ],
 )
