@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from epsim.kernels.reader import batch_cuda
 from epsim.kernels.reader.batch import BatchReader, of_slots
@@ -166,3 +168,20 @@ def test_tokens_without_experts(on_host: OnHost) -> None:
     none = run_on_host(on_host, reader, (x, torch.full_like(ids, -1), weights))
     assert not none["kept"].any()
     assert (none["output"] == 0).all()
+
+
+@hypothesis.given(
+    tokens=st.integers(1, 12),
+    holes=st.floats(0, 0.9),
+    budget=st.sampled_from([0.5, 0.7, 0.95]),
+    seed=st.integers(0, 99),
+)
+@hypothesis.settings(max_examples=6, deadline=None)
+def test_any_batch(on_host: OnHost, tokens: int, holes: float, budget: float, seed: int) -> None:
+    """Idle experts, gaps and repeated tokens, whose channels' scores are equal sums."""
+    reader = reader_of(6, 256, 96, 4, budget)
+    x, ids, weights = inputs(reader.layer, tokens, 4)
+    x[: tokens // 2] = x[0]
+    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < holes] = -1
+    ids[0, 0] = 5 if not (ids == 5)[0].any() else ids[0, 0]
+    check(run_on_host(on_host, reader, (x, ids, weights), seed), reader, (x, ids, weights))
