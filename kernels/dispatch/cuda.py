@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.kernels.split.cuda import with_headers
+from epsim.kernels.split.launch import with_headers
 
 MOST_EXPERTS, MOST_SLOTS, MOST_ASSIGNMENTS = 1 << 10, (1 << 16) - 1, 1 << 22
 """What dispatch.cu's words and tables hold."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.kernels.split.launch import compiled, launch
+from epsim.kernels.split.launch import compiled, launch, with_headers
 
 POINTERS = ("hidden", "ids", "weights", "gate_up", "down", "rows", "activated", "output", "counts", "arrived")
 ARGUMENTS = np.dtype(
@@ -74,9 +74,8 @@ def sizes_of(tokens: int, columns: int, experts: int, hidden: int, inter: int, s
 
 
 def source() -> str:
-    """decode.cu with its header in place: CuPy looks up binaries by the text that it is given."""
-    folder = Path(__file__).parent
-    return (folder / "decode.cu").read_text().replace('#include "hopper.cuh"', (folder / "hopper.cuh").read_text())
+    """decode.cu with its header in place."""
+    return with_headers(Path(__file__).with_name("decode.cu"))
 
 
 @functools.cache

@@ -12,7 +12,7 @@
 //
 // Nothing is added by atomics but counts, so that every run gives the same bits.
 
-#include "hopper.cuh"
+#include "../experts/hopper.cuh"
 #include "halves.cuh"
 #include "batch_ops.cuh"
 

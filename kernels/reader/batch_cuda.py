@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import torch
 
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.codes import BLOCK, row_bytes
-from epsim.kernels.split.launch import compiled, launch
+from epsim.kernels.reader.cuda import MOST_SHARED
+from epsim.kernels.split.launch import compiled, launch, with_headers
 
 POINTERS = (
     "x",
@@ -61,8 +62,6 @@ WARPS, AHEAD, DEPTH, STRIP, FINISHED, LISTED, BINS, MAP = 8, 4, 4, 256, 2, 64, 4
 MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS = 128, 512, 64
 FEW_TOKENS = 64
 """Up to so many are screened by eights of an expert's tokens, more by sixteens."""
-MOST_SHARED = 227 << 10
-"""Bytes of shared memory that a block may have (compute capability 9.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +152,13 @@ def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | No
     return None
 
 
-FOLDER = Path(__file__).parent
-PARTS = tuple(f"batch_{name}.cuh" for name in ("prepare", "screen", "choose", "extend", "project"))
-HEADERS = {
-    "hopper.cuh": FOLDER.parent / "experts" / "hopper.cuh",
-    "halves.cuh": FOLDER / "halves.cuh",
-    "batch_ops.cuh": FOLDER / "batch_ops.cuh",
-}
-"""Instructions that CUDA C++ has no words for."""
+INSTRUCTIONS = ("hopper.cuh", "halves.cuh", "batch_ops.cuh")
+"""Headers of instructions that CUDA C++ has no words for."""
 
 
-def source(headers: bool = True) -> str:
-    """batch.cu with its parts and, if so, its headers in place: CuPy looks up binaries by the text that it is given."""
-    text = (FOLDER / "batch.cu").read_text()
-    for name in PARTS:
-        text = text.replace(f'#include "{name}"', (FOLDER / name).read_text())
-    for name, path in HEADERS.items():
-        text = text.replace(f'#include "{name}"', path.read_text() if headers else "")
-    return text
+def source(without: Container[str] = ()) -> str:
+    """batch.cu with its headers in place, but those named."""
+    return with_headers(Path(__file__).with_name("batch.cu"), without)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.codes import BLOCK
-from epsim.kernels.split.launch import compiled, launch
+from epsim.kernels.split.launch import compiled, launch, with_headers
 
 POINTERS = (
     "x",
@@ -125,20 +126,13 @@ def uncovered(sizes: Sizes) -> str | None:
     return None
 
 
-def source() -> str:
-    """reader.cu with its headers in place: CuPy looks up binaries by the text that it is given."""
-    text = (FOLDER / "reader.cu").read_text()
-    for name in PARTS:
-        text = text.replace(f'#include "{name}"', (FOLDER / name).read_text())
-    for name, path in HEADERS.items():
-        text = text.replace(f'#include "{name}"', path.read_text())
-    return text
+INSTRUCTIONS = ("hopper.cuh", "halves.cuh")
+"""Headers of instructions that CUDA C++ has no words for."""
 
 
-FOLDER = Path(__file__).parent
-PARTS = ("screen.cuh", "choose.cuh", "gather.cuh")
-HEADERS = {"hopper.cuh": FOLDER.parent / "experts" / "hopper.cuh", "halves.cuh": FOLDER / "halves.cuh"}
-"""Instructions that CUDA C++ has no words for."""
+def source(without: Container[str] = ()) -> str:
+    """reader.cu with its headers in place, but those named."""
+    return with_headers(Path(__file__).with_name("reader.cu"), without)
 
 
 @functools.cache

@@ -13,7 +13,7 @@
 // gather   A warp has a kept channel's gate and up rows, all warps its down row. Skipped channels add their b.
 // finish   Sums over a token's blocks in fixed order, so that every run gives the same bits; the map U; bfloat16.
 
-#include "hopper.cuh"
+#include "../experts/hopper.cuh"
 #include "halves.cuh"
 
 struct Arguments {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.kernels.split.launch import compiled, launch
+from epsim.kernels.split.launch import compiled, launch, with_headers
 
 WARPS, MOST_STEPS, MOST_EXPERTS, MOST_TOKENS, LANES = 16, 8, 512, 512, 32
 POINTERS = (
@@ -61,12 +61,8 @@ def uncovered(rule: Rule, tokens: int, experts: int, top_k: int) -> str | None:
 
 
 def source(name: str = "router.cu") -> str:
-    """With headers in place: CuPy looks up binaries by the text that it is given."""
-    folder = Path(__file__).parent
-    text = (folder / name).read_text()
-    for header in ("cluster.cuh", "token.cuh", "ranks.cuh"):
-        text = text.replace(f'#include "{header}"', (folder / header).read_text())
-    return text
+    """With headers in place."""
+    return with_headers(Path(__file__).with_name(name))
 
 
 def definitions(tokens: int, experts: int) -> dict[str, int]:

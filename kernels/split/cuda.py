@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from epsim.kernels.split.launch import launch
+from epsim.kernels.split.launch import launch, with_headers
 from epsim.kernels.split.structure import SplitStructure
 
 NUM_INVERSES = 33
@@ -187,11 +186,6 @@ def shared_bytes(sizes: dict[str, int]) -> int:
     else:
         words += NUM_INVERSES + 4 * -(-ranks // 4) + -(-ranks // 2)
     return sizes["staged"] + 8 * words
-
-
-def with_headers(path: Path) -> str:
-    """A file with our own headers in place: CuPy looks up binaries by the text that it is given."""
-    return re.sub(r'#include "([\w./]+\.cuh)"', lambda found: (path.parent / found[1]).read_text(), path.read_text())
 
 
 def source() -> str:

@@ -39,7 +39,7 @@ def run_on_host(on_host: OnHost, reader: BatchReader, given: Given, order: int =
     for name, tensor in held.items():
         if name in SCRATCH:
             tensor.view(torch.uint8).fill_(0xFF)
-    run = on_host(batch_cuda.source(False) + EVERY, "batch.h", "every", sizes.definitions)
+    run = on_host(batch_cuda.source(batch_cuda.INSTRUCTIONS) + EVERY, "batch.h", "every", sizes.definitions)
     stages = int(argument["stages"][0])
     for name, grid, threads, shared in sizes.launches(len(x), experts, ids.shape[1], blocks):
         argument["stages"] = KERNELS.index(name) << 8 | stages

@@ -52,10 +52,7 @@ def run_on_host(
     x, ids, weights = inputs
     sizes = layer.sizes(ids.shape[1])
     assert cuda.uncovered(sizes) is None
-    source = cuda.source()
-    for header in cuda.HEADERS.values():
-        source = source.replace(header.read_text(), "")
-    run = on_host(source, "halves.h", "reader", sizes.definitions)
+    run = on_host(cuda.source(cuda.INSTRUCTIONS), "halves.h", "reader", sizes.definitions)
     tensors = {"ids": ids, "weights": weights, "gate_up": layer.gate_up, "down": layer.down, "kept_of": layer.kept_of}
     ended = torch.tensor([launches * blocks])
     tensors |= {"ended": ended, **(words or cuda.workspace(sizes, len(x), blocks, torch.device("cpu")))}
