@@ -52,7 +52,7 @@ def waterfill_lplb_command(
         Path, typer.Argument(metavar="FOLDER", help="DeepSeek-V3's recordings: prefill_*.json and decode_*.json.")
     ],
     hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="What the two nodes hold.")] = "h200",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Batches of each workload.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Batches of a workload; thrice that of one alone.")] = 4,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Layers looked at, evenly spaced.")] = 6,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 0,
 ) -> None:
