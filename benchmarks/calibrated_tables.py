@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from runtime_common import QWEN, REDUNDANT, V3, placement_of, skewed_ids
 
-from epsim.calibrate.experts import with_fit
+from epsim.calibrate.experts import FEW_CELLS, with_fit
 from epsim.calibrate.folder import write_hardware, write_table
 from epsim.cost.calibrated import CollectiveCost, PolicyCost, PolicyTable, load_calibration, read_table
 from epsim.cost.experts_time import ExpertCell, ExpertTable
@@ -107,8 +107,12 @@ def main() -> None:
         json.loads((RESULTS / name).read_text()) for name in ("dispatch_gpu.json", "runtime.json", "gates_layers.json")
     )
     write_table(policies(measured, runtime), FOLDER / "policies.json")
+    there = load_calibration(str(FOLDER)).routers
     for name, table in routers(layers):
-        write_table(table, FOLDER / name)
+        if any(one.us and all(getattr(one, key) == getattr(table, key) for key in ROUTER) for one in there):
+            (FOLDER / name).unlink(missing_ok=True)
+        else:
+            write_table(table, FOLDER / name)
     for name, shape in MODELS.items():
         model = load_model(name)
         path = next(
@@ -119,6 +123,8 @@ def main() -> None:
         )
         found = read_table(path)
         assert isinstance(found, ExpertTable)
+        if len(found.cells) >= FEW_CELLS:
+            continue
         beside = () if shape is None else tuple(cells(runtime, shape))
         # Before tables told their columns, rows had those of top-k.
         found = dataclasses.replace(found, cells=beside, columns=found.columns or model.top_k)

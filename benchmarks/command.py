@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 
-PLACES = ("--recordings", "--cache", "--out")
+PLACES = ("--recordings", "--batches", "--cache", "--out")
 
 
 def command(script: str) -> str:

@@ -1,6 +1,6 @@
 """Expert computation measured on one GPU, for benchmarks/gates.py: what no fit of `epsim calibrate` has seen.
 
-    python benchmarks/gates_measure.py cells --out benchmarks/results/gates_cells.json
+    python benchmarks/gates_measure.py cells --out benchmarks/results/gates_h200.json
     python benchmarks/gates_measure.py slices --batches BATCHES.npz --out benchmarks/results/gates_slices.json
 
 `slices`: the GPU plays each rank of a group in turn, with exactly the rows that a stack gives it
