@@ -188,23 +188,29 @@ def _print_training(report: dict[str, Any]) -> None:
 
 
 def _print_evaluation(result: dict[str, Any]) -> None:
+    import sys
+
     from rich.console import Console
     from rich.table import Table
+
+    from epsim.report.table import PIPE_WIDTH
 
     ranks = result["ranks"]
     active = ["active"] if ranks == 1 else ["active", f"most of {ranks}"]
     reader = any("share_read" in one for sizes in result["loss"].values() for one in sizes.values())
-    losses = Table("domain", "batch", "loss", "plain", "KL", *active, "kept", *(["read"] if reader else []))
+    losses = Table("domain", "batch", "loss", "plain", "KL", *active, "kept", *(["read", "union"] if reader else []))
+    for column in losses.columns:
+        column.overflow = "fold"
     repetition = Table("domain", "repetition", "plain")
     for name, sizes in result["loss"].items():
         for size, one in sizes.items():
             read = [f"{number:.1f}" for number in one["active_experts"].values()]
             shown = [f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}"]
-            kept = [f"{one['kept_mass']:.4f}", *([f"{one['share_read']:.4f}"] if reader else [])]
+            kept = [f"{one[key]:.4f}" for key in ("kept_mass", "share_read", "union_read") if key in one]
             losses.add_row(name, str(size), *shown, *read, *kept)
     for name, rates in result["repetition"].items():
         repetition.add_row(name, f"{rates['policy']:.3f}", f"{rates['plain']:.3f}")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     console.print(losses)
     if repetition.rows:
         console.print(repetition)
@@ -212,6 +218,7 @@ def _print_evaluation(result: dict[str, Any]) -> None:
         f"{result['policy']} on {result['device']}; loss: cross-entropy, nats a token; active: experts read a layer; "
         "kept: probability of the experts taken over that of the model's choice; "
         + ("read: bytes that a token alone reads over those of its experts; " if reader else "")
+        + ("union: bytes that a batch reads over those of its active experts; " if reader else "")
         + "repetition: share of a continuation's 4-grams that it has held before"
     )
 

@@ -22,10 +22,12 @@ def build_command(
     device: Annotated[str, typer.Option("--device", help="Where to build: cpu or cuda.")] = "cpu",
 ) -> None:
     """Build the sketch and map of every layer with experts from a checkpoint's weights, tied to it by hash."""
-    from epsim.kernels.reader.store import DTYPES, Checkpoint, build_checkpoint, save_sketches
-    from epsim.traces.files import check_target, whole_file
+    from safetensors import SafetensorError
 
-    check_target(out)
+    from epsim.kernels.reader.store import DTYPES, Checkpoint, build_checkpoint, checkpoint_files, save_sketches
+    from epsim.traces.files import CannotWriteError, check_target, whole_file
+
+    target = check_target(out)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype}: choose {', '.join(DTYPES)}")
     if device not in ("cpu", "cuda"):
@@ -37,6 +39,8 @@ def build_command(
     from rich.console import Console
     from rich.progress import Progress
 
+    if target in [path.resolve() for path in checkpoint_files(checkpoint)]:
+        raise ValueError(f"--out {out}: is one of the checkpoint's own files: give another name")
     console = Console(stderr=True)
     total = len(Checkpoint(checkpoint).layers)
     sketches, weights = {}, 0
@@ -47,7 +51,10 @@ def build_command(
             weights += sketch.num_experts * 3 * sketch.hidden * sketch.intermediate * DTYPES[dtype].itemsize
             bar.advance(task)
     with whole_file(out) as temporary:
-        save_sketches(temporary, sketches, checkpoint, dtype, seed)
+        try:
+            save_sketches(temporary, sketches, checkpoint, dtype, seed)
+        except SafetensorError as error:
+            raise CannotWriteError(out, error) from None
     held = [sketch.resident_bytes() for sketch in sketches.values()]
     parts = {name: sum(one[name] for one in held) for name in ("sketch", "map")}
     shares = ", ".join(

@@ -13,6 +13,8 @@ from epsim.kernels.reader.screen import COORDINATES
 from epsim.traces.trace import Level
 
 Score = Literal["sketch", "int4-gate", "cats"]
+NOT_GIVEN = -1.0
+"""The budget of the registry's own readers: this very object, which no text and no other number is."""
 INDEPENDENT = (
     "bytes of a batch are expected ones: tokens of an expert choose channels and coordinates as if independently; "
     "where they choose alike, fewer are read"
@@ -35,7 +37,7 @@ class TopkChannels:
     Raises ValueError where these do not go together.
     """
 
-    budget: float = -1.0
+    budget: float = NOT_GIVEN
     score: Score = "sketch"
     screen: Literal["partial", "full"] = "partial"
     restore: Literal["on", "off"] = "on"
@@ -48,7 +50,7 @@ class TopkChannels:
     first: ClassVar[str] = "budget"
 
     def __post_init__(self) -> None:
-        if self.budget == -1.0:  # the registry's, which no text gives
+        if self.budget is NOT_GIVEN:
             return
         if not 0 < self.budget <= 1:
             raise ValueError(f"{self.name}: budget={self.budget:g}: give a share above 0 and up to 1")
@@ -108,9 +110,15 @@ class TopkChannels:
 @dataclass(frozen=True, slots=True)
 class ThresholdChannels(TopkChannels):
     """All channels above a threshold, fitted on calibration text so that on average the budget is read. What is read of
-    other text is another matter; the simulator counts the budget."""
+    other text is another matter; the simulator counts the budget. It has no number to share out: no quota but `token`
+    goes with it."""
 
     name: ClassVar[str] = "threshold-channels"
+
+    def __post_init__(self) -> None:
+        super(ThresholdChannels, self).__post_init__()
+        if self.quota != "token":
+            raise ValueError(f"{self.name}: quota={self.quota}: a threshold shares no number out: leave quota away")
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from epsim.quality.decoding import generate
 from epsim.quality.hook import Reroute, check_rules, contiguous_ranks, keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
 from epsim.quality.reader import Reading, reading_of, reads
+from epsim.quality.reader_measure import batch_bytes
 from epsim.traces.files import check_target, whole_file
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model, model_folder
@@ -126,7 +127,8 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """{"loss": {domain: {batch size: {cross_entropy, plain, kl, active_experts, kept_mass}}}, "repetition": {domain:
     {policy, plain}}}; active_experts: {ranks: most of a rank}, means over steps and layers. With a reader also
-    kept_channels, of a token in a layer, and their share_read of the bytes of the token's experts."""
+    kept_channels, of a token in a layer, and their share_read of the bytes of the token's experts; union_read, what the
+    tokens of the first batch read together, over the bytes of its active experts."""
     domains = tuple(dict.fromkeys(options.domains)) or tuple(heldout)
     if unknown := sorted(set(domains) - set(heldout)):
         raise ValueError(f"no held-out text of domain {unknown[0]!r}: there is {', '.join(heldout)}")
@@ -154,6 +156,10 @@ def evaluate_model(
                 "kept_mass": meter.kept_mass(),
                 **({} if reading is None else reading.described()),
             }
+            if reading is not None:
+                with rerouted(model, reroute, whole_sequences=True):
+                    read = batch_bytes(model, reading, rows[:batch_size, :-1], (batch_size,))
+                loss[name][batch_size]["union_read"] = read[batch_size]["union"]
         if options.generations:
             prompts = rows[: options.generations, : min(64, options.length)]
             plain = repetition_rate(generate(model, keep, prompts, options.generated, options.seed))

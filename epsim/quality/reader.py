@@ -164,14 +164,14 @@ class Reading:
         """x [T, H], ids and weights [T, k], tokens of sequences of `length` -> [T, H]."""
         layer, reader = self.layers[number], self.reader
         # A slot of no weight is no expert: fillers of router policies repeat one that is there.
-        ids = torch.where(weights > 0, ids, -1)
+        ids = torch.where(weights == 0, -1, ids)
         if isinstance(reader, SparseInputs):
             return sparse_inputs_output(x, ids, weights, layer.experts, self.share, reader.which)
         if reader.budget >= 1 and self.num_kept is None:
             kept = (ids >= 0)[..., None].expand(-1, -1, layer.norms.shape[1])
             self._count(number, x, ids, kept)
             return read_output(x, ids, weights, layer.experts, kept)
-        batches = self._batches(x, length) if reader.quota == "batch" else None
+        batches = self.batches(x, length) if reader.quota == "batch" else None
         estimates = layer.estimates(reader, x, ids, batches)
         kept = self.keep(number, ids, weights, layer.scores(reader, ids, weights, estimates), batches)
         self._count(number, x, ids, kept)
@@ -179,7 +179,7 @@ class Reading:
         sketch = layer.screen.sketch if restored else None
         return read_output(x, ids, weights, layer.experts, kept, estimates if restored else None, sketch)
 
-    def _batches(self, x: torch.Tensor, length: int) -> Batches:
+    def batches(self, x: torch.Tensor, length: int) -> Batches:
         """The t-th tokens of `batch_size` sequences are a batch."""
         sequences = len(x) // length
         together = min(self.batch_size or sequences, sequences)
@@ -338,9 +338,10 @@ def calibrated(
         for budget in budgets:
             sizes = replace(reader, budget=budget).sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
             numbers.append(len(x) * sizes.kept(budget, ids.shape[1]))
-        best = scores.topk(max(numbers) + 1).values
+        best = scores.topk(min(max(numbers) + 1, len(scores))).values
         for budget, count in zip(budgets, numbers, strict=True):
-            found[budget].append(float(best[count]))
+            # Scores are not below 0.
+            found[budget].append(float(best[count]) if count < len(scores) else -1.0)
         kept = torch.ones(*ids.shape, sketch.intermediate, dtype=torch.bool, device=ids.device)
         return read_output(x, ids, weights, layer.experts, kept)
 

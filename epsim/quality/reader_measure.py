@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from epsim.kernels.reader import ReadBytes, coordinates, union_bytes
+from epsim.kernels.reader import ReadBytes, batch_coordinates, coordinates, token_bytes, union_bytes
 from epsim.kernels.reader.rotate import rotated
 from epsim.policies.reader import TopkChannels
 from epsim.policies.stack import parse_stack
@@ -138,7 +138,8 @@ def kept_by_token(model: Any, reading: Reading, text: torch.Tensor, chunk: int =
 def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: tuple[int, ...]) -> dict[int, Any]:
     """text [sequences, length]: of batches of sequences' t-th tokens, {batch size: what a token alone reads, what the
     batch really reads (the union), and what independent choices would have it read, as shares of the bytes of the
-    experts that are active}, means over steps and layers. All t are taken, in batches of the first sequences."""
+    experts that are active}, means over steps and layers. All t are taken, in batches of the first sequences; where a
+    batch chooses as one, `reading.batch_size` says which, and the batch sizes should not be others."""
     reader, sketch = reading.reader, reading.layers[0].screen.sketch
     assert isinstance(reader, TopkChannels)
     sizes = reader.sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
@@ -146,7 +147,12 @@ def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: t
 
     def note(number: int, x: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> None:
         turned = rotated(x.float(), reading.layers[number].screen.sketch.signs)
-        seen.append((ids, kept, coordinates(turned, reader.coordinates)))
+        if reader.quota == "batch":
+            counted = torch.where((ids >= 0).any(1, keepdim=True), turned, 0.0)
+            read = batch_coordinates(counted, reader.coordinates, *reading.batches(x, text.shape[1]))
+        else:
+            read = coordinates(turned, reader.coordinates)
+        seen.append((ids, kept, read))
 
     before, reading.record = reading.record, note
     with reading.on(model, whole_sequences=True):
@@ -183,5 +189,5 @@ def _step_bytes(
     active = torch.tensor([float(len(torch.unique(ids[ids >= 0])))])
     tokens = torch.tensor([float((ids >= 0).sum())])
     expected = reader.bytes_read(tokens, active, sizes.hidden, sizes.intermediate, sizes.weight_bytes, ids.shape[1])
-    alone = sizes.token(ids.shape[1], int(kept[0].sum())) / (ids.shape[1] * sizes.expert)
-    return alone, float(union), float(expected), float(active) * sizes.expert
+    own = token_bytes(sizes, ids, kept) / ((ids >= 0).sum(1).clamp(min=1) * sizes.expert)
+    return float(own.double().mean()), float(union), float(expected), float(active) * sizes.expert

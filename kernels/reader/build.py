@@ -89,9 +89,10 @@ def build_layer(gate_up: torch.Tensor, down: torch.Tensor, seed: int = 0, rank: 
     From the weights alone; rotation, codes and map in float64. Raises ValueError for weights that are not finite or
     that float16 cannot scale, and for shapes that do not fit.
     """
-    num_experts, double, hidden = gate_up.shape
+    num_experts, double, hidden = gate_up.shape if gate_up.ndim == 3 else (0, 0, 0)
     intermediate = double // 2
-    if hidden % BLOCK or double % 2 or tuple(down.shape) != (num_experts, hidden, intermediate):
+    fit = tuple(down.shape) == (num_experts, hidden, intermediate) and double % 2 == 0 and hidden % BLOCK == 0
+    if not fit or min(num_experts, intermediate, hidden) < 1:
         raise ValueError(
             f"experts of gate_up {list(gate_up.shape)} and down {list(down.shape)}: a sketch needs [E, 2I, H] and "
             f"[E, H, I] with H a multiple of {BLOCK}"

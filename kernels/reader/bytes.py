@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil, floor
+from math import ceil, floor, gcd, isnan
 from typing import Literal
 
 import torch
@@ -22,7 +22,8 @@ class ReadBytes:
 
     A token's read is: for each of its experts the screen (codes of the coordinates read, scales, norms; or what the
     other sources read), for each kept channel its gate, up and down weights, for each skipped one its b, and once the
-    signs and U. Errors of the sketch are not read. Activations are not counted.
+    signs and U. Errors of the sketch are not read. Activations are not counted. Raises ValueError where the scores'
+    source is made of blocks and the hidden size is not.
     """
 
     hidden: int
@@ -33,8 +34,20 @@ class ReadBytes:
     source: Source = "sketch"
     sector: int = SECTOR
 
+    def __post_init__(self) -> None:
+        if self.source != "cats" and self.hidden % BLOCK:
+            raise ValueError(
+                f"channels cannot be chosen by {self.source} with a hidden size of {self.hidden}: it is made of blocks "
+                f"of {BLOCK}"
+            )
+
     def _whole(self, count: float) -> int:
         return int(-(-count // self.sector) * self.sector)
+
+    def _anywhere(self, count: int) -> int:
+        """Of `count` bytes that begin at some multiple of count, as parts of a tensor do: they may begin and end inside
+        a sector."""
+        return self._whole(count + self.sector - gcd(count, self.sector))
 
     @property
     def weight_row(self) -> int:
@@ -54,12 +67,12 @@ class ReadBytes:
     @property
     def beside_codes(self) -> int:
         """Of an expert's screen, whatever coordinates are read."""
-        norms = self._whole(2 * self.intermediate)
+        norms = self._anywhere(2 * self.intermediate)
         if self.source == "cats":
             return norms + self.intermediate * self.weight_row
         if self.source == "int4-gate":
             return norms + self.intermediate * self._whole(self.hidden / 2 + 2 * self.hidden // BLOCK)
-        return norms + self._whole(self.hidden // BLOCK * 2 * self.intermediate * 2)
+        return norms + self._anywhere(self.hidden // BLOCK * 2 * self.intermediate * 2)
 
     @property
     def screen(self) -> int:
@@ -73,13 +86,13 @@ class ReadBytes:
 
     @property
     def skipped_channel(self) -> int:
-        return self._whole(2 * self.rank)
+        return self._anywhere(2 * self.rank)
 
     @property
     def once(self) -> int:
         """Of a layer: the rotation's signs and U."""
         signs = self._whole(self.hidden) if self.source == "sketch" else 0
-        return signs + self.hidden * self._whole(2 * self.rank)
+        return signs + self._whole(2 * self.hidden * self.rank)
 
     def token(self, num_experts: int, num_kept: int, num_ranks: int = 1) -> int:
         """Of a token with so many experts, on so many ranks, and channels kept; keeping all reads the weights alone.
@@ -93,6 +106,8 @@ class ReadBytes:
     def kept(self, budget: float, num_experts: int, num_ranks: int = 1) -> int:
         """The most channels that a token of so many experts, on so many ranks, may keep for `token` to stay within the
         budget, a share of its experts' bytes. Raises ValueError where the budget does not pay for the screen."""
+        if isnan(budget):
+            raise ValueError("a budget of nan: give a share of the bytes of a token's experts, above 0 and up to 1")
         channels = num_experts * self.intermediate
         if budget >= 1 or not num_experts:
             return channels

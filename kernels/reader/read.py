@@ -33,7 +33,7 @@ class Experts:
         """activations [T, k, I], weights [T, k] -> [T, H] float32 (or float64): the weighted sum over the experts."""
         wide = torch.promote_types(activations.dtype, torch.float32)
         products = slot_products(activations, ids, self.down).to(wide)
-        return (products * weights[..., None].to(wide)).sum(1)
+        return (products * _of_experts(weights, ids).to(wide)).sum(1)
 
 
 def read_output(
@@ -50,6 +50,11 @@ def read_output(
     exact = experts.activations(x, ids)
     output = experts.outputs(torch.where(kept, exact, 0.0), ids, weights)
     if estimates is not None and sketch is not None:
-        skipped = torch.where(kept, 0.0, estimates.to(output.dtype)) * weights[..., None].to(output.dtype)
+        skipped = torch.where(kept, 0.0, estimates.to(output.dtype)) * _of_experts(weights, ids).to(output.dtype)
         output = output + restored(skipped, ids, sketch)
     return output
+
+
+def _of_experts(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[T, k, 1]: 0 in an empty slot, whatever is written there."""
+    return weights.masked_fill(ids < 0, 0.0)[..., None]

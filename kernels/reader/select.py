@@ -44,8 +44,8 @@ def keep_top(scores: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
 
 
 def keep_above(scores: torch.Tensor, threshold: float | torch.Tensor) -> torch.Tensor:
-    """A calibrated threshold's rule."""
-    return scores > threshold
+    """A calibrated threshold's rule. What is no number counts as infinite."""
+    return ~(scores <= threshold)
 
 
 def keep_for_batch(
@@ -87,13 +87,17 @@ def rank_quotas(
     by: ShareBy,
 ) -> torch.Tensor:
     """How many of a token's channels each rank may keep without asking the others: number [T] int64, ids and weights
-    [T, k], rank_of_expert [E] -> [T, R] int64 that sum to `number`.
+    [T, k], rank_of_expert [E] -> [T, R] int64 that sum to `number`, or to 0 for a token without experts of any weight.
 
-    In proportion to the token's experts on a rank, or to their weights; largest remainder, ties to the lower rank. All
-    that it looks at is known to every rank that serves the token, so all come to the same.
+    In proportion to the token's experts on a rank, or to the size of their weights (to the experts where these are no
+    numbers); largest remainder, ties to the lower rank. All that it looks at is known to every rank that serves the
+    token, so all come to the same.
     """
-    there = (ids >= 0) & (weights > 0)
-    amount = there.double() if by == "experts" else weights.double() * there
+    there = (ids >= 0) & (weights != 0)
+    amount = there.double()
+    if by == "weights":
+        sizes = weights.double().abs().masked_fill(~there, 0.0)
+        amount = torch.where(sizes.isfinite().all(1, keepdim=True), sizes, amount)
     share = amount.new_zeros(len(ids), num_ranks)
     share.scatter_add_(1, rank_of_expert[ids.clamp(min=0)], amount)
     share = share / share.sum(1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from epsim.kernels.reader.build import RANK, LayerSketch, build_layer
 
 FORMAT = "epsim channel sketch 1"
+INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)$")
 SINGLE = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -26,11 +27,44 @@ PREDICTORS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)[^.]*\.")
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Raises ValueError where the folder holds no safetensors."""
-    files = sorted(folder.glob("*.safetensors"))
+    """The files of weights in a folder; sketches that lie beside them are none.
+
+    Raises ValueError where it holds none, where one of them is not whole, or where a file of its index is missing.
+    """
+    files = [path for path in sorted(folder.glob("*.safetensors")) if not _is_sketch(path)]
     if not files:
-        raise ValueError(f"{folder}: no *.safetensors there: give the folder of a checkpoint")
+        there = "no *.safetensors there" if folder.is_dir() else "no such folder"
+        raise ValueError(f"{folder}: {there}: give the folder of a checkpoint")
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            named = set(json.loads(index.read_text())["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index}: cannot be read as an index of a checkpoint's files") from None
+        if missing := sorted(named - {path.name for path in files}):
+            raise ValueError(f"{folder}: {missing[0]}, which {INDEX} names, is not there: not the whole checkpoint")
     return files
+
+
+def _is_sketch(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt") as opened:
+            return (opened.metadata() or {}).get("format") == FORMAT
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path}: no whole safetensors file ({error}): fetch it again, or take it away") from None
+
+
+def _num_layers(folder: Path) -> int | None:
+    """Of the model, where its configuration lies beside the weights and says so."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return None
+    try:
+        read = json.loads(config.read_text())
+        number = read.get("text_config", read).get("num_hidden_layers")
+    except (OSError, ValueError, AttributeError):
+        raise ValueError(f"{config}: cannot be read as a model's configuration") from None
+    return number if isinstance(number, int) else None
 
 
 def checkpoint_hash(folder: Path) -> str:
@@ -55,10 +89,7 @@ class Checkpoint:
         self._files = []
         self._at: dict[tuple[int, str, int], tuple[Any, str]] = {}
         for path in checkpoint_files(folder):
-            try:
-                opened = safe_open(path, "pt")
-            except SafetensorError as error:
-                raise ValueError(f"{path}: no whole safetensors file ({error})") from None
+            opened = safe_open(path, "pt")
             self._files.append(opened)
             for name in list(opened.keys()):  # type: ignore[no-untyped-call]
                 if PREDICTORS.search(name):
@@ -67,7 +98,9 @@ class Checkpoint:
                     self._add((int(found[1]), found[2], -1), opened, name)
                 elif found := SINGLE.search(name):
                     self._add((int(found[1]), found[3], int(found[2])), opened, name)
-        self.layers = sorted({layer for layer, _, _ in self._at})
+        # Layers behind the model's last predict further tokens, as DeepSeek-V3's and GLM-4.5's files number them.
+        end = _num_layers(folder)
+        self.layers = sorted({layer for layer, _, _ in self._at if end is None or layer < end})
         if not self.layers:
             raise ValueError(
                 f"{folder}: no routed experts: names such as model.layers.0.mlp.experts.gate_up_proj, or "
@@ -92,8 +125,11 @@ class Checkpoint:
             raise ValueError(f"layer {layer} has experts {experts[:3]}... : not all of them are in these files")
         names = ("gate_proj", "up_proj", "down_proj")
         parts = {name: [self._tensor(layer, name, expert) for expert in experts] for name in names}
+        shape = parts["gate_proj"][0].shape
+        if len(shape) != 2:
+            raise ValueError(f"layer {layer}: gate_proj of expert 0 is {list(shape)}, not [channels, hidden]")
         for name in names:
-            wanted = parts["gate_proj"][0].shape if name != "down_proj" else parts["gate_proj"][0].shape[::-1]
+            wanted = shape if name != "down_proj" else shape[::-1]
             for expert, tensor in enumerate(parts[name]):
                 if tensor.shape != wanted:
                     raise ValueError(
@@ -133,13 +169,14 @@ def build_checkpoint(
 def build_named(layer: int, gate_up: torch.Tensor, down: torch.Tensor, seed: int, rank: int) -> LayerSketch:
     """`build_layer` of a layer of a model: the seed is the model's, errors name the layer."""
     try:
-        return build_layer(gate_up, down, seed * 100_003 + layer, rank)
+        return build_layer(gate_up, down, (seed * 100_003 + layer) % (1 << 63), rank)
     except ValueError as error:
         raise ValueError(f"layer {layer}: {error}") from None
 
 
 def save_sketches(path: Path, sketches: dict[int, LayerSketch], folder: Path, dtype: str, seed: int) -> None:
-    """{layer number: sketch} -> one safetensors file with the hash of the checkpoint in `folder`."""
+    """{layer number: sketch} -> one safetensors file with the hash of the checkpoint in `folder`. Raises
+    SafetensorError where it cannot be written."""
     tensors = {
         f"layers.{layer}.{name}": tensor.contiguous()
         for layer, sketch in sketches.items()
@@ -152,7 +189,7 @@ def save_sketches(path: Path, sketches: dict[int, LayerSketch], folder: Path, dt
 def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch]:
     """The sketches of a file, by layer number. Raises ValueError where it is no such file, or was made from another
     checkpoint than that in `folder`, or for weights of another type."""
-    again = f"build it again: epsim reader build {folder} --out {path}"
+    again = f"build it again: epsim reader build {folder} --out {path} --dtype {dtype}"
     try:
         with safe_open(path, "pt") as opened:
             found = opened.metadata() or {}
@@ -162,9 +199,7 @@ def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a channel sketch ({error}): {again}") from None
     if found.get("dtype") != dtype:
-        raise ValueError(
-            f"{path}: made for weights in {found.get('dtype')}, the model runs in {dtype}: {again} --dtype {dtype}"
-        )
+        raise ValueError(f"{path}: made for weights in {found.get('dtype')}, the model runs in {dtype}: {again}")
     if found.get("checkpoint") != checkpoint_hash(folder):
         raise ValueError(f"{path}: made from another checkpoint than {folder} holds: {again}")
     layers: dict[int, dict[str, torch.Tensor]] = {}

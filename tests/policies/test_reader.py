@@ -46,6 +46,12 @@ def test_a_router_and_a_reader_in_one_stack() -> None:
         ("topk-channels(0)", "budget=0: give a share above 0 and up to 1"),
         ("topk-channels(1.5)", "budget=1.5: give a share"),
         ("topk-channels(nan)", "budget=nan: give a share"),
+        ("topk-channels(-1)", "budget=-1: give a share"),
+        ("threshold-channels(budget=-1.0)", "budget=-1: give a share"),
+        ("topk-channels(1e-400)", "budget=0: give a share"),
+        ("topk-channels(17.8%)", "budget=17.8% in .* is not of type float"),
+        ("threshold-channels(0.2,quota=batch)", "quota=batch: a threshold shares no number out: leave quota away"),
+        ("threshold-channels(0.2,quota=weights)", "quota=weights: a threshold shares"),
         ("topk-channels(much)", "budget=much in .* is not of type float"),
         ("topk-channels(0.1,budget=0.2)", "'0.1' in .* is not key=value"),
         ("topk-channels(budget=0.1,0.2)", "'0.2' in .* is not key=value"),
@@ -94,6 +100,32 @@ def test_a_batch_reads_the_union_of_independent_choices() -> None:
     assert found == sorted(found)
     assert found[1] < 2 * found[0]
     assert found[-1] == read(Dense(), 160, 4)
+
+
+def test_experts_of_unequal_numbers_of_tokens_read_less_than_is_counted() -> None:
+    """Exact unions by drawn choices, at the numbers that each expert has; the mean number stands for all of them, which
+    counts more (here up to a quarter), as a union grows ever slower."""
+    rng = np.random.default_rng(1)
+    for reader in (
+        TopkChannels(0.178),
+        TopkChannels(0.28, screen="full", restore="off"),
+        TopkChannels(0.5, "int4-gate"),
+    ):
+        sizes = reader.sizes(2048, 768)
+        share = sizes.kept(reader.budget, 8) / (8 * 768)
+        for numbers in ([1, 1, 1, 5], [2, 3, 4], [1] * 6, [0, 7, 1]):
+            exact = 0.0
+            for number in (n for n in numbers if n):
+                for _ in range(600):
+                    kept = rng.random((number, 768)) < share
+                    coordinates = rng.random((number, 2048)) < sizes.coordinates / 128
+                    codes = coordinates.any(0).sum() * sizes.code_row if reader.score == "sketch" else 0
+                    channels = kept.any(0).sum() * sizes.kept_channel + (~kept).any(0).sum() * sizes.skipped_channel
+                    exact += (sizes.beside_codes + codes + channels) / 600
+            exact += sizes.once
+            active = sum(n > 0 for n in numbers)
+            found = read(reader, sum(numbers), active)
+            assert exact * 0.997 < found <= exact * (1.003 if len(set(numbers)) == 1 else 1.25), (reader, numbers)
 
 
 def test_a_batch_that_chooses_as_one_reads_its_budget() -> None:

@@ -121,6 +121,42 @@ def test_calibration_meets_its_budget_on_its_own_text(model: Any, layers: Any, t
         Reading(layers, reader)
 
 
+def test_a_threshold_of_the_whole_keeps_all(model: Any, layers: Any, text: torch.Tensor) -> None:
+    reader = ThresholdChannels(1.0)
+    found = calibrated(model, layers, reader, text, (0.5, 1.0))
+    assert found[1.0] == [-1.0, -1.0]
+    assert min(found[0.5]) > 0
+    plain = logits(model, text)
+    torch.testing.assert_close(logits(model, text, Reading(layers, reader, found[1.0])), plain, rtol=0, atol=2e-5)
+    # The threshold itself keeps all, were it asked.
+    reading = Reading(layers, ThresholdChannels(0.99), found[1.0])
+    torch.testing.assert_close(logits(model, text, reading), plain, rtol=0, atol=2e-5)
+    assert reading.kept_channels() == 3 * 40
+
+
+@pytest.mark.parametrize("restore", ["on", "off"])
+@pytest.mark.parametrize("quota", ["token", "experts", "weights"])
+def test_a_token_of_no_numbers_shows_it_and_leaves_others_alone(
+    model: Any, layers: Any, restore: Any, quota: Any
+) -> None:
+    """Weights that are no numbers are no empty slots."""
+    seen: list[torch.Tensor] = []
+    reader = TopkChannels(0.8, restore=restore, quota=quota)
+    record = lambda number, x, ids, kept: seen.append(kept)  # noqa: E731
+    reading = Reading(layers, reader, num_ranks=4, record=record)
+    g = torch.Generator().manual_seed(0)
+    x, ids = torch.randn(3, 128, generator=g), torch.tensor([[0, 1, 6], [2, 3, 4], [5, 0, 7]])
+    weights = torch.tensor([[0.5, 0.3, 0.2]]).repeat(3, 1)
+    plain = reading._output(0, x, ids, weights, 1)
+    weights[1] = float("nan")
+    x[2, 5] = float("nan")
+    found = reading._output(0, x, ids, weights, 1)
+    assert torch.equal(found[0], plain[0])
+    assert bool(found[1:].isnan().all())
+    assert torch.equal(seen[0][0], seen[1][0])
+    assert seen[0].sum((1, 2)).tolist() == seen[1].sum((1, 2)).tolist()
+
+
 def test_quotas_of_ranks(model: Any, layers: Any, text: torch.Tensor) -> None:
     """One rank is the whole; more ranks keep as many channels, others of them."""
     plain = logits(model, text, Reading(layers, TopkChannels(0.5)))
@@ -205,6 +241,11 @@ def test_build_and_evaluate_by_command(
     assert one["kl"] > 0
     assert 0.4 < one["share_read"] <= 0.5
     assert f"{one['share_read']:.4f}" in shown
+    assert one["share_read"] < one["union_read"] < 1
+    assert f"{one['union_read']:.4f}" in shown
+    run(*common.split(), "--policy", "topk-channels(0.5,quota=batch)")
+    together = json.loads(out.read_text())["loss"]["a"]["4"]
+    assert 0.45 < together["union_read"] <= 0.5 < together["share_read"]
     run(*common.split(), "--policy", "topk-channels(1)")
     assert abs(json.loads(out.read_text())["loss"]["a"]["4"]["kl"]) < 1e-8
     assert json.loads(out.read_text())["loss"]["a"]["4"]["share_read"] == 1

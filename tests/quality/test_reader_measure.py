@@ -16,8 +16,9 @@ pytest.importorskip("transformers")
 from epsim.kernels.reader import coordinates, union_bytes
 from epsim.kernels.reader.rotate import rotated
 from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.policies.stack import parse_stack
 from epsim.quality.evaluate import loss_in_batches
-from epsim.quality.hook import keep
+from epsim.quality.hook import keep, reroute_of, rerouted
 from epsim.quality.reader import Reading, build_sketches, calibrated, layers_of
 from epsim.quality.reader_claims import Pair, claim_rows, pair, spearman, table, tally
 from epsim.quality.reader_measure import Figures, Trial, batch_bytes, kept_by_token, measure
@@ -90,6 +91,20 @@ def test_bytes_of_batches(model: Any, layers: Any, text: torch.Tensor) -> None:
             total += union_bytes(sizes, ids[rows], kept[rows], read[rows], 8)
             dense += len(set(ids[rows].flatten().tolist())) * sizes.expert
     assert found[4]["union"] == pytest.approx(total / dense)
+
+
+def test_bytes_of_a_batch_that_chooses_as_one(model: Any, layers: Any, text: torch.Tensor) -> None:
+    """Within the budget; and of tokens with fewer experts, each is counted by its own."""
+    for size in (1, 2, 6):
+        reading = Reading(layers, TopkChannels(0.4, quota="batch"), batch_size=size)
+        found = batch_bytes(model, reading, text, (size,))[size]
+        assert 0.38 < found["union"] <= 0.4
+        assert found["union"] == pytest.approx(found["union_if_independent"], rel=1e-9)
+    reading = Reading(layers, TopkChannels(0.4))
+    with rerouted(model, reroute_of(parse_stack("pruned(k0=2)").router), whole_sequences=True):
+        found = batch_bytes(model, reading, text, (3,))[3]
+    sizes = TopkChannels(0.4).sizes(256, 40)
+    assert found["per_token"] == pytest.approx(sizes.token(2, sizes.kept(0.4, 2)) / (2 * sizes.expert))
 
 
 def figures(*loss: float) -> Figures:
