@@ -299,7 +299,9 @@ def main() -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         _leave_quietly()
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        _fail(error, _of_output(error) or str(error))
+    except ValueError as error:
         _fail(error, str(error))
     except MemoryError as error:
         _fail(error, f"more than fits this machine's memory ({error}): give fewer or smaller steps, ranks or experts")
@@ -331,6 +333,18 @@ def _leave_quietly() -> None:
     """Whoever read the output has seen enough, as `head` has. What is left in the buffer goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(141)
+
+
+def _of_output(error: OSError) -> str:
+    """What to say where standard output takes no more, not even a line's end; else nothing."""
+    if error.filename is not None:
+        return ""
+    try:
+        print(flush=True)
+    except OSError as again:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return f"standard output: {again.strerror}: direct it elsewhere"
+    return ""
 
 
 def _fail(error: Exception, message: str) -> None:

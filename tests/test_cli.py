@@ -249,6 +249,14 @@ def test_hostile_options(epsim: Epsim, make_trace: TraceMaker, arguments: list[s
     assert err.strip().isprintable()
 
 
+def test_an_output_that_takes_no_more(make_trace: TraceMaker) -> None:
+    words = [sys.executable, "-m", "epsim.cli", "traces", "show", str(make_trace("counts").path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "epsim: standard output: No space left on device: direct it elsewhere\n"
+
+
 def test_a_pipe_as_target_stays_a_pipe(epsim: Epsim, make_trace: TraceMaker, tmp_path: Path) -> None:
     trace, pipe = make_trace("counts"), tmp_path / "pipe"
     os.mkfifo(pipe)
