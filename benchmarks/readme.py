@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from readme_gates import gates_table
+from readme_gpu import gpu_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- figures: python benchmarks/readme.py -->"
@@ -256,6 +257,7 @@ def figures_table() -> str:
         split_gpu_lines,
         dispatch_lines,
         oea_lines,
+        lambda: gpu_lines(load, line),
         placement_lines,
         tune_lines,
         sweep_lines,
