@@ -70,7 +70,8 @@ def tune_command(
         ),
     ] = None,
     quality_loss: Annotated[
-        str, typer.Option("--quality-loss", metavar="WORDS", help="With a router: the loss you accept, in words.")
+        str,
+        typer.Option("--quality-loss", metavar="WORDS", help="With a router or reader: the loss accepted, in words."),
     ] = "",
     worth: Annotated[
         float, typer.Option("--worth", help="Gains below this share are not worth memory or moving parts.")

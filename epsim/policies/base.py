@@ -131,6 +131,10 @@ class Reader(Protocol):
         weights, or of what is read in their place."""
         ...
 
+    def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
+        """Kept in memory of a layer of so many experts beside their weights."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedWork:
@@ -270,3 +274,6 @@ class Dense:
         top_k: int,
     ) -> torch.Tensor:
         return active.double() * (3 * hidden * intermediate * weight_bytes)
+
+    def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
+        return 0

@@ -106,6 +106,10 @@ class TopkChannels:
         read = active * (sizes.beside_codes + codes + intermediate * channels) + sizes.once * (active > 0)
         return torch.minimum(read, all_kept)
 
+    def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
+        """Sketch and map, or what other scores are made from; nothing where all is read."""
+        return 0 if self.budget >= 1 else self.sizes(hidden, intermediate).resident(num_experts)
+
 
 @dataclass(frozen=True, slots=True)
 class ThresholdChannels(TopkChannels):

@@ -53,7 +53,7 @@ class Candidate:
         placed = {"contiguous": 0, "searched": 2}.get(stack.placement.name, 1)
         split = SPLIT_STEPS.get(stack.split.name, 2) if self.redundant else 0
         shared = {"local": 0, "waterfill": 1}.get(stack.shared.name, 2)
-        return placed + split + shared + 3 * (self.interval is not None) + 5 * stack.router.acts
+        return placed + split + shared + 3 * (self.interval is not None) + 5 * (stack.router.acts + stack.reader.acts)
 
     @property
     def planned_once(self) -> Candidate:

@@ -38,6 +38,8 @@ def sglang_lacks(candidate: Candidate) -> str:
     stack = candidate.shown_stack
     if stack.router.acts:
         return f"no router policy ({stack.router.name})"
+    if stack.reader.acts:
+        return f"no reader of channels ({stack.reader.name})"
     if candidate.redundant and stack.split.name not in SGLANG_SPLITS:
         return f"no split by {stack.split.name}; its LP is the published one (lplb-ipm)"
     if isinstance(stack.shared, Waterfill):
@@ -53,6 +55,8 @@ def vllm_lacks(candidate: Candidate) -> str:
     stack = candidate.shown_stack
     if stack.router.acts:
         return f"no router policy ({stack.router.name})"
+    if stack.reader.acts:
+        return f"no reader of channels ({stack.reader.name})"
     if candidate.redundant and stack.split.name not in ("even", "random"):
         return f"no choice of copies by a batch's load ({stack.split.name})"
     if stack.shared.name != "local":

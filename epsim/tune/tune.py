@@ -72,11 +72,11 @@ class TuneOptions:
     command: str = ""
 
     def __post_init__(self) -> None:
-        routed = [str(stack) for stack in self.policies if stack.router.acts] + list(self.routers)
-        if routed and not self.quality_loss.strip():
+        changing = [str(stack) for stack in self.policies if stack.router.acts or stack.reader.acts] + [*self.routers]
+        if changing and not self.quality_loss.strip():
             raise ValueError(
-                f"{routed[0]} changes what the model says: name the loss you accept, as measured for your model, by "
-                '--quality-loss "..." (docs/oea.md), or leave it out'
+                f"{changing[0]} changes what the model says: name the loss you accept, as measured for your model, by "
+                '--quality-loss "..." (docs/oea.md, docs/reader.md), or leave it out'
             )
         for text in self.routers:
             if not parse_stack(text).router.acts:
@@ -116,7 +116,10 @@ def tune(
 
     def used(candidate: Candidate, moving: bool = False) -> float:
         slots = (problem.meta.num_experts + candidate.redundant) // options.gpus
-        return memory.used(slots, moving or candidate.interval is not None)
+        moving = moving or candidate.interval is not None
+        model = timing.model
+        beside = candidate.stack.reader.resident_bytes(slots, model.hidden, model.intermediate)
+        return memory.used(slots, moving) + beside * (model.moe_layers + moving)
 
     def vllm_runs(candidate: Candidate) -> bool:
         # It plans by itself alone, so that what is planned once is rebalanced as well, and needs the room for that.

@@ -108,7 +108,7 @@ def _run(problem: Problem, candidate: Candidate, first: Mapping[str, Any], quali
     )
     if not first["advised"]:
         text = f"Nothing beyond what runs anyway: {text}"
-    if candidate.stack.router.acts:
+    if candidate.stack.router.acts or candidate.stack.reader.acts:
         text += f" It changes what the model says; accepted: {quality_loss}."
     return text
 

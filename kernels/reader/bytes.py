@@ -94,6 +94,18 @@ class ReadBytes:
         signs = self._whole(self.hidden) if self.source == "sketch" else 0
         return signs + self._whole(2 * self.hidden * self.rank)
 
+    def resident(self, num_experts: int) -> int:
+        """Kept in memory of a layer of so many experts beside their weights, errors of the sketch included; what fills
+        tensors up is not."""
+        norms = 2 * self.intermediate
+        each = {
+            "sketch": self.hidden * self.code_row + self.hidden // BLOCK * 2 * self.intermediate * 4 + norms,
+            "int4-gate": self.intermediate * (self.hidden // 2 + 2 * self.hidden // BLOCK) + norms,
+            "cats": norms,
+        }[self.source]
+        signs = self.hidden if self.source == "sketch" else 0
+        return num_experts * (each + 2 * self.intermediate * self.rank) + signs + 2 * self.hidden * self.rank
+
     def token(self, num_experts: int, num_kept: int, num_ranks: int = 1) -> int:
         """Of a token with so many experts, on so many ranks, and channels kept; keeping all reads the weights alone.
         Each rank has signs and U of its own."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from epsim.cost.layer_time import LayerTiming, load_timing
+from epsim.kernels.reader import ReadBytes
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
@@ -19,7 +20,9 @@ from epsim.report import write_report
 from epsim.results import check_results, read_results
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock
+from epsim.tune.candidates import Candidate
 from epsim.tune.memory import Memory
+from epsim.tune.systems import sglang_lacks, vllm_lacks
 from epsim.tune.tune import TuneOptions, tune
 from tests.tune.cases import GPUS, Floats, MakeCounts, RunTune, answered, hot
 
@@ -225,6 +228,28 @@ def test_routers_need_a_named_loss(make_counts: MakeCounts, run_tune: RunTune) -
         run_tune(trace, routers=("topk",), quality_loss="none")
     with pytest.raises(ValueError, match="works on tokens"):
         run_tune(trace, routers=("oea(k0=1)",), quality_loss="0.1 points of MMLU")
+
+
+def test_readers_of_channels_need_a_named_loss_and_room_for_their_sketches(
+    make_counts: MakeCounts, run_tune: RunTune, timing: LayerTiming
+) -> None:
+    trace, text = make_counts(STATIONARY), "contiguous+topk-channels(budget=0.4)"
+    asked = {"policies": (parse_stack(text),), "redundant": (0,), "quality_loss": "0.01 nats"}
+    with pytest.raises(ValueError, match=r"topk-channels\(budget=0.4\) changes what the model says: .*--quality-loss"):
+        run_tune(trace, **{**asked, "quality_loss": ""})
+    results = run_tune(trace, **asked)
+    model, slots = timing.model, 16 // GPUS
+    sizes = ReadBytes(model.hidden, model.intermediate)
+    memory = Memory(model, 141e9, 0.2)
+    with_sketches = memory.used(slots) + model.moe_layers * sizes.resident(slots)
+    used = {one["name"]: one["memory_bytes"] for one in results["tune"]["candidates"]}
+    assert used == {"contiguous r0": memory.used(slots), f"{text} r0": with_sketches}
+    # No system runs it.
+    assert not any("channels" in one["name"] for one in results["tune"]["answers"][1:])
+    candidate = Candidate(parse_stack(text), 0)
+    assert sglang_lacks(candidate) == vllm_lacks(candidate) == "no reader of channels (topk-channels)"
+    limit = (memory.used(slots) + with_sketches) / 2 / 0.8
+    assert [one["name"] for one in run_tune(trace, **asked, memory=limit)["stacks"]] == ["contiguous r0"]
 
 
 @pytest.mark.parametrize(

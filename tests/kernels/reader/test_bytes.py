@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epsim.kernels.reader import ReadBytes, token_bytes, union_bytes
+from epsim.kernels.reader import ReadBytes, build_layer, token_bytes, union_bytes
+from epsim.policies.base import Dense
+from epsim.policies.reader import TopkChannels
 
 EXPERTS = 4
 
@@ -74,6 +76,19 @@ def test_no_more_sectors_are_touched_than_counted(seed: int, hidden: int, inter:
     # Where no part straddles a sector the count is what is touched.
     if (2 * inter) % 32 == 0 and (2 * rank) % 32 == 0:
         assert together == union_bytes(sizes, ids, kept, read, EXPERTS)
+
+
+@pytest.mark.parametrize(("hidden", "inter", "rank"), [(256, 24, 32), (128, 5, 4), (384, 160, 1)])
+def test_what_is_resident_is_what_a_sketch_holds(hidden: int, inter: int, rank: int) -> None:
+    sketch = build_layer(torch.ones(3, 2 * inter, hidden), torch.ones(3, hidden, inter), rank=rank)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in sketch.tensors().values())
+    assert ReadBytes(hidden, inter, rank=rank).resident(3) == held == sum(sketch.resident_bytes().values())
+    assert ReadBytes(hidden, inter, rank=0, source="cats").resident(3) == 3 * 2 * inter
+    # An int4 copy: 64 bytes of codes and 2 of scale a block.
+    int4 = ReadBytes(hidden, inter, rank=0, source="int4-gate").resident(3)
+    assert int4 == 3 * (inter * hidden // 128 * 66 + 2 * inter)
+    assert TopkChannels(0.5).resident_bytes(3, hidden, inter) == ReadBytes(hidden, inter).resident(3)
+    assert TopkChannels(1.0).resident_bytes(3, hidden, inter) == Dense().resident_bytes(3, hidden, inter) == 0
 
 
 def test_parts_that_straddle_sectors_by_hand() -> None:
