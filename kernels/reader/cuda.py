@@ -167,7 +167,7 @@ def workspace(sizes: Sizes, tokens: int, blocks: int, device: torch.device) -> d
 
 @functools.cache
 def _ended(device: int) -> torch.Tensor:
-    """Blocks of all launches. One for all kernels: as each takes every multiprocessor, no two run at once."""
+    """Blocks of all launches, one after the other. One for all kernels, which all have as many blocks."""
     return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
 
 
