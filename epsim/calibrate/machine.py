@@ -62,7 +62,8 @@ class Machine:
         if size > 1 and not dist.is_initialized():
             # Beside NCCL gloo, for what the hosts tell one another.
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(minutes=10), device_id=there if on_gpu else None)
+            # Others wait for the parts that rank 0 measures alone; torchrun ends them if it dies.
+            dist.init_process_group(backend, timeout=timedelta(hours=2), device_id=there if on_gpu else None)
         return cls.in_group(there, max(size // locals_, 1))
 
     @classmethod

@@ -6,8 +6,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,16 +23,18 @@ from epsim.calibrate.folder import (
 )
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.router import router_table
-from epsim.cost.calibrated import PolicyTable, load_calibration
+from epsim.cost.calibrated import CollectiveCost, ExchangeTable, PolicyTable, load_calibration
 from epsim.cost.experts_time import ExpertTable
 from epsim.cost.hardware import Hardware, load_hardware
 from epsim.cost.model import ModelSpec, load_model
+from epsim.cost.router_time import RouterTable
 from epsim.cost.spec_files import known_specs
 
 PARTS = ("experts", "exchange", "all-reduce", "router", "policies")
 MODELS = {"cuda": ("deepseek-v3-bf16", "qwen3-30b-a3b"), "cpu": ("epsim-small",)}
 COLLECTIVES = "collectives.json"
 Say = Callable[[str], None]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,34 +69,33 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
             "(deepseek-v3-bf16), or a .toml file with compute and dispatch = 'bf16'"
         )
     parts = request.parts or PARTS
-    if machine.rank == 0:
-        check_folder(request.out, machine.name)
-    _wait(machine)
+    finish = partial(_of_first, machine, partial(_finish, machine, request.out, base))
+    _of_first(machine, lambda: check_folder(request.out, machine.name))
     lines: list[str] = []
     if "experts" in parts:
         for model in models:
-            lines += _experts(machine, request.out, model, say)
-            _finish(machine, request.out, base)
+            lines += _of_first(machine, partial(_experts, machine, request.out, model, say))
+            finish()
     if "exchange" in parts:
         lines += _exchange(machine, request.out, models, say)
-        _finish(machine, request.out, base)
+        finish()
     if "all-reduce" in parts:
         lines += _all_reduce(machine, request.out, say)
-        _finish(machine, request.out, base)
+        finish()
     if "router" in parts:
         for model in models:
-            lines += _router(machine, request.out, model)
-        _finish(machine, request.out, base)
+            lines += _of_first(machine, partial(_router, machine, request.out, model))
+        finish()
     if "policies" in parts:
-        lines += _policies(machine, request.out, models[0], say)
-    _finish(machine, request.out, base)
+        lines += _of_first(machine, partial(_policies, machine, request.out, models[0], say))
+    finish()
     return lines
 
 
 def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
-    """Of one device: rank 0's."""
+    """Of one device."""
     lines, shape = [], (model.hidden, model.intermediate)
-    for name in implementations(machine) if machine.rank == 0 else ():
+    for name in implementations(machine):
         file = f"experts-{_plain(model.name)}{'' if name == 'grouped' else '-' + _plain(name)}.json"
         there = known(out, file)
         if there is None:
@@ -106,7 +108,6 @@ def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[st
         elif name == "grouped" and machine.on_gpu and len(there.cells) < FEW_CELLS:
             write_table(with_cells(machine, there, model, say), out / file)
         lines.append(f"{out / file}: expert computation of {model.name} by {name}")
-    _wait(machine)
     return lines
 
 
@@ -119,8 +120,11 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
         def named(name: str, ranks: int, model: ModelSpec = model) -> Path:
             return out / exchange_file(model, name, ranks)
 
-        sizes = range(2, machine.size + 1)
-        there = _of_first(machine, [(name, size) for name in EXCHANGES for size in sizes if named(name, size).exists()])
+        def measured(model: ModelSpec = model, named: Callable[[str, int], Path] = named) -> list[tuple[str, int]]:
+            both = [(name, size) for name in EXCHANGES for size in range(2, machine.size + 1)]
+            return [(name, size) for name, size in both if _is_exchange(named(name, size), model)]
+
+        there = _of_first(machine, measured)
         for table in exchange_tables(machine, model, there, say):
             if machine.rank == 0:
                 write_table(table, named(table.implementation, table.ranks))
@@ -132,6 +136,19 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
     return lines
 
 
+def _is_exchange(path: Path, model: ModelSpec) -> bool:
+    """Whether a table of the model's rows is there. Raises ValueError for a table of others."""
+    table = known(path.parent, path.name)
+    if table is None:
+        return False
+    if not isinstance(table, ExchangeTable) or (table.hidden or model.hidden) != model.hidden:
+        raise ValueError(
+            f"{path} is no table of {model.name}'s rows of {model.hidden}: give the model another name, or another "
+            "--out"
+        )
+    return True
+
+
 def exchange_file(model: ModelSpec, implementation: str, ranks: int) -> str:
     """The name of the table of a model's exchange in a calibration's folder."""
     return f"exchange-{_plain(model.name)}-{implementation}-{ranks}.json"
@@ -140,23 +157,36 @@ def exchange_file(model: ModelSpec, implementation: str, ranks: int) -> str:
 def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
     if machine.size == 1:
         return ["all-reduce: not measured, there is one rank"]
-    found = known(out, COLLECTIVES) if machine.rank == 0 else None
-    there = isinstance(found, PolicyTable) and any(one.ranks == machine.size for one in found.collectives)
-    if not _of_first(machine, [there])[0]:
+
+    def measured() -> tuple[CollectiveCost, ...]:
+        found = known(out, COLLECTIVES)
+        return found.collectives if isinstance(found, PolicyTable) else ()
+
+    there = _of_first(machine, measured)
+    here = machine.size, machine.nodes
+    if not any((one.ranks, one.nodes) == here for one in there):
         costs = collective_costs(machine)
         for one in costs:
             say(f"{one.name}, {one.ranks} ranks: {one.us:.1f} us")
-        if machine.rank == 0:
-            write_table(PolicyTable(**machine.described(), collectives=tuple(costs)), out / COLLECTIVES)
+        new = {(one.name, one.ranks, one.nodes) for one in costs}
+        kept = [one for one in there if (one.name, one.ranks, one.nodes) not in new]
+        whole = sorted([*kept, *costs], key=lambda one: (one.nodes, one.ranks))
+        table = PolicyTable(**machine.described(), collectives=tuple(whole))
+        _of_first(machine, lambda: write_table(table, out / COLLECTIVES))
     return [f"{out / COLLECTIVES}: all-reduce and all-gather of counts"]
 
 
 def _router(machine: Machine, out: Path, model: ModelSpec) -> list[str]:
-    """Of one device: rank 0's."""
+    """Of one device."""
     file = f"router-{_plain(model.name)}.json"
-    if machine.rank == 0 and known(out, file) is None:
+    there = known(out, file)
+    if there is None:
         write_table(router_table(machine, model), out / file)
-    _wait(machine)
+    elif not isinstance(there, RouterTable) or not (there.fits(model, True) or there.fits(model, False)):
+        raise ValueError(
+            f"{out / file} is no table of {model.name}'s router of {model.num_experts} experts, top-{model.top_k}: "
+            "give the model another name, or another --out"
+        )
     return [f"{out / file}: the router of {model.name}"]
 
 
@@ -165,7 +195,7 @@ def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[s
     from epsim.calibrate.policies import group_sizes, policy_costs  # compiles what the other parts do without
 
     lines = []
-    for ranks, redundant in group_sizes(machine, model) if machine.rank == 0 else ():
+    for ranks, redundant in group_sizes(machine, model):
         path = out / f"policies-{ranks}.json"
         table = known(out, path.name)
         if not isinstance(table, PolicyTable):
@@ -177,31 +207,32 @@ def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[s
             table = dataclasses.replace(table, costs=(*table.costs, cost))
             write_table(table, path)
         lines.append(f"{path}: policies on {ranks} ranks, {table.of}")
-    _wait(machine)
     return lines
 
 
 def _finish(machine: Machine, out: Path, base: Hardware) -> None:
     """A folder that replay accepts, after every part."""
+    words = f"Measured by epsim calibrate on {machine.name}: the tables beside this file."
+    write_hardware(out, base, f"{machine.name} (calibrated)", words)
+    load_calibration(str(out))
+
+
+def _of_first(machine: Machine, make: Callable[[], Made]) -> Made:
+    """What rank 0 makes, alone, on every rank, which waits for it. Where it cannot, all of them raise ValueError."""
+    if machine.size == 1:
+        return make()
+    told: list[Any] = [None, ""]
     if machine.rank == 0:
-        words = f"Measured by epsim calibrate on {machine.name}: the tables beside this file."
-        write_hardware(out, base, f"{machine.name} (calibrated)", words)
-        load_calibration(str(out))
-    _wait(machine)
-
-
-def _of_first(machine: Machine, values: list[Any]) -> list[Any]:
-    """What rank 0 has, on every rank."""
-    if machine.size > 1:
-        told = [values]
-        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-        return told[0]
-    return values
-
-
-def _wait(machine: Machine) -> None:
-    if machine.size > 1:
-        dist.barrier()
+        try:
+            told[0] = make()
+        except (ValueError, OSError) as error:
+            told[1] = str(error)
+    dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+    made, wrong = told
+    if wrong:
+        raise ValueError(wrong)
+    found: Made = made
+    return found
 
 
 def _base(machine: Machine) -> Hardware:

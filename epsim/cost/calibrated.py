@@ -136,9 +136,7 @@ class PolicyTable:
     @property
     def of(self) -> str:
         """What policies were measured with, in words."""
-        return (
-            f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "of experts that it does not tell"
-        )
+        return f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "experts that no table tells"
 
     def us(self, policy: str, ranks: int, tokens: torch.Tensor) -> torch.Tensor | None:
         """tokens [...] of a rank -> microseconds [...], of the nearest number of ranks; None for one not measured."""
@@ -225,12 +223,16 @@ def load_calibration(name: str) -> Calibration:
             exchange.append(table)
         elif isinstance(table, RouterTable):
             routers.append(table)
-        elif policies is None:
-            policies = table
         else:
-            costs, collectives = policies.costs + table.costs, policies.collectives + table.collectives
-            policies = dataclasses.replace(policies, costs=costs, collectives=collectives)
+            policies = table if policies is None else _together(policies, table)
     return Calibration(hardware, tuple(experts), tuple(exchange), policies, tuple(routers))
+
+
+def _together(one: PolicyTable, other: PolicyTable) -> PolicyTable:
+    """Costs of both, named after the first that has any: a table of collectives alone knows no experts."""
+    first = one if one.costs else other
+    costs, collectives = one.costs + other.costs, one.collectives + other.collectives
+    return dataclasses.replace(first, costs=costs, collectives=collectives)
 
 
 def read_table(path: Path) -> Table:

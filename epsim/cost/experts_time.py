@@ -21,7 +21,7 @@ import torch
 from epsim.cost.curve import check_axis, check_times
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
-from epsim.cost.tiled import TiledFit, is_small
+from epsim.cost.tiled import TiledFit, is_small, most_small
 
 STEPS = 16
 """Places from one size of a table to the next."""
@@ -183,13 +183,14 @@ class ExpertsTime:
     def _with_small(
         self, fit: TiledFit, time: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """time, but where small tiles are taken by their fit. Slots without tokens, which are groups too, are not
-        known here."""
+        """time, but where small tiles are taken by their fit; large ones take at least what the most rows of such
+        tokens take by small ones: two fits may meet with a fall, which none of the measured calls shows. Slots without
+        tokens, which are groups too, are not known here."""
         columns = self.model.top_k + (self.model.shared_intermediate > 0)
-        small = is_small(rows, columns, active)
-        if not bool(small.any()):
-            return time
-        return torch.where(small, fit.us(tokens, active, fit.expected_tiles(tokens, active), rows, self.model), time)
+        part = (most_small(columns, active) / rows.clamp(min=1e-300)).clamp(max=1)
+        fewer = tokens * part
+        few = fit.us(fewer, active, fit.expected_tiles(fewer, active), rows * part, self.model)
+        return torch.where(is_small(rows, columns, active), few, torch.maximum(few, time))
 
     def dense_us(self, tokens: torch.Tensor) -> torch.Tensor:
         """A shared expert computed by itself on tokens [...] -> microseconds [...]."""

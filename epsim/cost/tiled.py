@@ -29,6 +29,11 @@ def is_small(rows: torch.Tensor, columns: int, groups: torch.Tensor) -> torch.Te
     return rows * columns < (SMALL + 1) * groups
 
 
+def most_small(columns: int, groups: torch.Tensor) -> torch.Tensor:
+    """groups [...] -> rows [...] from which on `is_small` is false."""
+    return (SMALL + 1) * groups / columns
+
+
 @dataclass(frozen=True, slots=True)
 class TiledFit:
     """coefficients: microseconds of [a call, an assignment, an active expert, a tile of rows, a wave of the first

@@ -21,10 +21,18 @@ from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.run import Request, calibrate
 from epsim.cli import main
-from epsim.cost.calibrated import PolicyCost, PolicyTable, load_calibration, read_table
+from epsim.cost.calibrated import (
+    CollectiveCost,
+    ExchangeTable,
+    PolicyCost,
+    PolicyTable,
+    load_calibration,
+    read_table,
+)
 from epsim.cost.experts_time import ExpertCell, ExpertsTime, ExpertTable
 from epsim.cost.hardware import load_hardware
 from epsim.cost.model import load_model
+from epsim.cost.router_time import RouterTable
 from epsim.cost.tiled import TiledFit
 from tests.calibrate import programs
 from tests.runtime.worlds import launch
@@ -335,3 +343,34 @@ def test_ranks_measure_their_exchange_together(tmp_path: Path, tiny: str) -> Non
     again = {path.name: path.stat().st_mtime_ns for path in out.glob("*.json")}
     assert sorted(name for name in again if again[name] != times[name]) == ["exchange-tiny-torch-4.json"]
     assert [line.rpartition(" by ")[2] for line in lines[0]][:2] == ["torch, 2 ranks", "torch, 4 ranks"]
+
+
+@pytest.mark.slow
+def test_what_the_first_rank_finds_wrong_every_rank_tells_and_other_groups_collectives_stay(
+    tmp_path: Path, tiny: str
+) -> None:
+    """Nobody waits for a rank that has given up, whatever it was doing."""
+    experts = ExpertTable("another GPU", "", "bf16", 64, 32, (1.0,), (1.0,), ((1.0,),))
+    router = RouterTable(CPU.name, "", 64, 16, 2, 1, 1, (4.0,), (1.0,), (1.0,))
+    exchange = ExchangeTable(CPU.name, "", "torch", "bf16", 2, 1, (1.0,), (1.0,), (1.0,), (1.0,), hidden=128)
+    elsewhere = tuple(CollectiveCost(name, 3, 1, 77.0) for name in ("all_reduce", "all_gather"))
+    for name, table in (
+        ("experts/experts-tiny.json", experts),
+        ("router/router-tiny.json", router),
+        ("exchange/exchange-tiny-torch-2.json", exchange),
+        ("kept/collectives.json", PolicyTable(CPU.name, "", collectives=elsewhere)),
+    ):
+        (tmp_path / name).parent.mkdir()
+        write_table(table, tmp_path / name)
+    first, second = launch(2, programs.refused, str(tmp_path), tiny)
+    assert first == second
+    assert "was measured on another GPU" in first[0]
+    assert "is no table of tiny's router of 8 experts, top-2" in first[1]
+    assert "is no table of tiny's rows of 64" in first[2]
+    assert first[3].endswith("all-reduce and all-gather of counts")
+    found = read_table(tmp_path / "kept/collectives.json")
+    assert isinstance(found, PolicyTable)
+    assert [(one.name, one.ranks) for one in found.collectives] == [
+        ("all_reduce", 2), ("all_gather", 2), ("all_reduce", 3), ("all_gather", 3),
+    ]  # fmt: skip
+    assert found.collectives[2:] == elsewhere
