@@ -202,7 +202,7 @@ class Reading:
             return keep_above(scores, self.thresholds[number]) & (ids >= 0)[..., None]
         num_experts = len(self.rank_of_expert)
         if batches is None:
-            experts, ranks = (ids >= 0).sum(1), self._ranks(ids)
+            experts, ranks = (ids >= 0).sum(1), self.ranks_of(ids)
         else:
             found = torch.zeros(batches.total, num_experts + 1, dtype=torch.bool, device=ids.device)
             found[batches.of_token[:, None], torch.where(ids >= 0, ids, num_experts)] = True
@@ -220,7 +220,7 @@ class Reading:
             return keep_by_rank(scores, ids, quotas, self.rank_of_expert)
         return keep_top(scores, allowed)
 
-    def _ranks(self, ids: torch.Tensor) -> torch.Tensor:
+    def ranks_of(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T, k] -> [T]: ranks that have an expert of the token."""
         found = torch.zeros(len(ids), self.num_ranks + 1, dtype=torch.bool, device=ids.device)
         rank = torch.where(ids >= 0, self.rank_of_expert[ids.clamp(min=0)], self.num_ranks)
@@ -230,7 +230,7 @@ class Reading:
         self.counts[number, 0] += (ids >= 0).any(1).sum()
         self.counts[number, 1] += kept.sum()
         self.counts[number, 3] += (ids >= 0).sum()
-        self.counts[number, 4] += self._ranks(ids).sum()
+        self.counts[number, 4] += self.ranks_of(ids).sum()
         if self.record is not None:
             self.record(number, x, ids, kept)
 

@@ -160,7 +160,7 @@ def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: t
     reading.record = before
     found: dict[int, Any] = {}
     for size in batch_sizes:
-        rows = [_step_bytes(sizes, reader, step, sketch.num_experts) for step in _steps(seen, len(text), size)]
+        rows = [_step_bytes(sizes, reading, step) for step in _steps(seen, len(text), size)]
         alone, union, independent, dense = np.array(rows).mean(0)
         found[size] = {
             "per_token": alone,
@@ -179,15 +179,19 @@ def _steps(
 
 
 def _step_bytes(
-    sizes: ReadBytes,
-    reader: TopkChannels,
-    step: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    num_experts: int,
+    sizes: ReadBytes, reading: Reading, step: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[float, float, float, float]:
+    """A token's share, mean over tokens, and bytes: the union's, the expected ones, those of the active experts. Every
+    rank that has any reads signs and U."""
     ids, kept, read = step
-    union = union_bytes(sizes, ids, kept, read, num_experts)
-    active = torch.tensor([float(len(torch.unique(ids[ids >= 0])))])
-    tokens = torch.tensor([float((ids >= 0).sum())])
+    reader, ranks = reading.reader, reading.ranks_of(ids)
+    assert isinstance(reader, TopkChannels)
+    once = sizes.once if reader.budget < 1 else 0
+    own = token_bytes(sizes, ids, kept) + (ranks - 1).clamp(min=0) * once
+    experts = torch.unique(ids[ids >= 0])
+    several = max(len(torch.unique(reading.rank_of_expert[experts])) - 1, 0) * once
+    union = union_bytes(sizes, ids, kept, read, len(reading.rank_of_expert)) + several
+    active, tokens = torch.tensor([float(len(experts))]), torch.tensor([float((ids >= 0).sum())])
     expected = reader.bytes_read(tokens, active, sizes.hidden, sizes.intermediate, sizes.weight_bytes, ids.shape[1])
-    own = token_bytes(sizes, ids, kept) / ((ids >= 0).sum(1).clamp(min=1) * sizes.expert)
-    return float(own.double().mean()), float(union), float(expected), float(active) * sizes.expert
+    alone = (own.double() / ((ids >= 0).sum(1).clamp(min=1) * sizes.expert)).mean()
+    return float(alone), float(union), float(expected) + several, float(active) * sizes.expert

@@ -100,6 +100,13 @@ def test_bytes_of_a_batch_that_chooses_as_one(model: Any, layers: Any, text: tor
         found = batch_bytes(model, reading, text, (size,))[size]
         assert 0.38 < found["union"] <= 0.4
         assert found["union"] == pytest.approx(found["union_if_independent"], rel=1e-9)
+    reading = Reading(layers, TopkChannels(0.7, quota="batch"), batch_size=2, num_ranks=4)
+    found = batch_bytes(model, reading, text, (2,))[2]
+    # Signs and U of every rank that has an expert of the batch are paid for.
+    assert 0.66 < found["union"] <= 0.7
+    reading = Reading(layers, TopkChannels(0.7), num_ranks=4)
+    found = batch_bytes(model, reading, text, (6,))[6]
+    assert found["per_token"] == pytest.approx(reading.described()["share_read"], rel=1e-9)
     reading = Reading(layers, TopkChannels(0.4))
     with rerouted(model, reroute_of(parse_stack("pruned(k0=2)").router), whole_sequences=True):
         found = batch_bytes(model, reading, text, (3,))[3]
