@@ -128,9 +128,10 @@ class ReadBytes:
         if room < 0:
             least = ceil(Fraction(self.token(num_experts, 0, num_ranks), num_experts * self.expert) * 10_000) / 10_000
             where = f" on {num_ranks} ranks" if num_ranks > 1 else ""
+            more = "more" if least < 1 else "1, which reads them whole"
             raise ValueError(
                 f"a budget of {budget:g} does not pay for choosing: of {num_experts} experts of {self.hidden} x "
-                f"{self.intermediate}{where} {least:.4f} is read before any channel is; give more"
+                f"{self.intermediate}{where} {least:.4f} is read before any channel is; give {more}"
             )
         # One less than all, since a screen is read as well.
         return min(room // (self.kept_channel - self.skipped_channel), channels - 1)
