@@ -138,11 +138,19 @@ class ExpertsTime:
         rate = self.hardware.fp8_tflops if self.model.compute == "fp8" else self.hardware.bf16_tflops
         return self.model.expert_flops * 1e-6 / rate
 
-    def roofline(self, tokens: torch.Tensor, active: torch.Tensor, unread: torch.Tensor | None = None) -> torch.Tensor:
+    def roofline(
+        self,
+        tokens: torch.Tensor,
+        active: torch.Tensor,
+        unread: torch.Tensor | None = None,
+        tiles: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """tokens, active [...] float64 -> microseconds [...], 0 where there is nothing to do. unread: bytes of the
-        active experts that a reader leaves unread, whose kernel multiplies with vectors and fills no tiles."""
+        active experts that a reader leaves unread, whose kernel multiplies with vectors and fills no tiles. tiles:
+        whole ones of the hardware's rows that the experts fill, where each expert's tokens are known; else half a tile
+        more than the mean fills, as of loads that are not even."""
         half, tile = (self.hardware.tile - 1) / 2, self.hardware.tile
-        padded = torch.maximum(tokens + half * active, tile * active)
+        padded = torch.maximum(tokens + half * active, tile * active) if tiles is None else tile * tiles
         reading = self.b * active + self.a * tokens
         if unread is not None:
             reading, padded = reading - unread * 1e-3 / self.hardware.memory_gb_per_s, tokens

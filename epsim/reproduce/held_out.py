@@ -12,7 +12,7 @@ from epsim.cost.curve import curve
 from epsim.cost.experts_time import ExpertsTime
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
-from epsim.cost.public_tables import exchange_points, expert_points, expert_table
+from epsim.cost.public_tables import ExpertPoint, exchange_points, expert_points, expert_table
 from epsim.reproduce.deepep import visited
 
 MEDIAN, P95 = 0.05, 0.15
@@ -44,14 +44,14 @@ def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
     table = expert_table([p for p in points if p.tokens / p.active in kept], hardware, model)
     left = [p for p in points if p.tokens / p.active not in kept]
     checks = []
-    for what, experts, chosen in (
-        ("expert GEMM, table of every other size", ExpertsTime(hardware, model, table), left),
-        ("expert GEMM, roofline alone", ExpertsTime(hardware, model), points),
-    ):
-        tokens, active, us = (
-            torch.tensor([getattr(p, n) for p in chosen]).double() for n in ("tokens", "active", "us")
-        )
-        checks.append(check(what, (experts.us(tokens, active) / us).numpy()))
+    tokens, active, measured = _numbers(left)
+    found = ExpertsTime(hardware, model, table).us(tokens, active)
+    checks.append(check("expert GEMM, table of every other size", (found / measured).numpy()))
+    tokens, active, measured = _numbers(points)
+    # Routing is even there, so that whole tiles are known.
+    tiles = active * (tokens / active / hardware.tile).ceil()
+    found = ExpertsTime(hardware, model).roofline(tokens, active, tiles=tiles)
+    checks.append(check("expert GEMM, roofline alone", (found / measured).numpy()))
     for nodes in (1, 2, 4, 8):
         try:
             calls = [p for p in exchange_points(device, nodes) if p.tokens >= FEW_TOKENS]
@@ -63,6 +63,12 @@ def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
             predicted = curve(size[::2], times[::2], torch.tensor(size[1::2]).double()).numpy()
             checks.append(check(f"{way}, {8 * nodes} ranks", predicted / times[1::2]))
     return checks
+
+
+def _numbers(points: Sequence[ExpertPoint]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Assignments, active experts and microseconds, [n] float64 each."""
+    tokens, active, us = (torch.tensor([getattr(p, n) for p in points]).double() for n in ("tokens", "active", "us"))
+    return tokens, active, us
 
 
 def check(what: str, ratios: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Check:

@@ -70,6 +70,15 @@ def test_prefill_is_limited_by_computing_whole_tiles() -> None:
     assert time == pytest.approx(5486, rel=0.06)
 
 
+def test_even_loads_fill_the_tiles_that_they_are_known_to_fill() -> None:
+    """Two experts of 256 tokens fill two tiles of 128 rows each, not two and a half; of 257 three."""
+    experts, two = ExpertsTime(H200, V3), torch.tensor([2.0, 2.0], dtype=torch.float64)
+    tokens = torch.tensor([512.0, 514.0], dtype=torch.float64)
+    time = experts.roofline(tokens, two, tiles=torch.tensor([4.0, 6.0], dtype=torch.float64))
+    assert time.tolist() == pytest.approx([25 + experts.computing * 512, 25 + experts.computing * 768])
+    assert float(experts.roofline(tokens, two)[0]) == pytest.approx(25 + experts.computing * (512 + 127))
+
+
 def test_nothing_to_do_takes_no_time() -> None:
     experts = ExpertsTime(H200, V3, table())
     assert float(experts.us(numbers(0), numbers(0))) == 0
