@@ -337,7 +337,7 @@ def _leave_quietly() -> None:
 
 def _of_output(error: OSError) -> str:
     """What to say where standard output takes no more, not even a line's end; else nothing."""
-    if error.filename is not None:
+    if error.filename is not None or error.errno is None:  # of a file, or epsim's own
         return ""
     try:
         print(flush=True)
