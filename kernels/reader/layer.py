@@ -76,8 +76,8 @@ class ReaderLayer:
 
         kept [T, ceil(k I / 32)] int32, written: bit c % 32 of word c / 32 for channel c, slots one after the other.
         The same bits in every run; nothing waits on a GPU, and after a first read of as many tokens it can be captured
-        in a CUDA graph. Reads on one device share memory: not on two streams at once. Raises ValueError for what does not
-        fit.
+        in a CUDA graph. Reads on one device share memory: not on two streams at once. Raises ValueError for what does
+        not fit.
         """
         self.check(x, ids, weights)
         self._check_kept(kept, len(x))
