@@ -82,6 +82,10 @@ class ExpertTable:
             check_axis(name, getattr(self, name))
         if len(self.us) != len(self.tokens_per_expert) or any(len(row) != len(self.active) for row in self.us):
             raise ValueError(f"us must be {len(self.tokens_per_expert)} x {len(self.active)} numbers")
+        if self.columns < 0 or not (math.isfinite(self.spread) and self.spread >= 0):
+            raise ValueError(f"columns {self.columns} and spread {self.spread} must be 0 or more")
+        if self.small is not None and self.fit is None:
+            raise ValueError("small is a fit of small tiles beside another of large ones: give fit too")
         for experts, column in zip(self.active, zip(*self.us, strict=True), strict=True):
             times = [time for time in column if time is not None]
             check_times("us", times)

@@ -229,7 +229,7 @@ def _not(
     policy = problem.timing.policy_us(picked.timed_as, picked.redundant > 0, problem.base.num_ranks, now)
     if policy:
         saved = first["layer_us"]["baseline"] - first["layer_us"]["own"]
-        parts.append(f"when its policies cost more than {saved + policy:,.0f} us a layer ({policy:,.0f} assumed)")
+        parts.append(f"when its policies cost more than {saved + policy:,.0f} us a layer ({policy:,.0f} predicted)")
     third = max(len(finals.times[base].step_us) // 3, 1)
     ages = [
         float(np.nanmean(finals.times[base].step_us[part]) / np.nanmean(finals.times[picked].step_us[part]) - 1)

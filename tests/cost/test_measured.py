@@ -285,6 +285,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tokens_per_expert": []}, "tokens_per_expert must be ascending"),
     ({"kind": "experiments"}, "kind 'experiments' is none of experts, exchange, policies, router"),
     ({"colour": 1}, "unknown key 'colour'"),
+    ({"columns": -1}, "columns -1 and spread 0.0 must be 0 or more"),
+    (
+        {"small": {"rows": 1, "columns": 1, "at_once": 1, "coefficients": [1.0] * 9}},
+        "small is a fit of small tiles beside another of large ones: give fit too",
+    ),
     ({"fit": {"rows": 0, "columns": 1, "at_once": 1, "coefficients": [1.0] * 8}}, "must be at least 1"),
     ({"fit": {"rows": 1, "columns": 1, "at_once": 1, "coefficients": [-1.0] * 8}}, "9 (or 8) numbers of 0 or more"),
 ]
