@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -139,12 +140,18 @@ class PolicyTable:
         return f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "experts that no table tells"
 
     def us(self, policy: str, ranks: int, tokens: torch.Tensor) -> torch.Tensor | None:
-        """tokens [...] of a rank -> microseconds [...], of the nearest number of ranks; None for one not measured."""
+        """tokens [...] of a rank -> microseconds [...], by all that was measured on the nearest number of ranks, of
+        several at the same tokens by their mean; None for one not measured."""
         known = [cost for cost in self.costs if cost.policy == policy]
         if not known:
             return None
-        near = min(known, key=lambda cost: abs(math.log(cost.ranks / ranks)))
-        return _between(near, tokens)
+        near = min(known, key=lambda cost: abs(math.log(cost.ranks / ranks))).ranks
+        points: dict[float, list[float]] = {}
+        for cost in known:
+            for at, us in zip(cost.tokens, cost.us, strict=True) if cost.ranks == near else ():
+                points.setdefault(at, []).append(us)
+        places = sorted(points)
+        return curve(places, [fmean(points[at]) for at in places], tokens)
 
     def collective_us(self, name: str, ranks: int, nodes: int) -> float | None:
         """Of the nearest number of ranks on as many nodes; None where none was measured there."""
@@ -255,7 +262,3 @@ def _built(content: Mapping[str, Any], path: Path) -> Table:
     found = build(kinds[kind], content, str(path))
     assert isinstance(found, (ExpertTable, ExchangeTable, PolicyTable, RouterTable))
     return found
-
-
-def _between(cost: PolicyCost, tokens: torch.Tensor) -> torch.Tensor:
-    return curve(cost.tokens, cost.us, tokens)

@@ -251,6 +251,18 @@ def test_what_policies_add_is_told_as_measured(tmp_path: Path) -> None:
     assert timing.policy_us(parse_stack("eplb+lplb"), True, 16, (128 + 4096) / 2) == pytest.approx(21.0 + 25.0)
 
 
+def test_all_that_was_measured_of_a_policy_on_as_many_ranks_counts() -> None:
+    """A table that goes on to more tokens is not hidden by one before it."""
+    costs = (
+        PolicyCost("lplb", 16, 32, (16.0, 4096.0), (16.0, 23.0)),
+        PolicyCost("lplb", 64, 64, (4096.0,), (47.5,)),
+        PolicyCost("lplb", 16, 32, (128.0, 4096.0, 16384.0), (17.0, 19.0, 33.0)),
+    )
+    found = PolicyTable("GPU", "by hand", costs).us("lplb", 8, numbers(16, 128, 4096, 10240, 16384))
+    assert found is not None
+    assert found.tolist() == pytest.approx([16, 17, 21, 27, 33])
+
+
 @pytest.mark.parametrize(
     ("text", "nodes", "expected"),
     [
