@@ -50,13 +50,17 @@ def policy_us(
     nodes: int,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """tokens [...] of a rank -> microseconds [...]. What a measured table lacks comes from the specification."""
+    """tokens [...] of a rank -> microseconds [...]. A shared policy measured with redundant experts alone costs as much
+    without them; what a measured table lacks comes from the specification."""
     assumed = torch.full_like(tokens, assumed_us(costs, stack, redundant, nodes > 1))
     if measured is None:
         return assumed
     placed = not isinstance(stack.shared, Local)
     split = split_key(stack, redundant)
     time = measured.us(f"{split}+{stack.shared.name}" if placed else split, ranks, tokens)
+    if time is None and placed and not redundant:
+        split = split_key(stack, redundant=True)
+        time = measured.us(f"{split}+{stack.shared.name}", ranks, tokens)
     if time is None:
         return assumed
     time = time + _collectives_us(costs, measured, stack, split, ranks, nodes)

@@ -263,6 +263,17 @@ def test_all_that_was_measured_of_a_policy_on_as_many_ranks_counts() -> None:
     assert found.tolist() == pytest.approx([16, 17, 21, 27, 33])
 
 
+def test_a_shared_policy_measured_with_redundancy_alone_costs_no_less_without() -> None:
+    """Of `waterfill-joint`, which has no kernel, and takes milliseconds either way."""
+    costs = (PolicyCost("even", 16, 32, (128.0,), (9.0,)), PolicyCost("lplb+waterfill-joint", 16, 32, (8.0,), (3e3,)))
+    table = PolicyTable("GPU", "by hand", costs, (CollectiveCost("all_gather", 16, 1, 30.0),))
+    joint = parse_stack("eplb+lplb+waterfill-joint")
+    with_copies, without = (policy_us(H200.policy, table, joint, copies, 16, 1, numbers(8)) for copies in (True, False))
+    assert float(without) == float(with_copies) >= 3e3
+    # A split alone has nothing to do without copies.
+    assert float(policy_us(H200.policy, table, parse_stack("eplb+lplb"), False, 16, 1, numbers(128))) == 9.0
+
+
 @pytest.mark.parametrize(
     ("text", "nodes", "expected"),
     [
