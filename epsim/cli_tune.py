@@ -91,7 +91,7 @@ def tune_command(
     min_tokens: Annotated[int, typer.Option("--min-tokens", min=1, help="Leave out steps with fewer tokens.")] = 1,
     seed: Annotated[int, seed_option("Seed of all draws.")] = 0,
     model_path: Annotated[
-        str | None, typer.Option("--model-path", help="Where serving systems find the model, for the commands printed.")
+        str | None, typer.Option("--model-path", help="Where serving systems find the model (commands).")
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Write results.json, report.md and report.html there.")
@@ -136,7 +136,7 @@ def tune_command(
         layer_ms=LAYER_MS if rebalance_layer_ms is None else rebalance_layer_ms,
         seed=seed,
         shared_cost=shared_cost,
-        model_path=model_path or spec.name,
+        model_path=model_path or "MODEL",
         trace_path=trace,
         reading=tuple(word for key, value in read.items() if value is not None for word in (f"--{key}", str(value))),
         command=shlex.join(["epsim", *sys.argv[1:]]),
