@@ -274,7 +274,12 @@ def test_a_stopped_command_leaves_nothing(make_trace: TraceMaker, tmp_path: Path
     trace, out = make_trace("counts"), tmp_path / "out"
     out.mkdir()
     arguments = ["traces", "synthesize", trace.path, "-o", out / "t", "--steps", "1000000"]
-    process = subprocess.Popen([sys.executable, "-m", "epsim.cli", *map(str, arguments)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "epsim.cli", *map(str, arguments)],
+        stderr=subprocess.DEVNULL,
+        # Ctrl-C is ignored where tests run in the background.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     end = time.monotonic() + 60
     while not list(out.iterdir()) and time.monotonic() < end:
         time.sleep(0.05)

@@ -141,7 +141,8 @@ def test_what_the_command_will_not_write_over(
 
 
 SLOW_SAVE = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
 import epsim.kernels.reader.store as store
 def save(*a):
     a[0].write_bytes(b"half")
