@@ -15,6 +15,7 @@
 #include "../experts/hopper.cuh"
 #include "halves.cuh"
 #include "batch_ops.cuh"
+#include "values.cuh"
 
 struct State {
     u64 least;       // Rank from which on a channel is kept.
@@ -73,19 +74,6 @@ constexpr int FINE = 19, BINS = 4096;  // A bin holds scores that differ in thei
 constexpr u32 INFINITE = 0x7f800000u;
 
 static_assert(HIDDEN % 128 == 0 && INTER % 8 == 0 && COORDINATES % 16 == 0 && (RANK == 0 || RANK == 32), "shape");
-
-__device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
-__device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
-__device__ __forceinline__ float wide(u16 bits) { return __int_as_float((u32)bits << 16); }
-
-__device__ __forceinline__ float activation(float gate) {
-#if GELU
-    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-    return gate / (1 + __expf(-2 * inner));
-#else
-    return gate / (1 + __expf(-gate));
-#endif
-}
 
 // Of values of at least 0 and of no numbers, which count as infinite: in their order.
 __device__ __forceinline__ u32 ordered(float value) {

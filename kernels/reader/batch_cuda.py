@@ -12,22 +12,11 @@ import torch
 
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.codes import BLOCK, row_bytes
-from epsim.kernels.reader.cuda import MOST_SHARED
+from epsim.kernels.reader.cuda import GIVEN, MAP, MOST_SHARED, blocks_of, uncovered_sketch
 from epsim.kernels.split.launch import compiled, launch, with_headers
 
 POINTERS = (
-    "x",
-    "ids",
-    "weights",
-    "codes",
-    "scales",
-    "norms",
-    "signs",
-    "basis",
-    "coefficients",
-    "gate_up",
-    "down",
-    "kept_of",
+    *GIVEN,
     "state",
     "coordinate",
     "record",
@@ -58,7 +47,7 @@ ARGUMENTS = np.dtype(
 )
 """batch.cu's Arguments."""
 PREPARING, THREADS, SCREENING, PROJECTING = 1024, 256, 128, 128
-WARPS, AHEAD, DEPTH, STRIP, FINISHED, LISTED, BINS, MAP = 8, 4, 4, 256, 2, 64, 4096, 32
+WARPS, AHEAD, DEPTH, STRIP, FINISHED, LISTED, BINS = 8, 4, 4, 256, 2, 64, 4096
 MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS = 128, 512, 64
 FEW_TOKENS = 64
 """Up to so many are screened by eights of an expert's tokens, more by sixteens."""
@@ -137,10 +126,8 @@ def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | No
     """Why batch.cu cannot, or None."""
     if sizes.hidden % BLOCK or sizes.inter % 8:
         return f"hidden {sizes.hidden} is no multiple of {BLOCK} or intermediate {sizes.inter} none of 8"
-    if sizes.coordinates % 16 or not 0 < sizes.coordinates <= BLOCK:
-        return f"{sizes.coordinates} coordinates of {BLOCK} are no multiple of 16"
-    if sizes.rank not in (0, MAP):
-        return f"a map of rank {sizes.rank}, not {MAP}"
+    if (why := uncovered_sketch(sizes.coordinates, sizes.rank)) is not None:
+        return why
     if not (tokens <= MOST_TOKENS and experts <= MOST_EXPERTS and 0 < columns <= MOST_COLUMNS):
         return (
             f"{tokens} tokens of {columns} experts of {experts}, more than {MOST_TOKENS}, {MOST_COLUMNS} and "
@@ -164,11 +151,6 @@ def source(without: Container[str] = ()) -> str:
 @functools.cache
 def _kernel(device: int, sizes: Sizes, name: str) -> int:
     return compiled(device, source(), sizes.definitions, name, MOST_SHARED)
-
-
-@functools.cache
-def _processors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def argument_of(
@@ -230,6 +212,6 @@ def launched(
     argument, held = argument_of(sizes, sketch, x, tensors, kept)
     stream = torch.cuda.current_stream().cuda_stream
     (tokens, columns), experts = tensors["ids"].shape, sketch.num_experts
-    for name, blocks, threads, shared in sizes.launches(tokens, experts, columns, _processors(x.device.index)):
+    for name, blocks, threads, shared in sizes.launches(tokens, experts, columns, blocks_of(x.device.index)):
         launch(_kernel(x.device.index, sizes, name), (blocks,), threads, shared, stream, argument, early=True)
     return held

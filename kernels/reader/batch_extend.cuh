@@ -29,11 +29,11 @@ __device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &
             const int row = shared.row[item / PASSES][i];
             if (row < 0) continue;
             const u16 *gate = from + (long long)row * HIDDEN;
-            copy_sixteen(to + (i * SPAN + swapped(i, lane / 4)) * 64, gate);
-            copy_sixteen(to + ((i + 8) * SPAN + swapped(i, lane / 4)) * 64, gate + (long long)INTER * HIDDEN);
+            copy_16(to + (i * SPAN + swapped(i, lane / 4)) * 64, gate);
+            copy_16(to + ((i + 8) * SPAN + swapped(i, lane / 4)) * 64, gate + (long long)INTER * HIDDEN);
         }
     }
-    close_group();
+    end_group();
 }
 
 // All of this warp's items but the last `stages - 2` are there.

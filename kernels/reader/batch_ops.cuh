@@ -3,17 +3,6 @@
 __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Sixteen bytes to shared memory, past the first cache; they are there once `copies_there` has let their group pass.
-__device__ __forceinline__ void copy_sixteen(void *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// This thread's groups are there, but for the last LATER.
-template <int LATER> __device__ __forceinline__ void copies_there() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
-}
-
 // Two numbers n of 0 to 255, each as the half 1024 + n -> 1024 + n / 3, rounded down. In fp16 a sum from 1024 on is
 // rounded to a whole number: n / 3 - 1 / 4 to the nearest is n / 3 rounded down, with room for 1/3's own rounding.
 __device__ __forceinline__ u32 thirds(u32 halves) {

@@ -7,21 +7,7 @@ __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int bloc
     const uint2 x = *(const uint2 *)(a.x + token * a.stride + block * 128 + lane * 4);
     const signed char *signs = a.signs + block * 128 + lane * 4;
     float v[4] = {low(x.x) * signs[0], high(x.x) * signs[1], low(x.y) * signs[2], high(x.y) * signs[3]};
-#pragma unroll
-    for (int far = 1; far < 4; far *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (!(i & far)) {
-                const float one = v[i], other = v[i | far];
-                v[i] = one + other, v[i | far] = one - other;
-            }
-#pragma unroll
-    for (int far = 1; far < 32; far *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float other = __shfl_xor_sync(~0u, v[i], far);
-            v[i] = lane & far ? other - v[i] : v[i] + other;
-        }
+    turn(v, lane);
     const float over = 0.08838834764831845f;
     return make_float4(v[0] * over, v[1] * over, v[2] * over, v[3] * over);
 }

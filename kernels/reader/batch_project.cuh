@@ -18,7 +18,7 @@ __device__ __forceinline__ void fetch_step(const u16 *down, const u16 *listed, i
     for (int i = 0; i < 8; ++i) {
         const int row = i * 4 + lane / 8, at = step * 32 + row;
         u8 *own = to + row * 128 + (lane % 8 ^ row / 8 * 2) * 16;
-        if (at < number) copy_sixteen(own, down + listed[at] * HIDDEN + lane % 8 * 8);
+        if (at < number) copy_16(own, down + listed[at] * HIDDEN + lane % 8 * 8);
         else *(uint4 *)own = make_uint4(0, 0, 0, 0);
     }
 }
@@ -37,7 +37,7 @@ __device__ void project_strip(const Arguments &a, u8 *memory, int place, int str
     const u16 *down = a.down + (long long)expert * INTER * HIDDEN + column;
     auto fetch = [&](int item) {
         if (item < items) fetch_step(down, listed, number, stages, item, item % steps);
-        close_group();
+        end_group();
     };
     for (int item = 0; item < DEPTH - 1; ++item) fetch(item);
     float4 sum[8];

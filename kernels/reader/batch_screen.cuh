@@ -45,18 +45,18 @@ template <int TOKENS> struct Copier {
 #pragma unroll
             for (int i = 0; i < over(COORDINATES, 32); ++i) {
                 const int row = threadIdx.x / 4 + i * 32;
-                if (row < COORDINATES && codes) copy_sixteen(to.code[row] + threadIdx.x % 4 * 16, codes + offset[row]);
+                if (row < COORDINATES && codes) copy_16(to.code[row] + threadIdx.x % 4 * 16, codes + offset[row]);
             }
             if (record) {
                 u8 *own = to.record[threadIdx.x / 8] + threadIdx.x % 8 * 16;
 #pragma unroll
                 for (int i = 0; i < over(RECORD, 128); ++i)
-                    if (i * 128 + threadIdx.x % 8 * 16 < RECORD) copy_sixteen(own + i * 128, record + i * 128);
+                    if (i * 128 + threadIdx.x % 8 * 16 < RECORD) copy_16(own + i * 128, record + i * 128);
                 record += step;
             }
-            if (scales) copy_sixteen(to.scale[0] + threadIdx.x * 8, scales), scales += 4 * INTER;
+            if (scales) copy_16(to.scale[0] + threadIdx.x * 8, scales), scales += 4 * INTER;
         }
-        close_group();
+        end_group();
     }
 };
 

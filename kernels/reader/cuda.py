@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.codes import BLOCK
 from epsim.kernels.split.launch import compiled, launch, with_headers
 
-POINTERS = (
+GIVEN = (
     "x",
     "ids",
     "weights",
@@ -28,6 +27,10 @@ POINTERS = (
     "gate_up",
     "down",
     "kept_of",
+)
+"""What every kernel of the reader is given."""
+POINTERS = (
+    *GIVEN,
     "estimates",
     "scores",
     "parts",
@@ -111,6 +114,15 @@ class Sizes:
         return 2 * self.hidden + WARPS * (128 + 16 + 4 + 8) + THREADS * 4 + by_channel + 64 + 512
 
 
+def uncovered_sketch(coordinates: int, rank: int) -> str | None:
+    """Why no kernel of the reader can: by the coordinates of 128 that are read, or by the map's rank."""
+    if coordinates % 16 or not 0 < coordinates <= BLOCK:
+        return f"{coordinates} coordinates of {BLOCK} are no multiple of 16"
+    if rank not in (0, MAP):
+        return f"a map of rank {rank}, not {MAP}"
+    return None
+
+
 def uncovered(sizes: Sizes) -> str | None:
     """Why reader.cu cannot, or None."""
     if sizes.hidden % BLOCK or sizes.hidden > LONGEST:
@@ -119,11 +131,7 @@ def uncovered(sizes: Sizes) -> str | None:
         return f"a token has {sizes.columns} experts, not 1 to {MOST_EXPERTS}"
     if sizes.columns * sizes.inter > MOST_CHANNELS:
         return f"{sizes.columns} experts of {sizes.inter} channels are more than {MOST_CHANNELS} channels of a token"
-    if sizes.coordinates % 16 or not 0 < sizes.coordinates <= BLOCK:
-        return f"{sizes.coordinates} coordinates of {BLOCK} are no multiple of 16"
-    if sizes.rank not in (0, MAP):
-        return f"a map of rank {sizes.rank}, not {MAP}"
-    return None
+    return uncovered_sketch(sizes.coordinates, sizes.rank)
 
 
 INSTRUCTIONS = ("hopper.cuh", "halves.cuh")
@@ -133,12 +141,6 @@ INSTRUCTIONS = ("hopper.cuh", "halves.cuh")
 def source(without: Container[str] = ()) -> str:
     """reader.cu with its headers in place, but those named."""
     return with_headers(Path(__file__).with_name("reader.cu"), without)
-
-
-@functools.cache
-def available(device: int) -> bool:
-    """Whether CuPy is installed and the device has what reader.cu uses (compute capability 9.0)."""
-    return importlib.util.find_spec("cupy") is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache

@@ -28,10 +28,9 @@ __device__ __forceinline__ void copy_16(void *to, const void *from) {
 // What this thread has copied since the last of these is a group.
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// All groups but the last are there, and the warp's.
-__device__ __forceinline__ void copied_before() {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-    __syncwarp();
+// This thread's groups are there, but for the last LATER.
+template <int LATER> __device__ __forceinline__ void copies_there() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
 // All that this thread has copied is there, for itself.

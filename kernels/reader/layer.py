@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from epsim.kernels.experts.cuda import available
 from epsim.kernels.reader import cuda
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.bytes import ReadBytes
@@ -83,7 +84,7 @@ class ReaderLayer:
         self._check_kept(kept, len(x))
         if not len(x):
             return torch.empty_like(x)
-        if x.is_cuda and cuda.available(x.device.index) and cuda.uncovered(self.sizes(ids.shape[1])) is None:
+        if x.is_cuda and available(x.device.index) and cuda.uncovered(self.sizes(ids.shape[1])) is None:
             return in_parts(self._fused, x, ids, weights, kept)
         return self._plain(x, ids, weights, kept)
 

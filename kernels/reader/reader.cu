@@ -15,6 +15,7 @@
 
 #include "../experts/hopper.cuh"
 #include "halves.cuh"
+#include "values.cuh"
 
 struct Arguments {
     const u16 *x;               // [tokens, stride] bf16
@@ -89,21 +90,8 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
 
-__device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
-__device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
-__device__ __forceinline__ float wide(u16 bits) { return __int_as_float((u32)bits << 16); }
-
 __device__ __forceinline__ void await_tag(const u64 *at, u32 tag) {
     while ((u32)(get_tagged(at) >> 32) != tag) {}
-}
-
-__device__ __forceinline__ float activation(float gate) {
-#if GELU
-    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-    return gate / (1 + __expf(-2 * inner));
-#else
-    return gate / (1 + __expf(-gate));
-#endif
 }
 
 #include "screen.cuh"

@@ -11,21 +11,7 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     const signed char *signs = a.signs + block * 128 + lane * 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] = wide(x[i]) * signs[i];
-#pragma unroll
-    for (int far = 1; far < 4; far *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            if (!(i & far)) {
-                const float one = v[i], other = v[i | far];
-                v[i] = one + other, v[i | far] = one - other;
-            }
-#pragma unroll 1
-    for (int far = 1; far < 32; far *= 2)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float other = __shfl_xor_sync(~0u, v[i], far);
-            v[i] = lane & far ? other - v[i] : v[i] + other;
-        }
+    turn(v, lane);
     u32 key[4], most = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -190,7 +176,8 @@ __device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, 
             scale[block] = a.scales[(expert * BLOCKS * 2 + kind) * INTER + channel + block * 2 * INTER];
         size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
     }
-    copied_before();
+    copies_there<1>();
+    __syncwarp();
 #pragma unroll 1
     for (int block = warp; block < BLOCKS; block += WARPS)
         screen_block(shared.screened[token % BUFFERS][block], shared.code[task % BUFFERS][block], lane, shared.products[block]);

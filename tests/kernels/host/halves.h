@@ -2,12 +2,8 @@
 
 #include "hopper.h"
 
-#define __noinline__
 struct uint2 { unsigned x, y; };
 struct int4 { int x, y, z, w; };
-static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
-static bool __all_sync(unsigned mask, bool yes) { return __ballot_sync(mask, yes) == ~0u; }
-static unsigned __reduce_or_sync(unsigned, unsigned v) { return fold(v, [](unsigned a, unsigned b) { return a | b; }); }
 
 static float from_half(u16 bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
@@ -25,14 +21,27 @@ static u16 to_half(float value) {
     const u16 bits = top ? (whole >= 2048 ? (top + 1) << 10 : (top << 10) + (int)whole - 1024) : (int)whole;
     return bits | (value < 0 ? 0x8000 : 0);
 }
-static void copy_16(void *to, const void *from) {
-    if ((u64)from % 16 || (u64)to % 16) abort();
-    give_way();
-    memcpy(to, from, 16);
+// Copies are there once their group is waited for.
+struct Copies { std::vector<std::vector<std::function<void()>>> groups{1}; };
+static std::vector<Copies> copies;
+static Copies &own_copies() {
+    if (copies.size() != fibers.size()) copies = std::vector<Copies>(fibers.size());
+    return copies[current];
 }
-static void copied() {}
-static void end_group() {}
-static void copied_before() { meet_warp(); }
+static void copy_16(void *to, const void *from) {
+    if ((u64)to % 16 || (u64)from % 16) abort();
+    own_copies().groups.back().push_back([=] { memcpy(to, from, 16); });
+}
+static void end_group() { own_copies().groups.emplace_back(); }
+template <int LATER> static void copies_there() {
+    auto &groups = own_copies().groups;
+    // The last is open.
+    while ((int)groups.size() > LATER + 1) {
+        for (auto &copy : groups.front()) copy();
+        groups.erase(groups.begin());
+    }
+}
+static void copied() { end_group(), copies_there<0>(); }
 static void before_copies() {}
 static u64 tagged(u32 bits, u32 tag) { return (u64)tag << 32 | bits; }
 static void put_tagged(u64 *at, u32 bits, u32 tag) { *at = tagged(bits, tag); }

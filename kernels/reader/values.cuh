@@ -1,0 +1,33 @@
+// What the reader's kernels compute alike. GELU: of the shape; SiLU where not.
+
+__device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
+__device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
+__device__ __forceinline__ float wide(u16 bits) { return __int_as_float((u32)bits << 16); }
+
+__device__ __forceinline__ float activation(float gate) {
+#if GELU
+    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
+    return gate / (1 + __expf(-2 * inner));
+#else
+    return gate / (1 + __expf(-gate));
+#endif
+}
+
+// A block of 128 coordinates, 4 a lane, times its signs: by a Hadamard matrix, 128^0.5 times too long. One warp.
+__device__ __forceinline__ void turn(float (&v)[4], int lane) {
+#pragma unroll
+    for (int far = 1; far < 4; far *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (!(i & far)) {
+                const float one = v[i], other = v[i | far];
+                v[i] = one + other, v[i | far] = one - other;
+            }
+#pragma unroll 1
+    for (int far = 1; far < 32; far *= 2)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float other = __shfl_xor_sync(~0u, v[i], far);
+            v[i] = lane & far ? other - v[i] : v[i] + other;
+        }
+}
