@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -189,20 +189,22 @@ SHAPES = st.tuples(st.sampled_from([512, 2048, 2816]), st.sampled_from([256, 704
 @given(
     SHAPES, st.floats(0.1, 1.2), st.sampled_from([80, 128]), st.sampled_from([0, 32]), st.integers(1, 8), st.booleans()
 )
+@example((512, 768), 1 / 3, 80, 0, 1, False)  # A float below a third, whose product with the bytes rounds up to it.
 def test_the_budget_is_kept_and_used_up(
     shape: tuple[int, int], budget: float, read: int, rank: int, experts: int, fp8: bool
 ) -> None:
     sizes = ReadBytes(*shape, weight_bytes=1 if fp8 else 2, coordinates=read, rank=rank)
     dense_bytes = experts * 3 * shape[0] * shape[1] * (1 if fp8 else 2)
+    allowed = Fraction(budget) * dense_bytes
     assert sizes.token(experts, experts * shape[1]) == dense_bytes
-    if budget < 1 and sizes.token(experts, 0) > budget * dense_bytes:
+    if budget < 1 and sizes.token(experts, 0) > allowed:
         with pytest.raises(ValueError, match="does not pay for choosing"):
             sizes.kept(budget, experts)
         return
     kept = sizes.kept(budget, experts)
-    assert sizes.token(experts, kept) <= max(budget, 1 if budget >= 1 else 0) * dense_bytes
+    assert sizes.token(experts, kept) <= allowed
     if kept < experts * shape[1] - 1:
-        assert sizes.token(experts, kept + 1) > budget * dense_bytes
+        assert sizes.token(experts, kept + 1) > allowed
 
 
 @given(SHAPES, st.integers(1, 8), st.integers(1, 8), st.integers(0, 2000), st.sampled_from([0, 32]))
