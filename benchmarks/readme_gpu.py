@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from later_parts import command_of
+
 Load = Callable[[str], Any]
 Line = Callable[[str, str, str], str]
 BUDGET = "0.178"
@@ -83,5 +85,5 @@ def runtime_lines(found: Any, line: Line) -> Iterator[str]:
         f"balance, all-reduce included, at most {most('nccl'):.0f} us with NCCL and {most('peer'):.0f} over peer "
         f"memory (aims: 75, 45); deep_ep at most {over:.1%} over calling it bare (10%); the whole layer of 128 tokens "
         f"in a CUDA graph {row['graph']:,.0f} us, called eagerly {row['eager']:,.0f}",
-        found["command"],
+        command_of(found, "exchange", "graph", "balance").replace("; ", "`; `"),
     )

@@ -4,6 +4,7 @@
 
 One process a GPU. Times are microseconds between device events, medians of repeats, the slowest rank's; `graph` means
 replays of a CUDA graph. Parts: benchmarks/runtime_parts.py and benchmarks/runtime_slices.py say what each measures.
+Some --parts alone replace those of a file that is there, of the same device and versions, and leave the others.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import runtime_slices as slices
 import torch
 import torch.distributed as dist
 from columns import table
+from later_parts import with_parts
 from runtime_common import Bench, versions
 
 PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
@@ -49,6 +51,9 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
     bench = Bench(rank, dist.get_world_size(), device)
     found: dict[str, Any] = {}
+    before = None
+    if options.out and options.out.exists() and options.parts != list(PARTS):
+        before = json.loads(options.out.read_text())
     for name in options.parts:
         begun = time.perf_counter()
         try:
@@ -66,7 +71,9 @@ def main() -> None:
                 launched = ["torchrun", "--nproc-per-node", str(bench.size), "benchmarks/runtime.py", *chosen]
                 report: dict[str, Any] = {"command": shlex.join(launched)}
                 report |= {"device": torch.cuda.get_device_name(device), "num_devices": bench.size, **versions()}
-                options.out.write_text(json.dumps(report | {"parts": found}, indent=1) + "\n")
+                report |= {"parts": found}
+                text = json.dumps(report if before is None else with_parts(before, report), indent=1)
+                options.out.write_text(text + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
