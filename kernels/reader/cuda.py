@@ -84,8 +84,8 @@ class Sizes:
 
     @property
     def scores(self) -> int:
-        """Of a token, an even number of them."""
-        return -(-self.columns * self.inter // 2) * 2
+        """Of a token, filled up to 64."""
+        return -(-self.columns * self.inter // 64) * 64
 
     @property
     def buffers(self) -> int:
@@ -100,18 +100,18 @@ class Sizes:
     @property
     def shared(self) -> int:
         """Bytes of a block, as reader.cu's Shared."""
-        turns = max(self._screening(self.buffers), 8 * self.scores + CHOOSING, self.gathering * 6 * self.hidden)
+        turns = max(self._screening(self.buffers), self.gathering * 6 * self.hidden)
         return (turns + self._rest) // 128 * 128
 
     def _screening(self, buffers: int) -> int:
         blocks = self.hidden // BLOCK
-        return blocks * (buffers * (self.coordinates * 39 + 8) + 640)
+        return blocks * (buffers * (self.coordinates * 39 + 4) + 640) + 16 + CHOOSING
 
     @property
     def _rest(self) -> int:
         """Of a block whatever it does, filled up."""
         by_channel = 2 * self.columns * self.inter + 4 * self.words
-        return 2 * self.hidden + WARPS * (128 + 16 + 4 + 8) + THREADS * 4 + by_channel + 64 + 512
+        return 2 * self.hidden + WARPS * (128 + 16 + 8 + 8) + THREADS * 4 + by_channel + 64 + 512
 
 
 def uncovered_sketch(coordinates: int, rank: int) -> str | None:

@@ -49,21 +49,23 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
     if (threadIdx.x < HIDDEN / 8) shared.x[threadIdx.x] = *(const uint4 *)(a.x + token * a.stride + threadIdx.x * 8);
     const int number = choose(a, shared, tag, token, part, parts, warp, lane);
     // The two halves of a channel's rows: gate and up, then down.
-    auto fetch = [&](int i, int half) {
+    auto fetch = [&](int i, int place, int half) {
         if (i >= number || lane) return;
         const int slot = shared.list[i] / INTER, channel = shared.list[i] % INTER;
         const long long expert = ids[slot];
-        arrive_expecting(shared.full[warp][half], (half ? 1 : 2) * HIDDEN * 2);
+        arrive_expecting(shared.full[place][half], (half ? 1 : 2) * HIDDEN * 2);
         if (half) {
-            copy_in(shared.row[warp][2], a.down + (expert * INTER + channel) * HIDDEN, HIDDEN * 2, shared.full[warp][1], policy);
+            copy_in(shared.row[place][2], a.down + (expert * INTER + channel) * HIDDEN, HIDDEN * 2, shared.full[place][1], policy);
         } else {
             const u16 *from = a.gate_up + (expert * 2 * INTER + channel) * HIDDEN;
-            copy_in(shared.row[warp][0], from, HIDDEN * 2, shared.full[warp][0], policy);
-            copy_in(shared.row[warp][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[warp][0], policy);
+            copy_in(shared.row[place][0], from, HIDDEN * 2, shared.full[place][0], policy);
+            copy_in(shared.row[place][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[place][0], policy);
         }
     };
-    const bool gathering = warp < GATHERING;
-    if (gathering) fetch(warp, 0), fetch(warp, 1);
+    // Few channels have two warps each, or one and a place's rows are fetched again.
+    const int team = number <= (GATHERING < WARPS / 2 ? GATHERING : WARPS / 2) ? 2 : 1;
+    const int own = warp / team, member = warp % team;
+    if (member == 0 && own < GATHERING) fetch(own, own, 0), fetch(own, own, 1);
     if (a.kept && part == 0)
         for (int word = threadIdx.x; word < WORDS; word += THREADS) a.kept[(long long)token * WORDS + word] = shared.bits[word];
 #if RANK
@@ -72,15 +74,16 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
     float sum[PAIRS][2];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) sum[i][0] = sum[i][1] = 0;
+    int begin = 0;
 #pragma unroll 1
-    for (int begin = 0; begin < number; begin += GATHERING) {
+    do {
         const int there = number - begin < GATHERING ? number - begin : GATHERING;
-        if (warp < there) {
-            const uint4 *gate = (const uint4 *)shared.row[warp][0], *up = (const uint4 *)shared.row[warp][1];
+        if (own < there) {
+            const uint4 *gate = (const uint4 *)shared.row[own][0], *up = (const uint4 *)shared.row[own][1];
             float one = 0, other = 0;
-            wait(shared.full[warp][0], parity >> warp & 1);
+            wait(shared.full[own][0], parity >> own & 1);
 #pragma unroll 4
-            for (int at = lane; at < HIDDEN / 8; at += 32) {
+            for (int at = member * 32 + lane; at < HIDDEN / 8; at += 32 * team) {
                 const uint4 x = shared.x[at];
                 one = dot(gate[at], x, one), other = dot(up[at], x, other);
             }
@@ -89,38 +92,45 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
                 one += __shfl_xor_sync(~0u, one, far);
                 other += __shfl_xor_sync(~0u, other, far);
             }
-            if (lane == 0) shared.amount[warp] = activation(one) * other * a.weights[token * COLUMNS + shared.list[begin + warp] / INTER];
-            fetch(begin + GATHERING + warp, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
+            if (lane == 0) shared.dots[warp] = make_float2(one, other);
+            if (team == 1) fetch(begin + GATHERING + own, own, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
         }
         __syncthreads();
-#pragma unroll 1
+#if RANK
+        if (begin == 0 && warp == WARPS - 1) {
+            float whole = 0;
+#pragma unroll
+            for (int other = 0; other < WARPS; ++other) whole += shared.mapped[other][lane];
+            put_tagged(a.mapped + row * 32 + lane, __float_as_int(whole), tag);
+        }
+#endif
+        float amount = 0;  // What the lane's channel's down row is multiplied by.
+        if (lane < there) {
+            float2 dots = shared.dots[lane * team];
+            if (team == 2) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;
+            amount = activation(dots.x) * dots.y * a.weights[token * COLUMNS + shared.list[begin + lane] / INTER];
+        }
+#pragma unroll 2
         for (int place = 0; place < there; ++place) {
             const u32 *down = (const u32 *)shared.row[place][2];
-            const float amount = shared.amount[place];
+            const float by = __shfl_sync(~0u, amount, place);
             wait(shared.full[place][1], parity >> place & 1);
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
                 const int at = i * THREADS + threadIdx.x;
                 if (HIDDEN / 2 % THREADS && at >= HIDDEN / 2) continue;
-                sum[i][0] += amount * low(down[at]), sum[i][1] += amount * high(down[at]);
+                sum[i][0] += by * low(down[at]), sum[i][1] += by * high(down[at]);
             }
         }
+        parity ^= (u32)((1ull << (there > 0 ? there : 0)) - 1);
+        begin += GATHERING;
+        if (begin >= number) break;
         __syncthreads();
-        if (gathering) fetch(begin + GATHERING + warp, 1);
-        parity ^= (u32)((1ull << there) - 1);
-    }
+        if (own < GATHERING) fetch(begin + own, own, 1);
+    } while (true);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
         const int at = i * THREADS + threadIdx.x;
         if (at < HIDDEN / 2) put_two_tagged(a.parts + (long long)row * HIDDEN + at * 2, sum[i][0], sum[i][1], tag);
     }
-#if RANK
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        float whole = 0;
-#pragma unroll
-        for (int other = 0; other < WARPS; ++other) whole += shared.mapped[other][lane];
-        put_tagged(a.mapped + row * 32 + lane, __float_as_int(whole), tag);
-    }
-#endif
 }

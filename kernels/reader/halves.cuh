@@ -20,6 +20,23 @@ __device__ __forceinline__ float from_half(u16 bits) {
     return value;
 }
 
+// Of two halves each; subnormal values are kept.
+__device__ __forceinline__ u32 add_halves(u32 one, u32 other) {
+    u32 sums;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sums) : "r"(one), "r"(other));
+    return sums;
+}
+__device__ __forceinline__ u32 times_halves(u32 one, u32 other) {
+    u32 products;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(products) : "r"(one), "r"(other));
+    return products;
+}
+__device__ __forceinline__ u32 fma_halves(u32 one, u32 other, u32 more) {
+    u32 sums;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(one), "r"(other), "r"(more));
+    return sums;
+}
+
 // 16 bytes to shared memory, as they are in L2.
 __device__ __forceinline__ void copy_16(void *to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
@@ -49,6 +66,10 @@ __device__ __forceinline__ void put_tagged(u64 *at, u32 bits, u32 tag) {
 __device__ __forceinline__ void put_two_tagged(u64 *at, float one, float other, u32 tag) {
     asm volatile("st.relaxed.gpu.global.v2.u64 [%0], {%1, %2};"
         ::"l"(at), "l"(tagged(__float_as_int(one), tag)), "l"(tagged(__float_as_int(other), tag)) : "memory");
+}
+
+__device__ __forceinline__ void get_two_tagged(const u64 *at, u64 &one, u64 &other) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];" : "=l"(one), "=l"(other) : "l"(at) : "memory");
 }
 
 __device__ __forceinline__ u64 get_tagged(const u64 *at) {

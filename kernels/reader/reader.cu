@@ -47,8 +47,10 @@ constexpr int BYTES = (INTER + 4) / 5, STRIPS = (2 * BYTES + 31) / 32, ROW = STR
 constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate and up values.
 constexpr int STEPS = COORDINATES / 16;
 constexpr int CHANNELS = COLUMNS * INTER, WORDS = (CHANNELS + 31) / 32;
-constexpr int SCORES = (CHANNELS + 1) / 2 * 2;
+constexpr int SCORES = (CHANNELS + 63) / 64 * 64;
+constexpr int EACH = (SCORES / 2 + THREADS - 1) / THREADS;  // Two scores each, of a thread.
 constexpr int BIN_BITS = 12, BINS = 1 << BIN_BITS;
+constexpr int LOWEST = (127 - 48) << 6;  // Of the first bin, 2^-48: the exponent and 6 bits of a key.
 constexpr u32 INFINITE = 0x7f800000;  // Bits of the largest score: a score that is no number has it.
 constexpr int RIVALS = 1024;          // Most channels of a bin that are compared one by one.
 
@@ -59,7 +61,7 @@ static_assert(COLUMNS <= 32 && CHANNELS <= 16384 && (RANK == 32 || RANK == 0) &&
 struct Screened {
     u16 part[3][COORDINATES];
     u8 coordinate[COORDINATES];
-    float unit, sum;
+    float unit;
 };
 
 struct Shared {
@@ -68,9 +70,6 @@ struct Shared {
             u32 code[BUFFERS][BLOCKS][COORDINATES][8];  // Sectors, see row_of.
             Screened screened[BUFFERS][BLOCKS];
             float products[BLOCKS][PAIRED];
-        };
-        struct {
-            alignas(16) u64 score[SCORES];
             alignas(16) int bin[BINS];
             u64 rival[RIVALS];
         };
@@ -81,7 +80,7 @@ struct Shared {
     u64 full[GATHERING][2];     // Gate and up, and down, of a channel have come.
     u64 least;
     u32 tag;
-    float amount[GATHERING];    // What a channel's down row is multiplied by.
+    float2 dots[WARPS];         // Of a warp's channel, or a half of one: gate and up.
     float pair[THREADS];
     u32 bits[WORDS];            // Which channels are kept.
     int across[WARPS], kept[WARPS];
@@ -89,6 +88,9 @@ struct Shared {
     u16 list[CHANNELS];         // Of kept channels that are this block's.
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
+
+// Where a channel's score is: the lower and the upper half of 64 take turns, so that a thread's two lie side by side.
+__device__ __forceinline__ int score_at(int channel) { return (channel & ~63) | (channel & 31) << 1 | (channel >> 5 & 1); }
 
 __device__ __forceinline__ void await_tag(const u64 *at, u32 tag) {
     while ((u32)(get_tagged(at) >> 32) != tag) {}
@@ -136,7 +138,7 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
 #pragma unroll
                 for (int i = 0; i < EACH; ++i) late |= ((u32)(part[i] >> 32) ^ tag) | ((u32)(some[i] >> 32) ^ tag);
                 // A row's last word is waited for, so that those who still write are not disturbed.
-                if (late && own < last) await_tag(RANK ? a.mapped + own * 32 + 31 : a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
+                if (late && own < last) await_tag(a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
             } while (__any_sync(~0u, late != 0));
 #pragma unroll
             for (int i = 0; i < EACH; ++i) sum += __int_as_float((u32)part[i]), through += __int_as_float((u32)some[i]);
@@ -170,18 +172,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_con
         for (int i = 0; i < GATHERING * 2; ++i) start(shared.full[i / 2][i % 2], 1);
         started();
     }
+    clear_bins(shared);
     const bool alone = a.tokens > blocks;  // A block has whole tokens, or a part of one.
     int token = alone ? (int)blockIdx.x : (int)(((long long)(blockIdx.x + 1) * a.tokens - 1) / blocks);
     const int first = (int)((long long)token * blocks / a.tokens), last = (int)((long long)(token + 1) * blocks / a.tokens);
     screen(a, shared, ended, warp, lane);
     const u32 tag = shared.tag;
     u32 parity = 0;
-    do {
+    while (true) {
         const int part = alone ? 0 : blockIdx.x - first, parts = alone ? 1 : last - first;
         gather(a, shared, tag, token, part, parts, alone ? token : (int)blockIdx.x, parity, warp, lane);
-        __syncthreads();
         token += blocks;
-    } while (alone && token < a.tokens);
+        if (!alone || token >= a.tokens) break;
+        __syncthreads();
+        clear_bins(shared);
+        __syncthreads();
+    }
+    __syncthreads();
     finish(a, shared, tag, warp, lane);
     if (threadIdx.x == 0) atomicAdd(a.ended, 1ull);
 }

@@ -54,7 +54,6 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     const int found = most >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
     const float one_over = __int_as_float((254 - exponent) << 23);
     int place = 0;
-    float sum = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const bool equal = key[i] == least;
@@ -69,13 +68,10 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
             const u16 second = to_half(rest);
             to.coordinate[row_of(at)] = lane * 4 + i;
             to.part[0][at] = first, to.part[1][at] = second, to.part[2][at] = to_half((rest - from_half(second)) * 2048);
-            sum += v[i];
         }
         place += __popc(all);
     }
-#pragma unroll
-    for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
-    if (lane == 0) to.unit = __int_as_float(exponent << 23), to.sum = sum;
+    if (lane == 0) to.unit = __int_as_float(exponent << 23);
     __syncwarp();
 }
 
@@ -84,11 +80,15 @@ __device__ __forceinline__ u32 beside(u32 one, u32 other, int which) {
     return which ? (one >> 16) | (other & 0xffff0000u) : (one & 0xffffu) | (other << 16);
 }
 
-// The lowest base-3 digits of the two halves, which are below 243; they are divided by 3.
-__device__ __forceinline__ u32 digits(u32 &halves) {
-    const u32 third = (halves * 171 >> 9) & 0x007f007fu, rest = halves - 3 * third;
-    halves = third;
-    return rest;
+// Two bytes, sums of (code + 1) 3^i, as halves: sums of code 3^i in units of 2^-24, the smallest number of fp16.
+__device__ __forceinline__ u32 code_sums(u32 bytes) { return add_halves(bytes & 0x00ff00ffu, 0x80798079u); }
+
+// The lowest codes of two such sums, which are taken off: a third is rounded to the whole number next to it.
+__device__ __forceinline__ u32 lowest_codes(u32 &sums) {
+    constexpr u32 THIRD = 0x35553555, MINUS_3 = 0xc200c200;
+    const u32 above = times_halves(sums, THIRD), codes = fma_halves(above, MINUS_3, sums);
+    sums = above;
+    return codes;
 }
 
 // Codes of a strip in a block of coordinates, a sector of each: two lanes a row.
@@ -117,26 +117,26 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
             const u32 one = beside(row[0][g], row[4][g], which), other = beside(row[8][g], row[12][g], which);
-            u32 gate0 = one & 0x00ff00ffu, up0 = (one >> 8) & 0x00ff00ffu;
-            u32 gate1 = other & 0x00ff00ffu, up1 = (other >> 8) & 0x00ff00ffu;
+            u32 gate0 = code_sums(one), up0 = code_sums(one >> 8), gate1 = code_sums(other), up1 = code_sums(other >> 8);
 #pragma unroll
-            for (int digit = 0; digit < 4; ++digit)
-                multiply_halves(sum[which][digit], digits(gate0), digits(up0), digits(gate1), digits(up1), b0, b1);
+            for (int i = 0; i < 4; ++i) {
+                const u32 a0 = lowest_codes(gate0), a1 = lowest_codes(up0), a2 = lowest_codes(gate1), a3 = lowest_codes(up1);
+                multiply_halves(sum[which][i], a0, a1, a2, a3, b0, b1);
+            }
             multiply_halves(sum[which][4], gate0, up0, gate1, up1, b0, b1);
         }
     }
-    // Digits are in units of 2^-24, the smallest number of fp16, and one above the code.
     const float unit = from.unit * 16777216.0f, part = 1.0f / 2048;
 #pragma unroll
     for (int which = 0; which < 2; ++which)
 #pragma unroll
-        for (int digit = 0; digit < 5; ++digit) {
-            const float4 own = sum[which][digit];
+        for (int i = 0; i < 5; ++i) {
+            const float4 own = sum[which][i];
             const float third[2] = {__shfl_sync(~0u, own.x, g * 4 + 1), __shfl_sync(~0u, own.z, g * 4 + 1)};
             if (t == 0) {
-                float *to = products + (2 * g + which) * 10 + digit;
-                to[0] = (own.x + (own.y + third[0] * part) * part) * unit - from.sum;
-                to[5] = (own.z + (own.w + third[1] * part) * part) * unit - from.sum;
+                float *to = products + (2 * g + which) * 10 + i;
+                to[0] = (own.x + (own.y + third[0] * part) * part) * unit;
+                to[5] = (own.z + (own.w + third[1] * part) * part) * unit;
             }
         }
 }
@@ -162,19 +162,20 @@ __device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, 
     const int channel = (strip * 16 + word) * 5 + value % 5;
     const bool there = value < PAIRED && channel < INTER;
     const long long at = (long long)pair * INTER + channel;
-    u64 *score = a.scores + (long long)token * SCORES + pair % COLUMNS * INTER + channel;
+    u64 *score = a.scores + (long long)token * SCORES + score_at(pair % COLUMNS * INTER + channel);
     if (expert < 0) {
         __syncthreads();
         if (there && kind == 0) put_tagged(score, 0, shared.tag);
         return;
     }
-    u16 scale[BLOCKS];
-    float size = 0;
+    // As they come: nothing waits for them before the codes are multiplied.
+    u16 scale[BLOCKS], norm = 0;
+    float weight = 0;
     if (there) {
 #pragma unroll
         for (int block = 0; block < BLOCKS; ++block)
             scale[block] = a.scales[(expert * BLOCKS * 2 + kind) * INTER + channel + block * 2 * INTER];
-        size = a.weights[pair] * wide(a.norms[expert * INTER + channel]);
+        norm = a.norms[expert * INTER + channel], weight = a.weights[pair];
     }
     copies_there<1>();
     __syncwarp();
@@ -191,7 +192,7 @@ __device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, 
     __syncthreads();
     if (there && kind == 0) {
         const float active = activation(shared.pair[value]) * shared.pair[value + 5];
-        const u32 bits = (u32)__float_as_int(size * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
+        const u32 bits = (u32)__float_as_int(weight * wide(norm) * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
         put_tagged(a.estimates + at, __float_as_int(active), shared.tag);
         put_tagged(score, (bits > INFINITE ? INFINITE : bits) + 1, shared.tag);
     }

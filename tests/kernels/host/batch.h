@@ -2,7 +2,6 @@
 
 #include "halves.h"
 
-struct float2 { float x, y; };
 static int min(int a, int b) { return a < b ? a : b; }
 static void wait_for_last() {}
 static void let_next_begin() {}

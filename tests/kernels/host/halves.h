@@ -3,6 +3,8 @@
 #include "hopper.h"
 
 struct uint2 { unsigned x, y; };
+struct float2 { float x, y; };
+static float2 make_float2(float x, float y) { return {x, y}; }
 struct int4 { int x, y, z, w; };
 
 static float from_half(u16 bits) {
@@ -20,6 +22,21 @@ static u16 to_half(float value) {
     const int top = size == 0 || least == -24 && whole < 1024 ? 0 : least + 25;
     const u16 bits = top ? (whole >= 2048 ? (top + 1) << 10 : (top << 10) + (int)whole - 1024) : (int)whole;
     return bits | (value < 0 ? 0x8000 : 0);
+}
+// Sums and products of small numbers: float holds them exactly, so that they are rounded once.
+template <typename F> static u32 of_halves(F &&result) {
+    return to_half(result(0)) | (u32)to_half(result(16)) << 16;
+}
+static u32 add_halves(u32 one, u32 other) {
+    return of_halves([=](int at) { return from_half(one >> at & 0xffff) + from_half(other >> at & 0xffff); });
+}
+static u32 times_halves(u32 one, u32 other) {
+    return of_halves([=](int at) { return from_half(one >> at & 0xffff) * from_half(other >> at & 0xffff); });
+}
+static u32 fma_halves(u32 one, u32 other, u32 more) {
+    return of_halves([=](int at) {
+        return from_half(one >> at & 0xffff) * from_half(other >> at & 0xffff) + from_half(more >> at & 0xffff);
+    });
 }
 // Copies are there once their group is waited for.
 struct Copies { std::vector<std::vector<std::function<void()>>> groups{1}; };
@@ -50,6 +67,10 @@ static void put_two_tagged(u64 *at, float one, float other, u32 tag) {
     put_tagged(at, __float_as_int(one), tag), put_tagged(at + 1, __float_as_int(other), tag);
 }
 static u64 get_tagged(const u64 *at) { give_way(); return *at; }
+static void get_two_tagged(const u64 *at, u64 &one, u64 &other) {
+    if ((u64)at % 16) abort();
+    one = get_tagged(at), other = get_tagged(at + 1);
+}
 static int atomicAdd(int *at, int more) {
     const int old = *at;
     *at += more;

@@ -288,7 +288,7 @@ def test_shared_memory_is_what_the_source_takes(tmp_path: Path) -> None:
     layout = text[text.index("constexpr int WARPS") : text.index("static_assert(sizeof(Shared)")]
     parts = [
         "#include <cstdint>\n#include <cstdio>\nusing u8 = uint8_t; using u16 = uint16_t; using u32 = uint32_t;"
-        "using u64 = uint64_t; struct alignas(16) uint4 { u32 x[4]; };"
+        "using u64 = uint64_t; struct alignas(16) uint4 { u32 x[4]; }; struct float2 { float x, y; };"
     ]
     for number, sizes in enumerate(covered):
         parts += [f"#undef {name}\n#define {name} {value}" for name, value in sizes.definitions.items()]
