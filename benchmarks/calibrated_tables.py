@@ -21,11 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from later_parts import command_of
 from runtime_common import QWEN, REDUNDANT, V3, placement_of, skewed_ids
 
 from epsim.calibrate.experts import FEW_CELLS, with_fit
 from epsim.calibrate.folder import write_hardware, write_table
-from epsim.cost.calibrated import CollectiveCost, PolicyCost, PolicyTable, load_calibration, read_table
+from epsim.cost.calibrated import (
+    CollectiveCost,
+    ExchangeTable,
+    PolicyCost,
+    PolicyTable,
+    load_calibration,
+    read_table,
+)
 from epsim.cost.experts_time import ExpertCell, ExpertTable
 from epsim.cost.hardware import load_hardware
 from epsim.cost.model import load_model
@@ -61,7 +69,7 @@ def policies(measured: dict[str, Any], runtime: dict[str, Any]) -> PolicyTable:
                  if (row["stack"], row["collective"]) == ("(all-reduce alone)", "peer"))  # fmt: skip
     return PolicyTable(
         measured["device"],
-        f"{measured['command']}; collectives: {runtime['command']}",
+        f"{measured['command']}; collectives: {command_of(runtime, 'balance')}",
         costs,
         (CollectiveCost("all_reduce", runtime["num_devices"], 1, alone["graph"]),),
         versions=f"torch {measured['torch']}",
@@ -115,6 +123,11 @@ def main() -> None:
             write_table(table, FOLDER / name)
     for name, shape in MODELS.items():
         model = load_model(name)
+        for path in sorted(FOLDER.glob("exchange-*.json")):
+            exchange = read_table(path)
+            if isinstance(exchange, ExchangeTable) and exchange.model == model.name and not exchange.num_experts:
+                # Before tables told their experts, they were their model's.
+                write_table(dataclasses.replace(exchange, num_experts=model.num_experts), path)
         path = next(
             path
             for path in sorted(FOLDER.glob("experts-*.json"))
@@ -128,7 +141,8 @@ def main() -> None:
         beside = () if shape is None else tuple(cells(runtime, shape))
         # Before tables told their columns, rows had those of top-k.
         found = dataclasses.replace(found, cells=beside, columns=found.columns or model.top_k)
-        command = found.command.partition("; cells: ")[0] + (f"; cells: {runtime['command']}" if beside else "")
+        of_cells = f"; cells: {command_of(runtime, 'phases')}" if beside else ""
+        command = found.command.partition("; cells: ")[0] + of_cells
         write_table(with_fit(dataclasses.replace(found, command=command), model, SMS), path)
     words = (
         "Measured on NVIDIA H200 by epsim calibrate (experts, exchange, policies of two and of 16 ranks) and, where "

@@ -134,6 +134,7 @@ def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> Excha
         model=model.name,
         hidden=model.hidden,
         top_k=model.top_k,
+        num_experts=model.num_experts,
         graph=not exchange.host_sync,
     )
 

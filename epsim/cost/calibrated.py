@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -27,6 +27,7 @@ from epsim.cost.spec_files import build, known_specs
 from epsim.traces.files import check_source
 
 HARDWARE = "hardware.toml"
+FEWEST = 3
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class ExchangeTable:
     """Measured dispatch and combine on `ranks` ranks of `nodes` nodes.
 
     device, command: what measured it, and how. implementation: `deep_ep` or `torch`; dtype: of dispatched rows;
-    model, hidden, top_k: whose rows, "" and 0 in a table that does not tell. graph: whether in a CUDA graph, where no
-    host is waited for.
+    model, hidden, num_experts, top_k: whose rows, "" and 0 in a table that does not tell. graph: whether in a CUDA
+    graph, where no host is waited for.
     dispatch_bytes, combine_bytes [n], ascending: of the rank that sends or receives most, rows that stay included.
     dispatch_us, combine_us [n]: of the slowest rank.
     """
@@ -57,8 +58,11 @@ class ExchangeTable:
     hidden: int = 0
     top_k: int = 0
     graph: bool = False
+    num_experts: int = 0
 
     def __post_init__(self) -> None:
+        if self.num_experts < 0:
+            raise ValueError(f"num_experts {self.num_experts} must be 0 or more")
         if self.ranks < 2 or self.nodes < 1 or self.ranks % self.nodes:
             raise ValueError(f"{self.ranks} ranks on {self.nodes} nodes: an exchange needs nodes of equally many ranks")
         for way in ("dispatch", "combine"):
@@ -75,15 +79,14 @@ class ExchangeTable:
         where = f"{self.ranks} ranks on {self.nodes} nodes"
         return f"{where}, {rows}, by {self.implementation}, to {self.dispatch_bytes[-1] / 1e6:.3g} MB"
 
-    def us(self, rows: torch.Tensor, model: ModelSpec) -> torch.Tensor:
-        """rows [...] of the busiest rank -> [2, ...] microseconds of dispatch and combine (`curve`)."""
-        sizes = rows * model.dispatch_row_bytes, rows * model.combine_row_bytes
-        return torch.stack(
-            (
-                curve(self.dispatch_bytes, self.dispatch_us, sizes[0]),
-                curve(self.combine_bytes, self.combine_us, sizes[1]),
-            )
-        )
+    def us(self, rows: torch.Tensor, model: ModelSpec, expert_us: float = 0.0) -> torch.Tensor:
+        """rows [...] of the busiest rank -> [2, ...] microseconds of dispatch and combine (`curve`). expert_us: what
+        dispatch takes for each expert of a rank (`Calibration.expert_us`), of which the model may have others."""
+        dispatch = curve(self.dispatch_bytes, self.dispatch_us, rows * model.dispatch_row_bytes)
+        if self.num_experts:
+            more = expert_us * (model.num_experts - self.num_experts) / self.ranks
+            dispatch = torch.maximum(dispatch + more, dispatch / 2)
+        return torch.stack((dispatch, curve(self.combine_bytes, self.combine_us, rows * model.combine_row_bytes)))
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,31 @@ class Calibration:
         their rows' width serve where none does; None where there is no table at all."""
         here = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
         fits = [t for t in here if t.hidden == model.hidden] or [t for t in here if not t.hidden]
-        return min(fits, key=lambda t: (t.implementation != "deep_ep", abs(t.top_k - model.top_k)), default=None)
+
+        def apart(table: ExchangeTable) -> tuple[bool, int, int]:
+            other = abs(table.num_experts - model.num_experts)
+            return table.implementation != "deep_ep", abs(table.top_k - model.top_k), other
+
+        return min(fits, key=apart, default=None)
+
+    def expert_us(self, table: ExchangeTable) -> float:
+        """Microseconds of a dispatch by deep_ep for each expert of a rank: one thread sends their counts to every rank,
+        one after the other, before any row moves (DeepEP, csrc/kernels/intranode.cu, `notify_dispatch`).
+
+        By least squares over all tables of as many ranks, of their FEWEST smallest sizes, in which rows count little;
+        0 where fewer than two numbers of experts were measured.
+        """
+        if table.implementation != "deep_ep":
+            return 0.0
+        same = [
+            one
+            for one in self.exchange
+            if one.num_experts and (one.implementation, one.ranks, one.nodes) == ("deep_ep", table.ranks, table.nodes)
+        ]
+        if len({one.num_experts for one in same}) < 2:
+            return 0.0
+        held = [one.num_experts / one.ranks for one in same]
+        return max(linear_regression(held, [fmean(one.dispatch_us[:FEWEST]) for one in same]).slope, 0.0)
 
 
 def load_calibration(name: str) -> Calibration:

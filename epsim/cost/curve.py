@@ -23,14 +23,14 @@ def check_times(name: str, times: Sequence[float]) -> None:
 def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> torch.Tensor:
     """Times at `at` (ascending, > 0), read at `where` [...] >= 0 -> [...] float64; never falls.
 
-    A time below an earlier one is noise: it takes the earlier one's place. What moves bytes takes a fixed cost and a
+    A time below an earlier one is noise: both take their mean (`rising`). What moves bytes takes a fixed cost and a
     time for each byte, until something else limits it: straight lines with kinks. Between two places the lines of their
     neighbours go on until they meet, where they do below the straight line between the two; else that line holds.
     Below the first place the first time; beyond the last the last line goes on, or, where noise has made it flat, the
     line from the first place to the last.
     """
     x = torch.tensor(at, dtype=torch.float64, device=where.device)
-    y = torch.tensor(times, dtype=torch.float64, device=where.device).cummax(0).values
+    y = rising(torch.tensor(times, dtype=torch.float64)).to(where.device)
     place = where.double().clamp(min=at[0])
     if len(at) == 1:
         return y[0] * place / x[0]
@@ -45,3 +45,18 @@ def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> t
     found = torch.where(inner, torch.minimum(straight, torch.maximum(kink, y[left])), straight)
     rise = slope[-1] if slope[-1] > 0 else (y[-1] - y[0]) / (x[-1] - x[0])
     return torch.where(place > x[-1], y[-1] + rise * (place - x[-1]), found)
+
+
+def rising(times: torch.Tensor) -> torch.Tensor:
+    """times [n] -> the nearest that never fall, by least squares of logarithms: neighbours that fall are pooled."""
+    pools: list[tuple[float, int]] = []
+    for value in times.log().tolist():
+        pool = (value, 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, number = pools.pop()
+            together = number + pool[1]
+            pool = ((mean * number + pool[0] * pool[1]) / together, together)
+        pools.append(pool)
+    pooled = torch.tensor([mean for mean, number in pools for _ in range(number)], dtype=torch.float64).exp()
+    alone = torch.tensor([number == 1 for _, number in pools for _ in range(number)])
+    return torch.where(alone, times, pooled)

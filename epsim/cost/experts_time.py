@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from epsim.cost.curve import check_axis, check_times
+from epsim.cost.curve import check_axis, check_times, rising
 from epsim.cost.hardware import Hardware
 from epsim.cost.model import ModelSpec
 from epsim.cost.tiled import TiledFit, is_small, most_small
@@ -226,7 +226,7 @@ class ExpertsTime:
         ratio = torch.tensor(nothing, dtype=torch.float64) / roofline
         for place, column in enumerate(ratio.unbind(1)):
             filled = _filled(known.log().tolist(), column) * roofline[:, place]
-            column.copy_(_rising(filled) / roofline[:, place])
+            column.copy_(rising(filled) / roofline[:, place])
         if len(known) == 1:
             return known, active, ratio * roofline
         part = torch.arange((len(known) - 1) * STEPS + 1, dtype=torch.float64) / STEPS
@@ -262,19 +262,6 @@ def _filled(axis: Sequence[float], values: torch.Tensor) -> torch.Tensor:
     known = [place for place, value in enumerate(values.tolist()) if not math.isnan(value)]
     near = [min(known, key=lambda other: abs(axis[other] - at)) for at in axis]
     return values[near].clone()
-
-
-def _rising(times: torch.Tensor) -> torch.Tensor:
-    """times [n] -> the nearest that never fall, by least squares of logarithms: neighbours that fall are pooled."""
-    pools: list[tuple[float, int]] = []
-    for value in times.log().tolist():
-        pool = (value, 1)
-        while pools and pools[-1][0] > pool[0]:
-            mean, number = pools.pop()
-            together = number + pool[1]
-            pool = ((mean * number + pool[0] * pool[1]) / together, together)
-        pools.append(pool)
-    return torch.tensor([mean for mean, number in pools for _ in range(number)], dtype=torch.float64).exp()
 
 
 def _place(axis: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -208,7 +208,8 @@ class LayerTiming:
         """[2, S, L]: by a measured table of normal kernels where there is one, else by rates."""
         table = self.measured_exchange(num_ranks, self.num_nodes)
         if table is not None:
-            return table.us(torch.maximum(rows.nvlink, rows.rdma), self.model)
+            assert self.measured is not None
+            return table.us(torch.maximum(rows.nvlink, rows.rdma), self.model, self.measured.expert_us(table))
         return exchange_us(rows, self.hardware, self.model, self.num_nodes, self.kernels)
 
     def _rows(self, load: Load, served: torch.Tensor, local: bool) -> Rows:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,6 +26,7 @@ from epsim.cost.calibrated import (
     read_table,
 )
 from epsim.cost.curve import curve
+from epsim.cost.exchange_time import Rows
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
 from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming, load_timing
@@ -72,8 +75,13 @@ def test_a_curve_never_falls_and_stays_above_0(points: list[tuple[float, float]]
 
 
 def test_a_last_time_that_noise_made_flat_does_not_stay_flat_for_ever() -> None:
-    found = curve((10.0, 20.0, 30.0), (30.0, 40.0, 39.0), numbers(30, 300))
-    assert found.tolist() == pytest.approx([40, 40 + 270 * 10 / 20])
+    found, mean = curve((10.0, 20.0, 30.0), (30.0, 40.0, 39.0), numbers(20, 30, 300)), math.sqrt(40 * 39)
+    assert found.tolist() == pytest.approx([mean, mean, mean + 270 * (mean - 30) / 20])
+
+
+def test_noise_around_a_flat_curve_does_not_lift_it() -> None:
+    found = curve((1.0, 2.0, 3.0, 4.0, 50.0), (26.0, 23.0, 24.0, 23.0, 40.0), numbers(1, 2.5, 4))
+    assert found.tolist() == pytest.approx([(26 * 23 * 24 * 23) ** 0.25] * 3)
 
 
 def test_tiles_and_waves_by_hand() -> None:
@@ -399,3 +407,33 @@ def test_the_runtime_s_shared_expert_is_one_more_expert_and_tiles_count() -> Non
     assert float(apart.experts) == pytest.approx(
         float(FIT.us(numbers(800), numbers(5), numbers(7), numbers(400), V3) + bare.experts.dense_us(numbers(300)))
     )
+
+
+def test_dispatch_takes_longer_with_more_experts_of_a_rank() -> None:
+    # Floors of 30, 34 and 46 us with 8, 16 and 32 experts of a rank: by least squares 0.673 us each.
+    def table(number: int, floor: float, **changed: Any) -> ExchangeTable:
+        times = (floor - 1, floor, floor + 1, 100.0)
+        made = ExchangeTable(
+            "GPU", "by hand", "deep_ep", "bf16", 4, 1, (1e3, 2e3, 3e3, 1e8), times, (1e3, 1e8), (20.0, 260.0),
+            hidden=7168, top_k=8, num_experts=number,
+        )  # fmt: skip
+        return dataclasses.replace(made, **changed)
+
+    few, some, many = table(32, 30.0), table(64, 34.0), table(128, 46.0)
+    there = Calibration(H200, exchange=(few, some, many, table(128, 90.0, ranks=2), table(8, 90.0, num_experts=0)))
+    held, floors = np.array([8, 16, 32]), np.array([30, 34, 46])
+    slope = float(np.polyfit(held, floors, 1)[0])
+    assert there.expert_us(few) == pytest.approx(slope)
+    assert Calibration(H200, exchange=(few,)).expert_us(few) == 0
+    assert there.expert_us(dataclasses.replace(few, implementation="torch")) == 0
+    assert Calibration(H200, exchange=(table(32, 40.0), table(64, 30.0))).expert_us(few) == 0, "that falls is noise"
+    assert V3.num_experts == 256
+    assert there.exchange_for(V3, 4, 1) == many, "the nearest number of experts"
+    rows = numbers(100, 5000)
+    own, more = many.us(rows, dataclasses.replace(V3, num_experts=128), slope), many.us(rows, V3, slope)
+    assert (more - own)[0].tolist() == pytest.approx([32 * slope] * 2)
+    assert torch.equal(more[1], own[1])
+    none = many.us(rows, dataclasses.replace(V3, num_experts=16), 1e3)
+    assert none[0].tolist() == pytest.approx((own[0] / 2).tolist()), "never less than half of what was measured"
+    timing = LayerTiming(ExpertsTime(H200, V3), measured=there)
+    assert torch.allclose(timing._exchange_us(Rows(rows, 0 * rows), 4), more)
