@@ -34,9 +34,10 @@ from epsim.launch.prepare import layer_timing
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.runtime.balance_cuda import KernelBalancer
+from epsim.runtime.beats import JobClock
 from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.exchange.deep_ep import obstacle
-from epsim.runtime.faults import JobClock, Watch
+from epsim.runtime.faults import Watch
 from epsim.runtime.job import Job, JobStack, Place, RandomLayers, run_job, tokens_of
 from epsim.runtime.layer import ExpertParallelMoE
 from epsim.runtime.measured import Measured, measure

@@ -24,7 +24,8 @@ from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
 from epsim.launch.worker import run_rank
 from epsim.results import Results, read_results
-from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, STOPPING, Fault, read_fault, stopped_words
+from epsim.runtime.beats import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, Lookout, stopped_words
+from epsim.runtime.faults import STOPPING
 from epsim.runtime.telemetry import rank_file
 from epsim.traces.files import message_line, reason
 
@@ -90,7 +91,8 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
                 actor.run.remote(options, member, gpus_of(seats, seat.node)): member.rank
                 for actor, member, seat in zip(actors, members, seats, strict=True)
             }
-            fault = _first_fault(ray, running, for_watch(store, attempt), stops)
+            lookout = Lookout(for_watch(store, attempt), num_ranks, options.out / TELEMETRY)
+            fault = _first_fault(ray, running, lookout, stops)
             if fault is None:
                 _fetch(ray, actors, seats, options)
                 return read_results(options.out / RESULTS)
@@ -259,33 +261,37 @@ def gpus_of(seats: Sequence[Seat], node: str) -> list[str]:
     return [gpu for seat in seats if seat.node == node for gpu in seat.gpus]
 
 
-def _first_fault(ray: Any, running: dict[Any, int], faults: Any, stops: Stops) -> Fault | None:
+def _first_fault(ray: Any, running: dict[Any, int], lookout: Lookout, stops: Stops) -> Fault | None:
     """running: the rank of each call. None once all ranks have finished."""
     waiting = list(running)
     while waiting:
         stops.check()
+        fault = lookout.look()
+        if fault is not None:
+            return fault
         done, waiting = ray.wait(waiting, num_returns=1, timeout=INTERVAL)
         for reference in done:
             try:
                 ray.get(reference)
             except ray.exceptions.RayError as error:
-                return _explain(faults, running[reference], error, stops)
+                return _explain(lookout, running[reference], error, stops)
     return None
 
 
-def _explain(faults: Any, rank: int, error: Exception, stops: Stops) -> Fault:
+def _explain(lookout: Lookout, rank: int, error: Exception, stops: Stops) -> Fault:
     """The ranks that live name the one that does not; a job of one rank has nobody to tell."""
-    deadline = time.monotonic() + SILENCE + 4 * INTERVAL
+    deadline = time.monotonic() + SILENCE + 8 * INTERVAL
     while time.monotonic() < deadline:
         stops.check()
-        fault = read_fault(faults)
+        fault = lookout.look()
         if fault is not None:
             return fault
         cause = getattr(error, "cause", None)
         if isinstance(cause, ValueError | OSError):
             return Fault(message_line(str(cause)), BAD_INPUT, rank)
         time.sleep(INTERVAL)
-    return Fault(f"rank {rank} ended: {message_line(str(error).splitlines()[0])}", FAULT, rank)
+    words = message_line(str(error).splitlines()[0])
+    return Fault(f"rank {rank} ended in {lookout.place_of(rank)}: {words}", FAULT, rank)
 
 
 def _fetch(ray: Any, actors: Sequence[Any], seats: Sequence[Seat], options: RunOptions) -> None:

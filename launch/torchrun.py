@@ -19,12 +19,22 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from epsim.launch.folder import LOGS, RESULTS, clear, clear_logs
+from epsim.launch.folder import LOGS, RESULTS, TELEMETRY, clear, clear_logs
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
 from epsim.results import Results, read_results
-from epsim.runtime.faults import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, read_beats, read_fault, stopped_words
+from epsim.runtime.beats import (
+    BAD_INPUT,
+    FAULT,
+    INTERVAL,
+    SILENCE,
+    Fault,
+    Lookout,
+    read_beats,
+    read_fault,
+    stopped_words,
+)
 from epsim.traces.files import message_line
 
 DEFAULT_RANKS = 4
@@ -57,7 +67,8 @@ def run_torchrun(options: RunOptions) -> Results:
         logs_specs=DefaultLogsSpecs(log_dir=os.fspath(logs), redirects=Std.ALL),
     )
     faults = for_watch(store, 0)
-    killer = threading.Thread(target=_end_those_that_cannot, args=(faults, num_ranks), daemon=True)
+    lookout = Lookout(faults, num_ranks, options.out / TELEMETRY)
+    killer = threading.Thread(target=_end_those_that_cannot, args=(lookout, faults, num_ranks), daemon=True)
     killer.start()
     arguments = ["-m", "epsim.launch.worker", *options.arguments()]
     try:
@@ -68,7 +79,7 @@ def run_torchrun(options: RunOptions) -> Results:
         print(f"epsim: {line}", file=sys.stderr)
         sys.exit(128 + int(stopped.sigval))
     except ChildFailedError as error:
-        fault = read_fault(faults) or _without_words(error, logs)
+        fault = read_fault(faults) or _without_words(error, logs, lookout)
         print(f"epsim: {fault.line}", file=sys.stderr)
         sys.exit(fault.code)
     finally:
@@ -76,9 +87,9 @@ def run_torchrun(options: RunOptions) -> Results:
     return read_results(options.out / RESULTS)
 
 
-def _end_those_that_cannot(faults: Any, num_ranks: int) -> None:
+def _end_those_that_cannot(lookout: Lookout, faults: Any, num_ranks: int) -> None:
     """A worker that is stopped (SIGSTOP) or stuck inside a driver takes no notice of a fault: SIGKILL after a while."""
-    while read_fault(faults) is None:
+    while lookout.look() is None:
         time.sleep(INTERVAL)
     time.sleep(GRACE)
     for beat in read_beats(faults, num_ranks).values():
@@ -93,7 +104,7 @@ def _parent_of(pid: int) -> int:
         return 0
 
 
-def _without_words(error: ChildFailedError, logs: Path) -> Fault:
+def _without_words(error: ChildFailedError, logs: Path, lookout: Lookout) -> Fault:
     """A worker ended before it could say why: its own last words, if any."""
     rank, failure = error.get_first_failure()
     words = ""
@@ -104,4 +115,4 @@ def _without_words(error: ChildFailedError, logs: Path) -> Fault:
     if code == BAD_INPUT and words:
         return Fault(words, BAD_INPUT, rank)
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return Fault(f"rank {rank} {how} in phase setup{f': {words}' if words else ''} ({logs})", FAULT, rank)
+    return Fault(f"rank {rank} {how} in {lookout.place_of(rank)}{f': {words}' if words else ''} ({logs})", FAULT, rank)

@@ -28,7 +28,8 @@ from epsim.placement.base import Placement
 from epsim.policies.apply import bind
 from epsim.policies.registry import KINDS
 from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace, write_results
-from epsim.runtime.faults import BAD_INPUT, JobClock, Watch, place_file
+from epsim.runtime.beats import BAD_INPUT, JobClock, place_file
+from epsim.runtime.faults import Watch
 from epsim.runtime.job import Job, Model, Place, RandomLayers, run_job
 from epsim.runtime.measured import Measured, measure
 from epsim.runtime.recording import RoutingRecorder
@@ -98,6 +99,7 @@ def _run(
     _check_memory(job, place, member)
     model, recorders = _model(prepared, job, place, clock)
     exchange = model.layers[0][0].exchange
+    watch.holds = exchange.holds_interpreter
     described = description(prepared, job, place, exchange.name, exchange.why)
     folder = options.out / TELEMETRY
     described["input"] = model.text

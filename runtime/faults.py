@@ -1,4 +1,4 @@
-"""Who is at what, and who has stopped: every rank beats into a store, and a thread on each rank watches all of them.
+"""Who has stopped: every rank beats into a store, and a thread on each rank watches all of them (beats.py).
 
 Collectives wait for minutes or for ever when a rank is gone, and then say little. Here the first rank that notices
 names the rank, phase, step and layer in one line, and every process ends at once, finished steps safe on disk.
@@ -8,166 +8,65 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
-import mmap
 import os
-import platform
 import signal
 import sys
 import threading
 import time
-from collections.abc import Container
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn
 
-from epsim.runtime.phases import PHASES, PhaseClock, PhaseError
+from epsim.runtime.beats import (
+    BAD_INPUT,
+    FAULT,
+    INTERVAL,
+    SILENCE,
+    Beat,
+    Fault,
+    JobClock,
+    Lookout,
+    State,
+    read_fault,
+    this_machine,
+)
+from epsim.runtime.phases import PHASES, PhaseError
 from epsim.traces.files import message_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-PLACE_BYTES = 64
-State: TypeAlias = Literal["running", "closing", "finished"]
-"""closing: all steps done, results under way."""
-
-INTERVAL = 0.5
-SILENCE = 6.0
-"""Seconds without a beat after which a process is taken for dead or stopped, where it cannot be looked at."""
 VERDICT = SILENCE + 8 * INTERVAL
 """Seconds that a rank whose collective failed, or that was told to stop, leaves the others to find out who is gone."""
-STARVED = 18.0
-"""The same for a process of this machine that is seen to run: a busy machine may keep it from beating for seconds."""
 START_PATIENCE = 300.0
 """Seconds that a rank may take to its first beat."""
 UNTIMED = ("setup", "results")
 """Phases that may take as long as they like, as long as the process beats."""
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask a job to stop; the second is a terminal's Ctrl-C."""
-FAULT, BAD_INPUT = 1, 2
-KEY = "fault"
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """Where a rank is. order: (turn, place of the layer, place of the phase), which grows along the job; a turn is one
-    step under one stack, numbered by those done before it. stopping: it was told to stop. waiting: inside a
-    collective. pid: of its process; machine: where that number means it (`this_machine`)."""
-
-    count: int
-    order: tuple[int, int, int]
-    phase: str
-    step: int
-    layer: int
-    state: State
-    stopping: bool
-    waiting: bool
-    pid: int
-    machine: str
-
-    @property
-    def begun(self) -> int:
-        """Turns begun so far. Between turns, while telemetry is written, none is under way."""
-        return self.order[0] + (self.phase in PHASES)
-
-    @property
-    def words(self) -> str:
-        words = f"phase {self.phase}"
-        if self.step >= 0 and self.phase != "setup":
-            words += f", step {self.step}"
-        return words + (f", layer {self.layer}" if self.layer >= 0 and self.phase in PHASES else "")
-
-
-class JobClock(PhaseClock):
-    """Leaves a rank's place in a file as it goes, which other processes of its machine can read when it is dead; beats
-    alone are half a second old."""
-
-    _page: mmap.mmap | None = None
-
-    def leave_place(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = place_file(folder, self.rank)
-        path.write_bytes(bytes(PLACE_BYTES))
-        with path.open("r+b") as file:
-            self._page = mmap.mmap(file.fileno(), PLACE_BYTES)
-
-    def enter(self, phase: str, step: int | None = None, layer: int | None = None) -> None:
-        super().enter(phase, step, layer)
-        if self._page is not None:
-            self._page[:PLACE_BYTES] = f"{self.phase} {self.step} {self.layer}".encode().ljust(PLACE_BYTES)
-
-
-def place_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.place"
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a job ended. code: the exit status of every process; reporter: the rank that found it."""
-
-    line: str
-    code: int
-    reporter: int
-
-
-def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict[int, Beat]:
-    """The last beat of each rank that has beaten; known: those that are known to have. Raises RuntimeError or OSError
-    where the store is gone."""
-    there = [rank for rank in range(num_ranks) if rank in known or store.check([f"beat/{rank}"])]
-    texts = store.multi_get([f"beat/{rank}" for rank in there]) if there else []
-    found = {}
-    for rank, text in zip(there, texts, strict=True):
-        fields = json.loads(text)
-        found[rank] = Beat(**(fields | {"order": tuple(fields["order"])}))
-    return found
-
-
-def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str:
-    """A job that its launcher is told to stop: where the rank furthest behind was."""
-    beats = read_beats(store, num_ranks)
-    if not beats:
-        return f"stopped by {stopping.name} in phase setup, before ranks had met"
-    rank = min(beats, key=lambda one: beats[one].order)
-    return f"stopped by {stopping.name}; rank {rank} was in {beats[rank].words}"
-
-
-def read_fault(store: Store) -> Fault | None:
-    """The fault that any rank has told the store, None where there is none or the store is gone."""
-    try:
-        return Fault(**json.loads(store.get(KEY))) if store.check([KEY]) else None
-    except (RuntimeError, OSError):
-        return None
-
-
-class Watch:
+class Watch(Lookout):
     """Beats for one rank and watches the others from a thread of its own.
 
-    store: a connection that nothing else uses, since a waiting call holds it; None for a job of one process, which
-    watches nobody. folder: where ranks leave their places. patience: seconds that the rank furthest behind may stay in
+    patience: seconds that the rank furthest behind may stay in
     one phase, six times as many while warming up. The owner sets `turn` (-1: warming up), `layer_place` (of each
-    layer's number) and `state` as it goes.
+    layer's number) and `state` as it goes, and `holds` (`Exchange.holds_interpreter`).
     """
 
     def __init__(
         self, store: Store | None, rank: int, num_ranks: int, clock: JobClock, folder: Path, patience: float = 20.0
     ) -> None:
-        self.folder = folder
-        self.rank, self.num_ranks, self.clock, self.patience = rank, num_ranks, clock, patience
+        super().__init__(store, num_ranks, folder, rank)
+        self.clock, self.patience = clock, patience
         self.turn = -1
         self.layer_place: dict[int, int] = {}
         self.state: State = "running"
-        self._store = store
+        self.holds = False
         if store is not None:
             store.set_timeout(timedelta(seconds=10))
         self._count = 0
-        self._known: dict[int, Beat] = {}
-        self._heard: dict[int, float] = {}
-        self._moved: dict[int, float] = {}
-        self._still: dict[int, int] = {}
-        self._gone: set[int] = set()
-        self._looked = time.monotonic()
         self._begun = time.monotonic()
         self._stopped_at: float | None = None
         self._stopped_by = signal.SIGTERM
@@ -242,6 +141,7 @@ class Watch:
             waiting=_in_collective(),
             pid=os.getpid(),
             machine=this_machine(),
+            holds=self.holds,
         )
 
     def _beat(self) -> None:
@@ -256,7 +156,7 @@ class Watch:
                 self._take_signals()
                 self._beat()
                 self._listen()
-                fault = self._look()
+                fault = self._verdict()
             except (RuntimeError, OSError) as error:
                 if self._over.is_set() or self.state == "finished":
                     return
@@ -265,14 +165,6 @@ class Watch:
                 fault = Fault(gone, FAULT, self.rank)
             if fault is not None and not self._over.is_set():
                 self._end(fault)
-
-    def _forgive(self) -> None:
-        """What this rank did not look at, since it was kept from running itself, it holds against nobody."""
-        now = time.monotonic()
-        lost, self._looked = now - self._looked - INTERVAL, now
-        if lost > INTERVAL:
-            for since in (self._heard, self._moved):
-                since.update({rank: at + lost for rank, at in since.items()})
 
     def _take_signals(self) -> None:
         if self._signals is not None and self._stopped_at is None:
@@ -284,28 +176,16 @@ class Watch:
                 if stopping in got:
                     self._stopped_by, self._stopped_at = stopping, time.monotonic()
 
-    def _listen(self) -> None:
-        assert self._store is not None
-        now = time.monotonic()
-        for rank, beat in read_beats(self._store, self.num_ranks, self._known).items():
-            before = self._known.get(rank)
-            if before is None or beat.count != before.count:
-                self._heard[rank] = now
-            if before is None or (beat.order, beat.phase) != (before.order, before.phase):
-                self._moved[rank], self._still[rank] = now, beat.count
-            self._known[rank] = beat
-
-    def _look(self) -> Fault | None:
+    def _verdict(self) -> Fault | None:
         assert self._store is not None
         told = read_fault(self._store)
         if told is not None:
             return told
         now = time.monotonic()
         known = self._known
-        for rank, beat in known.items():
-            if beat.state != "finished" and self._lost(rank, beat, now):
-                words = self._last_place(rank).words
-                return self._publish(f"rank {rank} stopped answering in {words} (rank {self.rank} reports)", FAULT)
+        words = self._lost_words(now)
+        if words is not None:
+            return self._publish(f"{words} (rank {self.rank} reports)", FAULT)
         if self._stopped_at is not None:
             return self._stopped(now)
         if os.getppid() != self._parent:
@@ -324,8 +204,10 @@ class Watch:
                     FAULT,
                 )
         running = {rank: beat for rank, beat in known.items() if beat.state == "running"}
+        # Who waits with the interpreter held is further on than its last beat, and not to blame.
+        running = {rank: beat for rank, beat in running.items() if not self._held(rank, now)} or running
         behind = [rank for rank in running if running[rank].order == min(b.order for b in running.values())]
-        # Of those at the same place, the ones that wait for others are not to blame.
+        # Of those at the same place, the ones that wait for others are not to blame either.
         behind = [rank for rank in behind if not running[rank].waiting] or behind
         if behind and running[behind[0]].phase not in UNTIMED:
             beat = running[behind[0]]
@@ -336,34 +218,10 @@ class Watch:
                 return self._publish(line, FAULT)
         return None
 
-    def _lost(self, rank: int, beat: Beat, now: float) -> bool:
-        """Whether a rank is dead or stopped. On this machine the process itself tells: where it is gone at two looks
-        (between them its last beat can come), or where it does not run; else silence does."""
-        silent = now - self._heard[rank]
-        if not beat.machine or beat.machine != this_machine():
-            return silent > SILENCE
-        state = process_state(beat.pid)
-        if state:
-            self._gone.discard(rank)
-            return silent > (SILENCE if state in "Tt" else STARVED)
-        again = rank in self._gone
-        self._gone.add(rank)
-        return again
-
     def _beats_since(self, rank: int) -> float:
         """Seconds that a rank's beats since its last move stand for; on a busy machine they come late, and a rank that
         is kept from running is not one that hangs."""
         return 2 * INTERVAL * (self._known[rank].count - self._still[rank])
-
-    def _last_place(self, rank: int) -> Beat:
-        """The place that a silent rank left, if this machine has it and it is later than its last beat."""
-        beat = self._known[rank]
-        try:
-            phase, step, layer = place_file(self.folder, rank).read_text().split()
-            later = dataclasses.replace(beat, phase=phase, step=int(step), layer=int(layer))
-        except (OSError, ValueError):
-            return beat
-        return later if later.step >= beat.step else beat
 
     def _stopped(self, now: float) -> Fault | None:
         """Told to stop: as soon as all others are too, it is the job that was stopped; if not, one rank was, or it is
@@ -376,16 +234,6 @@ class Watch:
         if now - self._stopped_at > VERDICT:
             return self._publish(f"rank {self.rank} was stopped by {by.name} in {self.beat().words}", 128 + by)
         return None
-
-    def _publish(self, line: str, code: int) -> Fault:
-        """The first fault told is the one that all ranks end with."""
-        assert self._store is not None
-        fault = Fault(line, code, self.rank)
-        try:
-            text = self._store.compare_set(KEY, "", json.dumps(dataclasses.asdict(fault)))
-            return Fault(**json.loads(text))
-        except (RuntimeError, OSError, ValueError):
-            return fault
 
     def _end(self, fault: Fault) -> NoReturn:
         """One line a node: from whoever found the fault, and on other nodes from the first rank. Leaves without the
@@ -402,25 +250,6 @@ def _in_collective() -> bool:
     """Whether the main thread is inside torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename
-
-
-@functools.cache
-def this_machine() -> str:
-    """Where process numbers mean the same processes: a host and its namespace of them."""
-    try:
-        space = os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return ""
-    return f"{platform.node()} {space}"
-
-
-def process_state(pid: int) -> str:
-    """Of a process of this machine: R, S, D, T (stopped) as in /proc/PID/stat, empty where it has ended."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-    return "" if state in "ZX" else state
 
 
 def _same_node(rank: int, other: int) -> bool:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
 from dataclasses import dataclass
 from typing import Literal
 
-from epsim.runtime.faults import JobClock
+from epsim.runtime.beats import JobClock
+from epsim.runtime.faults import STOPPING
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A fault made on purpose, to see what becomes of it: `KIND:rank=R,step=S,layer=L,phase=P`, from the environment's
-    EPSIM_TRIAL_FAULT. kill, stop (SIGSTOP), sleep: at that place; nan: the step's hidden states; short: no step from
-    that one on."""
+    EPSIM_TRIAL_FAULT. kill, stop (SIGSTOP), sleep, hold (sleep with the interpreter held): at that place; nan: the
+    step's hidden states; short: no step from that one on."""
 
-    kind: Literal["kill", "stop", "sleep", "nan", "short"]
+    kind: Literal["kill", "stop", "sleep", "hold", "nan", "short"]
     rank: int
     step: int
     layer: int = -1
@@ -27,7 +29,7 @@ class Trial:
     def from_text(cls, text: str) -> Trial:
         kind, _, rest = text.partition(":")
         fields = dict(part.partition("=")[::2] for part in rest.split(","))
-        known = {"kill", "stop", "sleep", "nan", "short"}
+        known = {"kill", "stop", "sleep", "hold", "nan", "short"}
         if kind not in known or not {"rank", "step"} <= set(fields) <= {"rank", "step", "layer", "phase"}:
             raise ValueError(
                 f"EPSIM_TRIAL_FAULT {text!r}: write one of {', '.join(sorted(known))}, then :rank=R,step=S"
@@ -50,5 +52,8 @@ class TrialClock(JobClock):
             return
         if trial.kind == "sleep":
             time.sleep(3600)
+        elif trial.kind == "hold":
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # which would end the sleep
+            ctypes.PyDLL(None).sleep(3600)
         elif trial.kind in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if trial.kind == "kill" else signal.SIGSTOP)

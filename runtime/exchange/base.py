@@ -35,11 +35,14 @@ class Exchange(Protocol):
 
     name: `torch` or `deep_ep`. why: one line that says why it was chosen.
     host_sync: whether a call waits for the device, so that it cannot be captured in a CUDA graph.
+    holds_interpreter: whether `dispatch` waits for the other ranks with Python's interpreter held, so that no other
+    thread of the process runs meanwhile.
     """
 
     name: str
     why: str
     host_sync: bool
+    holds_interpreter: bool
 
     def dispatch(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> Received:
         """hidden [T, H], slots [T, K] int64 (-1 for none), weights [T, K] float32."""

@@ -26,6 +26,7 @@ class TorchExchange:
 
     name = "torch"
     host_sync = True
+    holds_interpreter = False
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int, why: str = "asked for") -> None:
         self.group, self.slots_per_rank, self.why = group, slots_per_rank, why

@@ -80,6 +80,8 @@ class DeepEPExchange:
         self.size, self.slots_per_rank, self.fp8, self.why = dist.get_world_size(group), slots_per_rank, fp8, why
         self.worst = self.size * max_tokens if fixed_size else 0
         self.max_tokens, self.host_sync = max_tokens, not fixed_size
+        # Between nodes its dispatch lets go of the interpreter while it waits for counts, inside one it does not.
+        self.holds_interpreter = self.host_sync
         if num_sms < 2 or num_sms % 2:
             raise ValueError(f"{num_sms} multiprocessors for deep_ep: give an even number")
         module.Buffer.set_num_sms(num_sms)  # The configurations made from now on have it.

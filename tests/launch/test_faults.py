@@ -46,6 +46,37 @@ def check_kept(out: Path, steps: list[int], num_ranks: int = 2) -> None:
     assert not survivors(out)
 
 
+def test_a_launcher_names_the_dead_where_no_rank_can(job: list[str | Path]) -> None:
+    """Rank 0 waits with the interpreter held, as in deep_ep's dispatch, when rank 1 dies."""
+    out = Path(job[-1])
+    job[-3] = "600"
+    trial = environment(EPSIM_TRIAL_FAULT="hold:rank=0,step=8,layer=1,phase=dispatch")
+    process = start([*EPSIM, "run", *job, "--launcher", "torchrun", "--ranks", "2"], trial)
+    await_place(out / "telemetry", 0, "dispatch 8 1")
+    await_place(out / "telemetry", 1, "dispatch 8 1")
+    os.kill(worker(out, 1), signal.SIGKILL)
+    begun = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begun < MOST_SECONDS
+    assert err == "epsim: rank 1 stopped answering in phase dispatch, step 8, layer 1 (the launcher reports)\n"
+    assert process.returncode == 1
+    check_kept(out, [6, 7])
+
+
+def worker(out: Path, rank: int) -> int:
+    """The process of a rank of the job that writes there."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes()
+                own = b"epsim.launch.worker" in words and str(out).encode() in words
+                if own and f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    return int(entry.name)
+            except OSError:
+                continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
 def test_a_stopped_rank_is_named_and_ended(job: list[str | Path]) -> None:
     ended, seconds = fault(job, "stop:rank=0,step=8,layer=0,phase=experts", 2)
     assert ended.code == 1

@@ -259,7 +259,7 @@ def test_a_job_stopped_before_its_ranks_met(
         raise SignalException("stopped", stopping)
 
     monkeypatch.setattr(torchrun, "elastic_launch", stopped)
-    monkeypatch.setattr(torchrun, "_end_those_that_cannot", lambda faults, num_ranks: None)
+    monkeypatch.setattr(torchrun, "_end_those_that_cannot", lambda *given: None)
     for name in ("EPSIM_STORE", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):  # set for workers
         monkeypatch.setenv(name, os.environ.get(name, ""))
     with pytest.raises(SystemExit) as ended:

@@ -18,7 +18,7 @@ from epsim.cli_run import parse_arguments
 from epsim.launch.options import RunOptions
 from epsim.launch.ray_job import Seat, Stopped, _join_cluster, _placement_group, by_node, gpus_of, seated, with_ranks
 from epsim.results import read_results
-from epsim.runtime.faults import INTERVAL
+from epsim.runtime.beats import INTERVAL
 from epsim.runtime.telemetry import read_telemetry
 from epsim.traces.store import StoredTrace
 from tests.launch.processes import EPSIM, await_place, environment, run, start, survivors

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from epsim.runtime.faults import INTERVAL, SILENCE, STARVED, Beat, JobClock, Watch, process_state
+from epsim.runtime.beats import HELD, INTERVAL, SILENCE, STARVED, Beat, JobClock, Lookout, place_file, process_state
+from epsim.runtime.faults import Watch
 
 
 def beat_of(watch: Watch, state: str, turn: int, phase: str, step: int) -> Beat:
@@ -32,7 +33,7 @@ def watch(tmp_path: Path) -> Watch:
 def look(watch: Watch, other: Beat, own: Beat) -> str | None:
     watch._known = {0: other, 1: own}
     watch._heard = watch._moved = dict.fromkeys((0, 1), time.monotonic())
-    fault = watch._look()
+    fault = watch._verdict()
     return fault.line if fault else None
 
 
@@ -71,7 +72,7 @@ def silent(watch: Watch, pid: int, seconds: float, machine: str | None = None) -
     own = beat_of(watch, "running", 3, "balance", 1)
     watch._known = {0: dataclasses.replace(own, pid=pid, machine=own.machine if machine is None else machine), 1: own}
     watch._heard, watch._moved = {0: now - seconds, 1: now}, {0: now, 1: now}
-    fault = watch._look()
+    fault = watch._verdict()
     return fault.line if fault else None
 
 
@@ -96,6 +97,63 @@ def test_a_stopped_process_is_told_by_its_silence(watch: Watch, process: subproc
     assert silent(watch, process.pid, SILENCE + 1) is not None
 
 
+def test_who_waits_with_the_interpreter_held_is_left_alone(watch: Watch, process: subprocess.Popen[bytes]) -> None:
+    """It cannot beat; its place tells, which is further on than its last beat. Elsewhere, silence is a fault."""
+    watch.holds = True
+    assert silent(watch, process.pid, STARVED + 1) is not None
+    watch._store = HashStore()  # the first fault told is the one that counts
+    place_file(watch.folder, 0).write_text("dispatch 1 0")
+    assert silent(watch, process.pid, STARVED + 1) is None
+    assert silent(watch, process.pid, HELD - 1, machine="elsewhere") is None
+    line = silent(watch, process.pid, HELD + 1)
+    assert line is not None
+    assert line.startswith("rank 0 stopped answering in phase dispatch, step 1, layer 0")
+    watch._store = HashStore()
+    process.kill()
+    process.wait()
+    silent(watch, process.pid, 1)
+    assert silent(watch, process.pid, 1) is not None
+
+
+def test_who_hangs_while_another_waits_with_the_interpreter_held(watch: Watch) -> None:
+    """Rank 0's last beat is of a place behind rank 1's, and it is not the one that hangs."""
+    now = time.monotonic()
+    behind = dataclasses.replace(beat_of(watch, "running", 3, "balance", 1), pid=os.getpid(), holds=True)
+    own = dataclasses.replace(beat_of(watch, "running", 3, "dispatch", 1), count=100)
+    watch._known, watch._still = {0: behind, 1: own}, {0: 0, 1: 100 - MANY}
+    watch._heard, watch._moved = {0: now - 21, 1: now}, dict.fromkeys((0, 1), now - 21)
+    fault = watch._verdict()
+    assert fault is not None
+    assert fault.line.startswith("rank 0 stopped answering in phase balance")  # without a word of where it is
+    place_file(watch.folder, 0).write_text("dispatch 1 0")
+    watch._store = HashStore()
+    fault = watch._verdict()
+    assert fault is not None
+    assert fault.line.startswith("rank 1 hangs in phase dispatch, step 1, layer 0 for 20 s (rank 1 reports)")
+
+
+def test_a_launcher_speaks_where_no_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, now = HashStore(), 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    dead = Watch(store, 1, 2, JobClock(1, torch.device("cpu")), tmp_path)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setattr(os, "getpid", lambda: gone.pid)
+    dead.clock.enter("dispatch", 4, 2)
+    dead._beat()
+    monkeypatch.undo()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    lookout = Lookout(store, 2, tmp_path)
+    for _ in range(1 + round(SILENCE / INTERVAL)):
+        assert lookout.look() is None
+        now += INTERVAL
+    fault = lookout.look()
+    assert fault is not None
+    assert fault.line == "rank 1 stopped answering in phase dispatch, step 4, layer 2 (the launcher reports)"
+    assert Lookout(store, 2, tmp_path).look() == fault
+    assert (lookout.place_of(1), lookout.place_of(0)) == ("phase dispatch, step 4, layer 2", "phase setup")
+
+
 def test_a_dead_process_is_told_at_the_second_look(watch: Watch, process: subprocess.Popen[bytes]) -> None:
     """Its last beat, that it has finished, may still come."""
     process.kill()
@@ -114,7 +172,7 @@ def hanging(watch: Watch, places: dict[int, tuple[str, bool]], beats: dict[int, 
     watch._heard = dict.fromkeys(places, now)
     watch._moved = dict.fromkeys(places, now - seconds)
     watch._still = {rank: 100 - beats[rank] for rank in places}
-    fault = watch._look()
+    fault = watch._verdict()
     return fault.line if fault else None
 
 
@@ -176,7 +234,7 @@ def test_a_job_that_is_told_to_stop(watch: Watch, stopping: signal.Signals) -> N
     own = beat_of(watch, "running", 3, "balance", 1)
     assert own.stopping
     assert look(watch, own, own) == f"stopped by {stopping.name}; rank 1 was in phase balance, step 1, layer 0"
-    told = watch._look()
+    told = watch._verdict()
     assert told is not None
     assert told.code == 128 + stopping
     os.close(reading)

@@ -12,7 +12,8 @@ import torch
 
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
-from epsim.runtime.faults import JobClock, Watch, place_file
+from epsim.runtime.beats import JobClock, place_file
+from epsim.runtime.faults import Watch
 from epsim.runtime.job import Place, RandomLayers, count_row, run_job
 from epsim.runtime.layer import LayerRecord
 from epsim.runtime.measured import measure
