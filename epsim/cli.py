@@ -293,9 +293,13 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     if sys.stdout is None:  # started with stdout closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    previous = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    stopping = [signal.SIGTERM, signal.SIGHUP]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background
+        stopping.append(signal.SIGINT)
+    previous = {number: signal.signal(number, _stop) for number in stopping}
+    _stopped_by.clear()
     try:
-        code = app(standalone_mode=False)
+        code = _answer()
         sys.stdout.flush()
     except BrokenPipeError:
         _leave_quietly()
@@ -324,8 +328,24 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _answer() -> object:
+    """Whatever comes of a stop is a stop: imports that it interrupts swallow it, and then fail in ways of their own."""
+    try:
+        return app(standalone_mode=False)
+    except Exception:
+        if _stopped_by:
+            sys.exit(128 + _stopped_by[0])
+        raise
+
+
+_stopped_by: list[int] = []
+
+
 def _stop(number: int, frame: object) -> None:
     """A termination unwinds like an interrupt, so that unfinished files go."""
+    _stopped_by.append(number)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
     sys.exit(128 + number)
 
 

@@ -225,6 +225,8 @@ def model_shape(folder: Path) -> LayerShape:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}/config.json: damaged ({str(error)[:80]}): give another folder") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder}/config.json: holds no settings by their names: give another folder")
     return shape_of_config(config, str(folder))
 
 

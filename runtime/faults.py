@@ -16,7 +16,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from epsim.runtime.beats import (
     BAD_INPUT,
@@ -71,14 +71,18 @@ class Watch(Lookout):
         self._stopped_at: float | None = None
         self._stopped_by = signal.SIGTERM
         self._signals: int | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
         self._parent = os.getppid()
         self._over = threading.Event()
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="epsim-watch", daemon=True)
 
     def start(self, signals: bool = True) -> None:
-        """signals: those that stop a job are taken by this thread, since the main one may be inside a collective."""
+        """signals: those that stop a job are taken by this thread, since the main one may be inside a collective; in a
+        job of one process by itself, until it ends."""
         if self._store is None:
+            if signals and threading.current_thread() is threading.main_thread():
+                self._handlers = {stopping: signal.signal(stopping, self._stop_alone) for stopping in STOPPING}
             return
         if signals:
             reading, writing = os.pipe()
@@ -96,6 +100,7 @@ class Watch(Lookout):
         which waits for the others' last beat, a moment at most."""
         self._over.set()
         if self._store is None:
+            self._give_signals_back()
             return
         if self._thread.is_alive():
             self._thread.join()
@@ -111,6 +116,7 @@ class Watch(Lookout):
     def fail(self, error: BaseException) -> NoReturn:
         """Ends every process because of an error on this rank, or because of the rank whose loss led to it."""
         if self._store is None:
+            self._give_signals_back()
             raise error
         if isinstance(error, PhaseError):
             self._end(self._publish(message_line(str(error)), FAULT))
@@ -123,6 +129,15 @@ class Watch(Lookout):
         while time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(INTERVAL)
         self._end(self._publish(f"{where}: {type(error).__name__}: {message_line(str(error))}", FAULT))
+
+    def _stop_alone(self, number: int, frame: object) -> None:
+        by = signal.Signals(number)
+        print(f"epsim: stopped by {by.name}; rank {self.rank} was in {self.beat().words}", file=sys.stderr, flush=True)
+        sys.exit(128 + by)
+
+    def _give_signals_back(self) -> None:
+        for stopping, handler in self._handlers.items():
+            signal.signal(stopping, handler)
 
     def beat(self) -> Beat:
         clock, turn = self.clock, self.turn

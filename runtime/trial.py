@@ -35,6 +35,9 @@ class Trial:
                 f"EPSIM_TRIAL_FAULT {text!r}: write one of {', '.join(sorted(known))}, then :rank=R,step=S"
             )
         phase = fields.pop("phase", "")
+        for key, value in fields.items():
+            if not value.isdecimal():
+                raise ValueError(f"EPSIM_TRIAL_FAULT {text!r}: {key} is {value!r}, not a whole number")
         return cls(kind, phase=phase, **{key: int(value) for key, value in fields.items()})  # type: ignore[arg-type]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -25,6 +26,9 @@ from epsim.runtime.shapes import SHAPES, LayerShape
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]
+CONFIG = {
+    "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 2,
+}  # fmt: skip
 
 
 def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
@@ -85,6 +89,25 @@ def test_what_does_not_fit_the_trace(
     options: dict[str, Any] = {"trace": str(trace.path), "model": "tiny", "policies": ("eplb",), "out": tmp_path}
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         prepare(RunOptions(**options | changed), 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("{", "damaged"),
+        ("[]", "holds no settings by their names"),
+        ("{}", "has no hidden_size"),
+        (json.dumps(CONFIG | {"num_experts": "8"}), "num_experts of the model's config is '8', not a whole number"),
+        (json.dumps(CONFIG | {"hidden_size": 0}), "hidden is 0, give at least 1"),
+        (json.dumps(CONFIG | {"num_experts_per_tok": -2}), "top_k is -2, give at least 1"),
+    ],
+)
+def test_a_model_that_is_none(make_trace: TraceMaker, tmp_path: Path, config: str, words: str) -> None:
+    trace, model = make_trace("tokens", steps=4), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=words):
+        prepare(RunOptions(str(trace.path), str(model), ("eplb",), tmp_path / "out"), 2)
 
 
 def test_a_router_policy_finds_no_decode_step(make_trace: TraceMaker, tmp_path: Path) -> None:

@@ -239,3 +239,21 @@ def test_a_job_that_is_told_to_stop(watch: Watch, stopping: signal.Signals) -> N
     assert told.code == 128 + stopping
     os.close(reading)
     os.close(writing)
+
+
+@pytest.mark.parametrize("stopping", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_of_one_process_that_is_told_to_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], stopping: signal.Signals
+) -> None:
+    before = signal.getsignal(stopping)
+    alone = Watch(None, 0, 1, JobClock(0, torch.device("cpu")), tmp_path)
+    alone.start()
+    alone.clock.enter("experts", 5, 1)
+    with pytest.raises(SystemExit) as stopped:
+        os.kill(os.getpid(), stopping)
+        time.sleep(5)
+    assert stopped.value.code == 128 + stopping
+    line = f"epsim: stopped by {stopping.name}; rank 0 was in phase experts, step 5, layer 1\n"
+    assert capsys.readouterr().err == line
+    alone.finish()
+    assert signal.getsignal(stopping) is before

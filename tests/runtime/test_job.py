@@ -131,7 +131,9 @@ def test_the_largest_seed_is_one(make_trace: TraceMaker, tmp_path: Path) -> None
     assert len({float(drawn.sum()) for drawn in hidden}) == 3
 
 
-@pytest.mark.parametrize("text", ["kill", "burn:rank=0,step=1", "kill:rank=0", "kill:rank=0,step=1,speed=3"])
+@pytest.mark.parametrize(
+    "text", ["kill", "burn:rank=0,step=1", "kill:rank=0", "kill:rank=0,step=1,speed=3", "kill:rank=x,step=1"]
+)
 def test_trials_that_make_no_sense(text: str) -> None:
     with pytest.raises(ValueError, match="EPSIM_TRIAL_FAULT"):
         Trial.from_text(text)
