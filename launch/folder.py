@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from epsim.launch.options import RunOptions
 from epsim.launch.prepare import Prepared
 from epsim.traces.store import TraceWriter
 from epsim.traces.trace import Phase, TokenBlock
@@ -22,10 +23,16 @@ def routed_file(number: int) -> str:
     return f"routed-{number}.parquet"
 
 
-def clear(out: Path) -> None:
-    """Removes what an earlier run wrote there, whose ranks and stacks may be others, and nothing else."""
+def clear(options: RunOptions) -> None:
+    """Removes what an earlier run wrote into the run's folder, whose ranks and stacks may be others, and nothing else.
+    Raises ValueError where the trace or another input is among it."""
+    out = options.out
     found = [out / RESULTS, out / PREDICTED, *out.glob("routed-*.parquet")]
     found += [path for path in (out / TELEMETRY).glob("rank-*") if WRITTEN.fullmatch(path.name)]
+    going = {path.resolve() for path in found if path.exists()}
+    for name in (options.trace, options.history, options.text):
+        if name is not None and any(Path(name).resolve() in (path, path.parent) for path in going):
+            raise ValueError(f"--out {out}: {name} is of the run there, which goes first: give another folder")
     for path in found:
         with contextlib.suppress(FileNotFoundError):  # ranks of several machines may share the folder
             path.unlink()

@@ -76,7 +76,7 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
     options = with_ranks(options, gpus, cpus)
     num_ranks, on_gpus = options.ranks or 1, options.device == "cuda"
     prepare(options, num_ranks)
-    clear(options.out)
+    clear(options)
     store, attempt = serve("0.0.0.0"), 0
     try:
         may_grow = _join_cluster(ray, num_ranks)

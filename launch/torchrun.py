@@ -46,7 +46,7 @@ def run_torchrun(options: RunOptions) -> Results:
     """Raises ValueError or OSError before a process is started; SystemExit with a line on stderr for a fault after."""
     num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS
     prepare(options, num_ranks)
-    clear(options.out)
+    clear(options)
     clear_logs(options.out)
     store = serve("127.0.0.1")
     logs = options.out / LOGS

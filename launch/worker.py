@@ -77,7 +77,7 @@ def _run(
     prepared = prepare(options, member.num_ranks)
     options.make_out()
     if member.local_rank == 0 and member.attempt == 0:
-        clear(options.out)  # before the others write: they are met below
+        clear(options)  # before the others write: they are met below
     group = None
     if member.num_ranks > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -156,12 +157,18 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
     for name in (*written, *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    clear(tmp_path)
+    there = RunOptions("sample", "tiny", ("eplb",), tmp_path)
+    for inputs in ({"trace": "routed-11.parquet"}, {"history": "telemetry"}, {"text": "results.json"}, {"trace": "."}):
+        path: dict[str, Any] = {name: str(tmp_path / at) for name, at in inputs.items()}
+        with pytest.raises(ValueError, match="is of the run there, which goes first: give another folder"):
+            clear(dataclasses.replace(there, **path))
+    assert all((tmp_path / name).exists() for name in written)
+    clear(dataclasses.replace(there, trace=str(tmp_path / "trace.parquet")))
     assert (tmp_path / written[-1]).exists()
     clear_logs(tmp_path)
     left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
     assert sorted(left) == sorted(others)
-    clear(tmp_path / "nothing here")
+    clear(dataclasses.replace(there, out=tmp_path / "nothing here"))
     clear_logs(tmp_path / "nothing here")
 
 
