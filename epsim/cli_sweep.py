@@ -43,6 +43,8 @@ def sweep_command(
     from epsim.sweep.pools import Processes
     from epsim.sweep.show import print_sweep
 
+    if ray is not None and not ray.strip():
+        raise ValueError("--ray is empty: give a cluster's address, auto or local")
     content = read_grid(grid, named_stack)
     here = min(workers or cores(), cores()) if ray else workers or cores()
 

@@ -29,7 +29,7 @@ def check_source(path: Path) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {reason(error)}: give a file that can be read") from None
     if stat.S_ISDIR(mode):
-        raise ValueError(f"{path} is a folder, not a trace")
+        raise ValueError(f"{path} is a folder: give a file")
     if not stat.S_ISREG(mode):
         raise ValueError(f"{path}: a pipe or device, not a plain file: save it to a file and give that")
 

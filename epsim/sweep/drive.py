@@ -190,7 +190,9 @@ def check_folder(out: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(out: Path) -> Iterator[None]:
-    """Makes the folder, and holds it until the block ends or the process dies. Raises ValueError in one line."""
+    """Makes the folder, and holds it until the block ends or the process dies. A block that fails before anything was
+    kept leaves no folder that was not there. Raises ValueError in one line."""
+    made = not out.exists()
     try:
         (out / CELLS).mkdir(parents=True, exist_ok=True)
         lock = open(out / LOCK, "w")  # noqa: SIM115
@@ -205,4 +207,12 @@ def locked_folder(out: Path) -> Iterator[None]:
             ) from None
         for stale in [*(out / CELLS).glob(".*.part"), *(out / TRACES).glob(".*.part"), *out.glob(".*.part")]:
             stale.unlink(missing_ok=True)
-        yield
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(OSError):  # not empty
+                (out / CELLS).rmdir()
+                (out / LOCK).unlink()
+                if made:
+                    out.rmdir()
+            raise

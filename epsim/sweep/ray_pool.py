@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,11 @@ from epsim.parallel import cores
 from epsim.sweep.cells import Cell
 from epsim.sweep.sources import Opening
 from epsim.sweep.work import Died, Done, Failed, Job, Outcome, perform
-from epsim.traces.files import message_line
+from epsim.traces.files import message_line, reason
 
 LOCAL = "local"
-PATIENCE = 120.0
+CONNECTING = 10.0
+"""Seconds within which a cluster's host must answer."""
 
 
 class SweepActor:
@@ -62,6 +64,7 @@ class RayWorkers:
             there = num_workers or cores()
             ray.init(num_cpus=there, include_dashboard=False, **quiet)
         else:
+            _answers(address)
             try:
                 ray.init(address=address, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
@@ -115,6 +118,17 @@ class RayWorkers:
         if opening.path not in self._contents:
             self._contents[opening.path] = self._ray.put(opening.path.read_bytes())
         return self._contents[opening.path]
+
+
+def _answers(address: str) -> None:
+    """Raises ValueError where nobody answers at HOST:PORT, for whom Ray waits for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECTING).close()
+    except OSError as error:
+        raise ValueError(f"--ray {address}: {reason(error)}: give a cluster's address, auto or local") from None
 
 
 def _why(error: Exception) -> str:

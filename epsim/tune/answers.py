@@ -88,7 +88,7 @@ def answer(
     for kind, candidate in zip(KINDS, searched.picked, strict=True):
         gain = gains[candidate]
         advised = candidate != base and gain.low is not None and gain.low > 0 and gain.mean >= worth
-        run = candidate if advised else base
+        run = candidate if advised or (kind == "vllm" and vllm_lacks(base)) else base
         found = {
             "for": kind,
             "advised": advised,
@@ -217,7 +217,8 @@ def _commands(
         assert not sglang_lacks(candidate)
         return ([plan_command(candidate, setup, "sglang")] if plan else []) + [sglang_command(candidate, setup)]
     if kind == "vllm":
-        assert not vllm_lacks(candidate)
+        if vllm_lacks(candidate):
+            return []  # a baseline with redundant experts, and nothing else to run
         return [vllm_command(candidate, setup, candidate.interval or _vllm_interval(problem, candidate, base, finals))]
     return [plan_command(candidate, setup, "epsim")] if plan else []
 

@@ -20,6 +20,12 @@ def parse_memory(text: str) -> float:
     return float(found[1]) * unit
 
 
+def amount(size: float, sign: str = "") -> str:
+    """Bytes as GB, or MB where GB would round to nothing."""
+    small = 0 < abs(size) < 0.1 * GB
+    return f"{size / 1e6:{sign},.3g} MB" if small else f"{size / GB:{sign},.1f} GB"
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """One GPU's memory. total: bytes. kept_share: of it kept free for KV cache, activations, embeddings and buffers.
@@ -66,8 +72,8 @@ class Memory:
         least = -(-self.model.num_experts // num_gpus)
         if most < least:
             raise ValueError(
-                f"{self.model.name} needs {self.used(least) / GB:.1f} GB of weights on each of {num_gpus} GPUs, and "
-                f"{self.limit / GB:.1f} GB of {self.total / GB:.0f} GB are for weights (--kv-share {self.kept_share:g} "
+                f"{self.model.name} needs {amount(self.used(least))} of weights on each of {num_gpus} GPUs, and "
+                f"{amount(self.limit)} of {amount(self.total)} are for weights (--kv-share {self.kept_share:g} "
                 "kept free): give more --gpus or --memory-per-gpu, or a smaller --kv-share"
             )
         return most

@@ -13,7 +13,7 @@ from rich.text import Text
 from epsim.report.table import PIPE_WIDTH
 from epsim.results import Results
 from epsim.traces.files import printable
-from epsim.tune.words import amount
+from epsim.tune.memory import amount
 
 MOST_ROWS = 12
 HEADERS = ("candidate", "weights a GPU", "gain choosing", "gain on steps held out (95% interval)", "rounds")

@@ -26,7 +26,7 @@ from epsim.tune.candidates import (
     redundancies,
 )
 from epsim.tune.final import Finals
-from epsim.tune.memory import GB, Memory
+from epsim.tune.memory import Memory, amount
 from epsim.tune.migration import LAYER_MS
 from epsim.tune.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair_us, race
 from epsim.tune.scorer import Part, Problem
@@ -132,10 +132,12 @@ def tune(
         often = 0.0 if candidate.interval is None else 1 / candidate.interval
         return used(candidate), candidate.complexity, often, candidate.name
 
+    # Experts that do not divide among the GPUs need redundant ones, which vLLM has with EPLB alone.
+    without_base = bool(vllm_lacks(candidates[0])) and any(map(vllm_runs, candidates))
     classes: tuple[Class, ...] = (
         lambda c: True,
         lambda c: not sglang_lacks(c),
-        lambda c: c == candidates[0] or vllm_runs(c),
+        lambda c: vllm_runs(c) or (c == candidates[0] and not without_base),
     )
     rounds = race(problem, candidates, choose, classes, cost, options.worth, lambda part: progress("choosing", part))
     last = rounds[-1].times
@@ -152,7 +154,7 @@ def tune(
     finalists = list(dict.fromkeys(finalists))
     progress("scoring what is left on the steps held out", 0.0)
     places = evenly(report.first, report.last, _affordable_steps(problem, len(finalists)))
-    finals = Finals(problem, finalists, report, places, lambda c: [f"{used(c) / GB:.1f} GB of weights a GPU"])
+    finals = Finals(problem, finalists, report, places, lambda c: [f"{amount(used(c))} of weights a GPU"])
     searched = Searched(candidates, tuple(rounds), finalists, tuple(picked), rebalanced, intervals, choose, report)
     decode = timing.kernels != "normal"
     shape = (options.gpus, options.nodes, options.groups)
@@ -222,7 +224,7 @@ def _clusters(problem: Problem, options: TuneOptions, memory: Memory) -> list[Cl
         if slots > room:
             raise ValueError(
                 f"--redundant {cluster.num_redundant} makes {slots} slots a GPU and layer "
-                f"({memory.used(slots) / GB:.1f} GB of weights), {room} fit {memory.limit / GB:.1f} GB: give at most "
+                f"({amount(memory.used(slots))} of weights), {room} fit {amount(memory.limit)}: give at most "
                 f"{room * gpus - num_experts}, or a smaller --kv-share"
             )
     return found

@@ -10,7 +10,7 @@ import numpy as np
 from epsim.traces.trace import LEVELS
 from epsim.tune.candidates import Candidate
 from epsim.tune.conditions import Condition
-from epsim.tune.memory import GB, Memory
+from epsim.tune.memory import GB, Memory, amount
 from epsim.tune.race import Interval
 from epsim.tune.scorer import Part, Problem
 from epsim.tune.systems import ON_EACH_HOST, sglang_lacks, vllm_lacks
@@ -45,17 +45,11 @@ def all_lines(
     lines.append(("rebalancing", _rebalancing(problem, searched, rebalancing, worth)))
     lines.append(("does not pay", _not(problem, searched, first, gains, conditions, others, finals)))
     for one, candidate in zip(answers[1:], searched.picked[1:], strict=True):
-        lines.append((SYSTEMS[one["for"]], _system(one, candidate, picked, first)))
+        lines.append((SYSTEMS[one["for"]], _system(one, candidate, picked, base, first)))
     if problem.base.num_nodes > 1:
         lines.append(("to paste", f"{ON_EACH_HOST}."))
     lines.append(("limits", _limits(problem)))
     return lines
-
-
-def amount(size: float, sign: str = "") -> str:
-    """Bytes as GB, or MB where GB would round to nothing."""
-    small = 0 < abs(size) < 0.1 * GB
-    return f"{size / 1e6:{sign},.3g} MB" if small else f"{size / GB:{sign},.1f} GB"
 
 
 def verdict(first: Mapping[str, Any], base: Candidate) -> str:
@@ -239,14 +233,21 @@ def _not(
     return "; ".join(parts) + "."
 
 
-def _system(one: Mapping[str, Any], candidate: Candidate, best: Candidate, first: Mapping[str, Any]) -> str:
+def _system(
+    one: Mapping[str, Any], candidate: Candidate, best: Candidate, base: Candidate, first: Mapping[str, Any]
+) -> str:
     lacks = {"sglang": sglang_lacks, "vllm": vllm_lacks}[one["for"]](best)
     gain = percent(_interval(one["throughput_gain"]))
     head = f"runs it as it is: {gain}." if candidate == best else f"the best it can run is {candidate.name}: {gain}."
     lacking = f"has {lacks}; " if first["advised"] and lacks else ""
     if not one["advised"]:
         what = "of what it can run, nothing" if lacking else "nothing"
-        return f"{lacking}{what} makes a difference worth having."
+        said = f"{lacking}{what} makes a difference worth having"
+        cannot = vllm_lacks(base) if one["for"] == "vllm" else ""
+        if cannot:
+            said += f"; it has {cannot}, and experts do not divide among the GPUs without: "
+            said += "it cannot run the baseline" if candidate == base else f"its own baseline is {candidate.name}"
+        return f"{said}."
     head = lacking + head
     if one["for"] == "vllm" and one["advised"] and candidate.interval is None:
         head += (

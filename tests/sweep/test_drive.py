@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.collect import collect
 from epsim.sweep.drive import Sweep, cell_path, finished_cells, locked_folder, run_sweep
 from epsim.sweep.grid import read_grid
-from epsim.sweep.ray_pool import SweepActor
+from epsim.sweep.ray_pool import SweepActor, _answers
 from epsim.sweep.sources import Making
 from epsim.sweep.work import Job, _opened, perform
 from epsim.traces.files import CannotWriteError
@@ -305,3 +306,29 @@ def test_traces_are_made_only_for_cells_that_are_missing(
     assert (sweep().kept, len(made)) == (4, 2)
     next((out / "cells").iterdir()).unlink()
     assert (sweep().computed, len(made)) == (1, 3)
+
+
+def test_what_fails_before_anything_was_kept_leaves_no_folder(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.mkdir()
+    for out in (new, old):
+        with pytest.raises(ValueError, match="no cell"), locked_folder(out):
+            raise ValueError("no cell")
+    assert not new.exists()
+    assert list(old.iterdir()) == []
+    with pytest.raises(ValueError, match="a full disk"), locked_folder(new):
+        (new / "cells" / "a.json").write_text("{}")
+        raise ValueError("a full disk")
+    assert (new / "cells" / "a.json").exists()
+
+
+def test_nobody_answers_at_an_address() -> None:
+    """Ray itself would wait for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _answers(f"127.0.0.1:{port}")
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        with pytest.raises(ValueError, match=f"^--ray {address}: connection refused: give a cluster's address"):
+            _answers(address)
+    for told_by_ray in ("auto", "127.0.0.1", "127.0.0.1:high"):
+        _answers(told_by_ray)

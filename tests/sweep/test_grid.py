@@ -140,7 +140,7 @@ def test_the_command_refuses_in_one_line(
 
     make_trace()
     assert refused(tmp_path / "none.toml") == f"{tmp_path}/none.toml: no such file"
-    assert refused(tmp_path).endswith("is a folder, not a trace")
+    assert refused(tmp_path).endswith("is a folder: give a file")
     assert refused(write_grid("\0")).startswith(f"{tmp_path}/grid.toml: not TOML")
     good = write_grid(grid_text())
     missing = write_grid(grid_text(trace='[[trace]]\npath = "gone.parquet"'), "missing.toml")

@@ -150,3 +150,8 @@ def test_a_cluster_that_is_not_there(grid: Path, tmp_path: Path) -> None:
     done = run([*EPSIM, "sweep", grid, "--out", tmp_path / "out", "--ray", "auto"])
     assert (done.code, done.out, len(done.lines)) == (2, "", 1)
     assert done.lines[0].startswith("epsim: --ray auto: ")
+
+
+def test_an_empty_address(epsim: Epsim, grid: Path, tmp_path: Path) -> None:
+    code, _, err = epsim("sweep", grid, "--out", tmp_path / "out", "--ray", " ")
+    assert (code, err) == (2, "epsim: --ray is empty: give a cluster's address, auto or local\n")

@@ -55,6 +55,7 @@ def test_json_is_results_json(epsim: Epsim, asked: list[str]) -> None:
         (["--gpus", "11"], "11 ranks on 2 nodes"),
         (["--gpus", "6", "--redundant", "1"], "do not divide among 6 ranks"),
         (["--gpus", "4", "--memory-per-gpu", "100MB"], "give more --gpus or --memory-per-gpu"),
+        (["--gpus", "4", "--memory-per-gpu", "1MB"], "MB of 1 MB are for weights"),
         (["--gpus", "4", "--memory-per-gpu", "much"], "--memory-per-gpu much"),
         (["--gpus", "4", "--kv-share", "1"], "--kv-share"),
         (["--gpus", "4", "--hardware", "h9000"], "--hardware h9000: known are"),
@@ -120,3 +121,27 @@ def test_an_empty_layer_is_no_hindrance(epsim: Epsim, make_counts: MakeCounts, m
     assert (code, err) == (0, "")
     gains = {row["name"]: row["gain"] for row in json.loads(printed)["tune"]["candidates"]}
     assert gains["eplb r0"]["low"] > 0.5
+
+
+@pytest.mark.parametrize("policy", ["eplb", "contiguous"])
+def test_experts_that_do_not_divide_among_the_gpus(
+    epsim: Epsim, make_counts: MakeCounts, model: Path, policy: str
+) -> None:
+    """The baseline has redundant experts then, which vLLM has with EPLB alone."""
+    trace = make_counts(np.full_like(STATIONARY, 1 / STATIONARY.shape[1]))
+    words = ["tune", trace.path, "--model", model, "--hardware", "h200", "--gpus", "3", "--worth", "0.9"]
+    code, printed, err = epsim(*words, "--policy", policy, "--json")
+    assert (code, err) == (0, "")
+    results = json.loads(printed)
+    vllm = next(one for one in results["tune"]["answers"] if one["for"] == "vllm")
+    said = next(one["text"] for one in results["tune"]["words"] if one["about"] == "vLLM")
+    assert not vllm["advised"]
+    assert "has no redundant experts without EPLB" in said
+    if policy == "contiguous":
+        assert said.endswith("it cannot run the baseline.")
+        assert vllm["commands"] == []
+    else:
+        assert said.endswith(f"its own baseline is {vllm['name']}.")
+        assert vllm["name"].startswith("eplb")
+        assert f'"num_redundant_experts": {vllm["redundant"]}' in vllm["commands"][0]
+        assert vllm["redundant"] > 0
