@@ -1,8 +1,5 @@
 // Instructions of the batch's reader that CUDA C++ has no words for.
 
-__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
 // Two numbers n of 0 to 255, each as the half 1024 + n -> 1024 + n / 3, rounded down. In fp16 a sum from 1024 on is
 // rounded to a whole number: n / 3 - 1 / 4 to the nearest is n / 3 rounded down, with room for 1/3's own rounding.
 __device__ __forceinline__ u32 thirds(u32 halves) {

@@ -34,11 +34,9 @@ __device__ __forceinline__ void await_keys(const u64 *scores, u32 tag, Keys &key
     }
 }
 
-// The sum over warps of what each has told, and of those before this one.
-__device__ __forceinline__ int sum_before(const int (&told)[WARPS], int warp, int lane, int &all) {
-    const int own = lane < WARPS ? told[lane] : 0;
-    all = __reduce_add_sync(~0u, own);
-    return __reduce_add_sync(~0u, lane < warp ? own : 0);
+// The sum of what warps before this one have told.
+__device__ __forceinline__ int sum_before(const int (&told)[WARPS], int warp, int lane) {
+    return __reduce_add_sync(~0u, lane < warp ? told[lane] : 0);
 }
 
 // Counts of bins from the top down: where the `wanted`th is. -> its bin; wanted: how many of it are; equal: how many there are.
@@ -52,7 +50,7 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
         count[4 * i] = four.w, count[4 * i + 1] = four.z, count[4 * i + 2] = four.y, count[4 * i + 3] = four.x;
         total += four.w + four.z + four.y + four.x;
     }
-    int upto = total, all;
+    int upto = total;
 #pragma unroll
     for (int far = 1; far < 32; far *= 2) {
         const int other = __shfl_up_sync(~0u, upto, far);
@@ -60,7 +58,7 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
     }
     if (lane == 31) shared.across[warp] = upto;
     __syncthreads();
-    int before = upto - total + sum_before(shared.across, warp, lane, all);
+    int before = upto - total + sum_before(shared.across, warp, lane);
     if (before < wanted && wanted <= before + total) {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
@@ -118,9 +116,20 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
         from = prefix << shift, upto = (prefix + 1) << shift;
     }
     if (equal == within) return from;
+    // Few warps have any of them.
+    const u32 lowest = (u32)(from >> 16), highest = (u32)((upto - 1) >> 16);
+    u32 near = 0;
 #pragma unroll
-    for (int i = 0; i < EACH * 2; ++i) {
-        const u64 order = order_of(key[i / 2][i % 2], channel_of(i / 2, i % 2, warp, lane));
+    for (int i = 0; i < EACH * 2; ++i) near |= key[i / 2][i % 2] >= lowest && key[i / 2][i % 2] <= highest ? 1u << i : 0;
+#pragma unroll 1
+    while (near) {
+        const int i = __ffs(near) - 1;
+        near &= near - 1;
+        u32 own = 0;
+#pragma unroll
+        for (int j = 0; j < EACH * 2; ++j)
+            if (j == i) own = key[j / 2][j % 2];
+        const u64 order = order_of(own, channel_of(i / 2, i % 2, warp, lane));
         if (order >= from && order < upto) shared.rival[atomicAdd(&shared.rivals, 1)] = order;
     }
     __syncthreads();
@@ -137,17 +146,17 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
 }
 
 // The channels that a token keeps: bits. Of them this block's `part`th of `parts` are listed, in an order that all of the
-// token's blocks share; -> how many. Bins are 0 at first.
-__device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 tag, int token, int part, int parts, int warp, int lane) {
-    const u32 live = __ballot_sync(~0u, lane < COLUMNS && a.ids[(long long)token * COLUMNS + (lane < COLUMNS ? lane : 0)] >= 0);
-    const int experts = __popc(live), wanted = a.kept_of[experts];
+// token's blocks share; -> how many. expert: the lane-th of the token, or below 0. Bins are 0 at first.
+__device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 tag, int token, int expert, int part, int parts, int warp, int lane) {
+    const int experts = __popc(__ballot_sync(~0u, expert >= 0)), all = experts * INTER, given = a.kept_of[experts];
+    const int wanted = given < all ? given : all, begin = wanted * part / parts, number = wanted * (part + 1) / parts - begin;
     Keys key;
     await_keys(a.scores + (long long)token * SCORES, tag, key, warp, lane);
     __syncwarp();
     u64 least = wanted > 0 ? order_of(1, 65535) : ~0ull;
-    if (wanted > 0 && wanted < experts * INTER) least = least_of(shared, key, wanted, warp, lane);
+    if (wanted > 0 && wanted < all) least = least_of(shared, key, wanted, warp, lane);
     u32 word[EACH][2];
-    int total = 0, kept;
+    int total = 0;
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i) {
         const int channel = channel_of(i / 2, i % 2, warp, lane);
@@ -158,9 +167,7 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     if (lane == 0) shared.kept[warp] = total;
     before_copies();  // Rows come where bins and rivals are.
     __syncthreads();
-    int before = sum_before(shared.kept, warp, lane, kept);
-    const int begin = kept * part / parts, number = kept * (part + 1) / parts - begin;
-    before -= begin;
+    int before = sum_before(shared.kept, warp, lane) - begin;
     if (before < number && before + total > 0) {
 #pragma unroll
         for (int i = 0; i < EACH * 2; ++i) {

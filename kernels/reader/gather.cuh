@@ -8,76 +8,100 @@ __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float
     return sum;
 }
 
-// Sums of w b p over a part of the channels that are skipped. Eight lanes a channel, four numbers each; eight channels
-// a turn.
-__device__ __forceinline__ void restore(const Arguments &a, Shared &shared, u32 tag, int token, int part, int parts, int warp, int lane) {
-    const long long *ids = a.ids + (long long)token * COLUMNS;
-    float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 1
-    for (int turn = (WARPS - 1 - warp) * parts + part; turn * 8 < CHANNELS; turn += parts * WARPS) {
+// Sums of w b p over channels that are skipped, eight a turn: eight lanes have one, four numbers each. What two turns need
+// is asked for at once, before it is added.
+struct Restoring {
+    float4 sum;
+    int turn, step;
+    uint2 b[4];
+    u64 estimate[4];
+    u32 there;
+
+    __device__ __forceinline__ Restoring(int first, int step) : sum(make_float4(0, 0, 0, 0)), turn(first), step(step) {}
+    __device__ __forceinline__ bool more() const { return turn * 8 < CHANNELS; }
+    __device__ __forceinline__ int channel_of(int i, int lane) const { return (turn + i / 2 * step) * 8 + i % 2 * 4 + lane / 8; }
+
+    // expert: of the token's lane-th. estimates: the token's.
+    __device__ __forceinline__ void ask(const Arguments &a, const Shared &shared, const u64 *estimates, int expert, int lane) {
+        there = 0;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int channel = turn * 8 + half * 4 + lane / 8;
-            if (channel >= CHANNELS || shared.bits[channel / 32] >> channel % 32 & 1) continue;
-            const int slot = channel / INTER;
-            const long long expert = ids[slot];
-            if (expert < 0) continue;
-            const uint2 b = *(const uint2 *)(a.coefficients + (expert * INTER + channel % INTER) * 32 + lane % 8 * 4);
-            u64 estimate;
-            do estimate = get_tagged(a.estimates + (long long)token * CHANNELS + channel);
-            while ((u32)(estimate >> 32) != tag);
-            const float amount = a.weights[token * COLUMNS + slot] * __int_as_float((u32)estimate);
-            sum.x += amount * low(b.x), sum.y += amount * high(b.x);
-            sum.z += amount * low(b.y), sum.w += amount * high(b.y);
+        for (int i = 0; i < 4; ++i) {
+            const int channel = channel_of(i, lane), slot = channel / INTER;
+            const long long owner = __shfl_sync(~0u, expert, slot < COLUMNS ? slot : 0);
+            if (channel >= CHANNELS || owner < 0 || shared.bits[channel / 32] >> channel % 32 & 1) continue;
+            b[i] = *(const uint2 *)(a.coefficients + (owner * INTER + channel % INTER) * 32 + lane % 8 * 4);
+            estimate[i] = get_tagged(estimates + channel);
+            there |= 1u << i;
         }
     }
-#pragma unroll
-    for (int far = 8; far < 32; far *= 2) {
-        sum.x += __shfl_xor_sync(~0u, sum.x, far), sum.y += __shfl_xor_sync(~0u, sum.y, far);
-        sum.z += __shfl_xor_sync(~0u, sum.z, far), sum.w += __shfl_xor_sync(~0u, sum.w, far);
-    }
-    if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = sum;
-}
 
-// A part of a token's channels, the `part`th of `parts`: kept ones in full, of the others b. A warp has a place for a
-// channel's rows and its gate and up; down rows are added up by all, two columns a thread at a time.
+    __device__ __forceinline__ void add(const u64 *estimates, u32 tag, float weight, int lane) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int channel = channel_of(i, lane), slot = channel / INTER;
+            const float by = __shfl_sync(~0u, weight, slot < COLUMNS ? slot : 0);
+            if (!(there >> i & 1)) continue;
+            while ((u32)(estimate[i] >> 32) != tag) estimate[i] = get_tagged(estimates + channel);
+            const float amount = by * __int_as_float((u32)estimate[i]);
+            sum.x += amount * low(b[i].x), sum.y += amount * high(b[i].x);
+            sum.z += amount * low(b[i].y), sum.w += amount * high(b[i].y);
+        }
+        turn += 2 * step;
+    }
+
+    // The warp's, by the first eight lanes.
+    __device__ __forceinline__ void tell(float *to, int lane) {
+#pragma unroll
+        for (int far = 8; far < 32; far *= 2) {
+            sum.x += __shfl_xor_sync(~0u, sum.x, far), sum.y += __shfl_xor_sync(~0u, sum.y, far);
+            sum.z += __shfl_xor_sync(~0u, sum.z, far), sum.w += __shfl_xor_sync(~0u, sum.w, far);
+        }
+        if (lane < 8) *(float4 *)(to + lane * 4) = sum;
+    }
+};
+
+// A part of a token's channels, the `part`th of `parts`: kept ones in full, of the others b. A channel's rows have a place,
+// and a warp or two that multiply gate and up; down rows are added up by all, two columns a thread at a time.
 // parity: bit i is of place i's barriers.
 __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 tag, int token, int part, int parts, int row, u32 &parity, int warp, int lane) {
-    constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS;
-    const long long *ids = a.ids + (long long)token * COLUMNS;
+    constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS, FEW = GATHERING < WARPS / 2 ? GATHERING : WARPS / 2;
     const u64 policy = read_once();
     if (threadIdx.x < HIDDEN / 8) shared.x[threadIdx.x] = *(const uint4 *)(a.x + token * a.stride + threadIdx.x * 8);
-    const int number = choose(a, shared, tag, token, part, parts, warp, lane);
-    // The two halves of a channel's rows: gate and up, then down.
+    // The token's lane-th expert.
+    const int expert = lane < COLUMNS ? (int)a.ids[token * COLUMNS + lane] : -1;
+    const float weight = lane < COLUMNS ? a.weights[token * COLUMNS + lane] : 0;
+    const int number = choose(a, shared, tag, token, expert, part, parts, warp, lane);
+    // The two halves of a channel's rows, to a place: gate and up, then down.
     auto fetch = [&](int i, int place, int half) {
-        if (i >= number || lane) return;
-        const int slot = shared.list[i] / INTER, channel = shared.list[i] % INTER;
-        const long long expert = ids[slot];
+        if (i >= number) return;
+        const int kept = shared.list[i], slot = kept / INTER, channel = kept - slot * INTER;
+        const long long owner = __shfl_sync(~0u, expert, slot);
+        if (lane) return;
         arrive_expecting(shared.full[place][half], (half ? 1 : 2) * HIDDEN * 2);
         if (half) {
-            copy_in(shared.row[place][2], a.down + (expert * INTER + channel) * HIDDEN, HIDDEN * 2, shared.full[place][1], policy);
+            copy_in(shared.row[place][2], a.down + (owner * INTER + channel) * HIDDEN, HIDDEN * 2, shared.full[place][1], policy);
         } else {
-            const u16 *from = a.gate_up + (expert * 2 * INTER + channel) * HIDDEN;
+            const u16 *from = a.gate_up + (owner * 2 * INTER + channel) * HIDDEN;
             copy_in(shared.row[place][0], from, HIDDEN * 2, shared.full[place][0], policy);
             copy_in(shared.row[place][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[place][0], policy);
         }
     };
-    // Few channels have two warps each, or one and a place's rows are fetched again.
-    const int team = number <= (GATHERING < WARPS / 2 ? GATHERING : WARPS / 2) ? 2 : 1;
-    const int own = warp / team, member = warp % team;
-    if (member == 0 && own < GATHERING) fetch(own, own, 0), fetch(own, own, 1);
+    // Few channels have two warps each; of more, places' rows are fetched again.
+    const int team = number <= FEW ? 2 : 1, own = warp / team, member = warp % team;
+    if (own < GATHERING && member == 0) fetch(own, own, 0);
+    if (own < GATHERING && member == team - 1) fetch(own, own, 1);
     if (a.kept && part == 0)
         for (int word = threadIdx.x; word < WORDS; word += THREADS) a.kept[(long long)token * WORDS + word] = shared.bits[word];
-#if RANK
-    restore(a, shared, tag, token, part, parts, warp, lane);
-#endif
+    const u64 *estimates = a.estimates + (long long)token * CHANNELS;
+    Restoring restoring((WARPS - 1 - warp) * parts + part, parts * WARPS);
     float sum[PAIRS][2];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) sum[i][0] = sum[i][1] = 0;
-    int begin = 0;
 #pragma unroll 1
-    do {
+    for (int begin = 0;; begin += GATHERING) {
         const int there = number - begin < GATHERING ? number - begin : GATHERING;
+        const bool last = number <= begin + GATHERING;
+        if (RANK && restoring.more()) restoring.ask(a, shared, estimates, expert, lane);
         if (own < there) {
             const uint4 *gate = (const uint4 *)shared.row[own][0], *up = (const uint4 *)shared.row[own][1];
             float one = 0, other = 0;
@@ -95,26 +119,36 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
             if (lane == 0) shared.dots[warp] = make_float2(one, other);
             if (team == 1) fetch(begin + GATHERING + own, own, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
         }
+#if RANK
+        if (restoring.more()) restoring.add(estimates, tag, weight, lane);
+        if (last) {
+#pragma unroll 1
+            while (restoring.more()) {
+                restoring.ask(a, shared, estimates, expert, lane);
+                restoring.add(estimates, tag, weight, lane);
+            }
+            restoring.tell(shared.mapped[warp], lane);
+        }
+#endif
         __syncthreads();
 #if RANK
-        if (begin == 0 && warp == WARPS - 1) {
+        if (last && warp == WARPS - 1) {
             float whole = 0;
 #pragma unroll
             for (int other = 0; other < WARPS; ++other) whole += shared.mapped[other][lane];
             put_tagged(a.mapped + row * 32 + lane, __float_as_int(whole), tag);
         }
 #endif
-        float amount = 0;  // What the lane's channel's down row is multiplied by.
-        if (lane < there) {
-            float2 dots = shared.dots[lane * team];
-            if (team == 2) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;
-            amount = activation(dots.x) * dots.y * a.weights[token * COLUMNS + shared.list[begin + lane] / INTER];
-        }
-#pragma unroll 2
+        // What the lane-th channel's down row is multiplied by.
+        float2 dots = lane < there ? shared.dots[lane * team] : make_float2(0, 0);
+        if (team == 2 && lane < there) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;
+        const float amount = activation(dots.x) * dots.y * __shfl_sync(~0u, weight, lane < there ? shared.list[begin + lane] / INTER : 0);
+        if (lane < there) wait(shared.full[lane][1], parity >> lane & 1);
+        __syncwarp();
+#pragma unroll 4
         for (int place = 0; place < there; ++place) {
             const u32 *down = (const u32 *)shared.row[place][2];
             const float by = __shfl_sync(~0u, amount, place);
-            wait(shared.full[place][1], parity >> place & 1);
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
                 const int at = i * THREADS + threadIdx.x;
@@ -122,12 +156,11 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
                 sum[i][0] += by * low(down[at]), sum[i][1] += by * high(down[at]);
             }
         }
-        parity ^= (u32)((1ull << (there > 0 ? there : 0)) - 1);
-        begin += GATHERING;
-        if (begin >= number) break;
+        if (there > 0) parity ^= (u32)((1ull << there) - 1);
+        if (last) break;
         __syncthreads();
-        if (own < GATHERING) fetch(begin + own, own, 1);
-    } while (true);
+        if (own < GATHERING) fetch(begin + GATHERING + own, own, 1);
+    }
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
         const int at = i * THREADS + threadIdx.x;

@@ -1,4 +1,8 @@
-// Half precision that CUDA C++ has no words for without its own headers.
+// Instructions of the readers that CUDA C++ has no words for, or none without its own headers.
+
+// Of a kernel that may begin before the one before it has ended.
+__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // sum [16, 8] += a [16, 16] b [16, 8] in fp16, spread over a warp. Subnormal values count as what they are.
 __device__ __forceinline__ void multiply_halves(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {

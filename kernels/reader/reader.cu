@@ -7,8 +7,8 @@
 // no block waits for all others. What a block does once is kept short: fetching instructions is much of its time.
 //
 // screen   A task is a token's expert and a sector of 32 bytes of each code row, 80 channels. A warp has blocks of 128
-//          coordinates: it rotates the token's, lists the largest, and multiplies their codes by tensor cores. A code's
-//          digit 0, 1, 2 is a subnormal number of fp16 as it is; x is three fp16 numbers, so that nothing is rounded.
+//          coordinates: it rotates the token's, lists the largest, and multiplies their codes by tensor cores, so that
+//          sums of codes times x, x in 23 bits of its block's largest, are exact.
 // choose   The blocks of a token each find the same channels: a radix select over the bits of all its scores.
 // gather   A warp has a kept channel's gate and up rows, all warps its down row. Skipped channels add their b.
 // finish   Sums over a token's blocks in fixed order, so that every run gives the same bits; the map U; bfloat16.
@@ -57,9 +57,9 @@ constexpr int RIVALS = 1024;          // Most channels of a bin that are compare
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
 static_assert(COLUMNS <= 32 && CHANNELS <= 16384 && (RANK == 32 || RANK == 0) && GATHERING <= WARPS, "shape");
 
-// The largest coordinates of a block of Rx: which, and x / unit in three parts of falling size.
+// The largest coordinates of a block of Rx: which, and x / unit in two parts.
 struct Screened {
-    u16 part[3][COORDINATES];
+    u16 part[2][COORDINATES];
     u8 coordinate[COORDINATES];
     float unit;
 };
@@ -102,18 +102,17 @@ __device__ __forceinline__ void await_tag(const u64 *at, u32 tag) {
 
 // 32 columns of a token at a time: its blocks' sums and the map. As many warps do it together as its blocks keep busy.
 __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 tag, int warp, int lane) {
-    constexpr int UNITS = HIDDEN / 32, EACH = 9;
-    const bool shared_out = a.tokens <= (int)gridDim.x;
-    const int rows = shared_out ? (gridDim.x + a.tokens - 1) / a.tokens : 1;
-    int team = WARPS;  // Warps of a team.
-    while (team > 1 && team / 2 * EACH >= rows) team /= 2;
-    const int member = warp % team, teams = WARPS / team;
+    constexpr u32 UNITS = HIDDEN / 32, EACH_WARP = 9;
+    const u32 blocks = gridDim.x, tokens = a.tokens, rows = tokens <= blocks ? (blocks + tokens - 1) / tokens : 1;
+    u32 team = WARPS;  // Warps of a team.
+    while (team > 1 && team / 2 * EACH_WARP >= rows) team /= 2;
+    const u32 member = warp % team, teams = WARPS / team;
 #pragma unroll 1
-    for (int begin = blockIdx.x * teams; begin < a.tokens * UNITS; begin += gridDim.x * teams) {
-        const int unit = begin + warp / team, token = unit / UNITS, column = unit % UNITS * 32 + lane;
-        const bool there = token < a.tokens;
-        const int first = shared_out ? (int)((long long)token * gridDim.x / a.tokens) : token;
-        const int last = !there ? first : shared_out ? (int)((long long)(token + 1) * gridDim.x / a.tokens) : token + 1;
+    for (u32 begin = blockIdx.x * teams; begin < tokens * UNITS; begin += blocks * teams) {
+        const u32 unit = begin + warp / team, token = unit / UNITS, column = unit % UNITS * 32 + lane;
+        const bool there = token < tokens;
+        const int first = tokens <= blocks ? token * blocks / tokens : token;
+        const int last = !there ? first : tokens <= blocks ? (token + 1) * blocks / tokens : token + 1;
 #if RANK
         uint4 u[4];
         if (there && member == 0)
@@ -122,39 +121,44 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
 #endif
         float sum = 0, through = 0;
 #pragma unroll 1
-        for (int row = first + member; row < last; row += EACH * team) {
-            u64 part[EACH], some[EACH];
-            const int own = row + (lane < EACH ? lane : 0) * team;
+        for (int row = first + member; row < last; row += EACH_WARP * team) {
+            u64 part[EACH_WARP], some[EACH_WARP];
+            const int own = row + (lane < EACH_WARP ? lane : 0) * team;
             u32 late;
 #pragma unroll 1
             do {
                 late = 0;
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) {
+                for (int i = 0; i < EACH_WARP; ++i) {
                     const int at = row + i * team;
                     part[i] = at < last ? get_tagged(a.parts + (long long)at * HIDDEN + column) : tagged(0, tag);
                     some[i] = RANK && at < last ? get_tagged(a.mapped + at * 32 + lane) : tagged(0, tag);
                 }
 #pragma unroll
-                for (int i = 0; i < EACH; ++i) late |= ((u32)(part[i] >> 32) ^ tag) | ((u32)(some[i] >> 32) ^ tag);
+                for (int i = 0; i < EACH_WARP; ++i) late |= ((u32)(part[i] >> 32) ^ tag) | ((u32)(some[i] >> 32) ^ tag);
                 // A row's last word is waited for, so that those who still write are not disturbed.
                 if (late && own < last) await_tag(a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
             } while (__any_sync(~0u, late != 0));
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) sum += __int_as_float((u32)part[i]), through += __int_as_float((u32)some[i]);
+            for (int i = 0; i < EACH_WARP; ++i) sum += __int_as_float((u32)part[i]), through += __int_as_float((u32)some[i]);
         }
         shared.pair[threadIdx.x] = sum;
         shared.mapped[warp][lane] = through;
         __syncthreads();
         if (there && member == 0) {
             float whole = 0, across = 0;
-#pragma unroll 4
-            for (int other = warp; other < warp + team; ++other) whole += shared.pair[other * 32 + lane], across += shared.mapped[other][lane];
-#if RANK
 #pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const u32 two = ((const u32 *)u)[i];
-                whole += low(two) * __shfl_sync(~0u, across, 2 * i) + high(two) * __shfl_sync(~0u, across, 2 * i + 1);
+            for (int other = 0; other < WARPS; ++other)
+                if (other < team) whole += shared.pair[(warp + other) * 32 + lane], across += shared.mapped[warp + other][lane];
+#if RANK
+            __syncwarp();
+            shared.mapped[warp][lane] = across;
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float4 one = *(const float4 *)(shared.mapped[warp] + i * 8), other = *(const float4 *)(shared.mapped[warp] + i * 8 + 4);
+                whole += low(u[i].x) * one.x + high(u[i].x) * one.y + low(u[i].y) * one.z + high(u[i].y) * one.w;
+                whole += low(u[i].z) * other.x + high(u[i].z) * other.y + low(u[i].w) * other.z + high(u[i].w) * other.w;
             }
 #endif
             a.output[(long long)token * HIDDEN + column] = rounded(whole);
@@ -166,24 +170,28 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
 extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     Shared &shared = *(Shared *)memory;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = gridDim.x;
-    const u64 ended = get_tagged(a.ended);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < GATHERING * 2; ++i) start(shared.full[i / 2][i % 2], 1);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 blocks = gridDim.x;
+    if (threadIdx.x < GATHERING * 2) {
+        start(shared.full[threadIdx.x / 2][threadIdx.x % 2], 1);
         started();
     }
     clear_bins(shared);
-    const bool alone = a.tokens > blocks;  // A block has whole tokens, or a part of one.
-    int token = alone ? (int)blockIdx.x : (int)(((long long)(blockIdx.x + 1) * a.tokens - 1) / blocks);
-    const int first = (int)((long long)token * blocks / a.tokens), last = (int)((long long)(token + 1) * blocks / a.tokens);
+    wait_for_last();
+    let_next_begin();
+    const u64 ended = get_tagged(a.ended);
+    const bool alone = a.tokens > (int)blocks;  // A block has whole tokens, or a part of one.
+    const u32 tokens = a.tokens;
+    u32 token = alone ? blockIdx.x : ((blockIdx.x + 1) * tokens - 1) / blocks;
+    const int first = token * blocks / tokens, last = (token + 1) * blocks / tokens;
     screen(a, shared, ended, warp, lane);
     const u32 tag = shared.tag;
     u32 parity = 0;
     while (true) {
         const int part = alone ? 0 : blockIdx.x - first, parts = alone ? 1 : last - first;
-        gather(a, shared, tag, token, part, parts, alone ? token : (int)blockIdx.x, parity, warp, lane);
+        gather(a, shared, tag, token, part, parts, alone ? token : blockIdx.x, parity, warp, lane);
         token += blocks;
-        if (!alone || token >= a.tokens) break;
+        if (!alone || token >= tokens) break;
         __syncthreads();
         clear_bins(shared);
         __syncthreads();

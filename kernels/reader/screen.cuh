@@ -4,13 +4,21 @@
 // rows are t, t + 4, t + 8 and t + 12, so that lanes read from different banks.
 __device__ __forceinline__ int row_of(int at) { return (at & ~7) | (at & 1) << 2 | (at >> 1 & 3); }
 
+// Where the last of the listed coordinates is in a normal distribution, in units of the largest of 128, and how fast their
+// number falls there, of all: first guesses.
+constexpr float EXPECTED = COORDINATES >= 112 ? 0.06f : COORDINATES >= 96 ? 0.12f : COORDINATES >= 80 ? 0.185f
+    : COORDINATES >= 64 ? 0.255f : COORDINATES >= 48 ? 0.335f : COORDINATES >= 32 ? 0.435f : 0.58f;
+constexpr float A_COORDINATE = 1.0f / (COORDINATES >= 64 ? 240 : COORDINATES >= 32 ? 160 : 80);
+
 // A block of 128 coordinates, 4 a lane: rotated, and the largest listed. One warp.
 __device__ void list_largest(const Arguments &a, int token, int block, int lane, Screened &to) {
     float v[4];
     const u16 *x = a.x + token * a.stride + block * 128 + lane * 4;
-    const signed char *signs = a.signs + block * 128 + lane * 4;
+    const uint2 four = *(const uint2 *)x;
+    const u32 signs = *(const u32 *)(a.signs + block * 128 + lane * 4);
+    v[0] = low(four.x), v[1] = high(four.x), v[2] = low(four.y), v[3] = high(four.y);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = wide(x[i]) * signs[i];
+    for (int i = 0; i < 4; ++i) v[i] *= (signed char)(signs >> 8 * i);
     turn(v, lane);
     u32 key[4], most = 0;
 #pragma unroll
@@ -20,54 +28,55 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         most = key[i] > most ? key[i] : most;
     }
     most = __reduce_max_sync(~0u, most);
-    // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`. First guesses by a
-    // straight line between the two, then by halves of what is left of their bits.
+    // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`. Guesses as of a normal
+    // distribution, then by a straight line between the two, then by halves of what is left of their bits.
     u32 least = 0, beyond = most + 1;
     int there = 128, past = 0;
+    float guess = __int_as_float(most) * EXPECTED;
 #pragma unroll 1
     for (int turn = 0; there != COORDINATES && beyond - least > 1; ++turn) {
-        u32 middle = least + (beyond - least) / 2;
-        if (turn < 8) {
-            const float from = __int_as_float(least), upto = __int_as_float(beyond);
-            const u32 guess = __float_as_int(from + (upto - from) * (there - COORDINATES + 0.5f) / (there - past));
-            if (guess > least && guess < beyond) middle = guess;
-        }
+        u32 level = __float_as_int(guess);
+        if (turn > 8 || level <= least || level >= beyond) level = least + (beyond - least) / 2;
         int count = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) count += key[i] >= middle;
+        for (int i = 0; i < 4; ++i) count += key[i] >= level;
         count = __reduce_add_sync(~0u, count);
-        if (count >= COORDINATES) least = middle, there = count;
-        else beyond = middle, past = count;
+        if (count >= COORDINATES) least = level, there = count;
+        else beyond = level, past = count;
+        const float from = __int_as_float(least), upto = __int_as_float(beyond);
+        guess = turn < 2 ? __int_as_float(level) + __int_as_float(most) * (A_COORDINATE * (count - COORDINATES))
+                         : from + __fdividef(upto - from, there - past) * (there - COORDINATES + 0.5f);
     }
     // Too many equals: the first of them are taken.
     const u32 before = (1u << lane) - 1;
-    const bool tied = there != COORDINATES;
-    int ties = 0, room = COORDINATES - there, own = 0;
-    if (tied) {
+    u32 spared = 0;  // Of this lane's, bits.
+    if (there != COORDINATES) {
+        int ties = 0, room = COORDINATES - there;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 equal = __ballot_sync(~0u, key[i] == least);
             ties += __popc(equal & before), room += __popc(equal);
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (key[i] == least && ties++ >= room) spared |= 1u << i;
     }
-    // Halves hold up to 65,504 units.
+    // x in units of 2^-21 of the largest's power of two, as two whole numbers of at most 12 bits: 2^11 of the second are
+    // one of the first. With codes their sums are exact.
+    constexpr float WHOLE = 12582912;  // To this is added what is rounded to a whole number.
     const int found = most >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
     const float one_over = __int_as_float((254 - exponent) << 23);
     int place = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const bool equal = key[i] == least;
-        const bool taken = key[i] >= least && !(tied && equal && ties + own >= room);
-        own += equal;
+        const bool taken = key[i] >= least && !(spared >> i & 1);
         const u32 all = __ballot_sync(~0u, taken);
         if (taken) {
             const int at = place + __popc(all & before);
-            const float whole = v[i] * one_over;
-            const u16 first = to_half(whole);
-            const float rest = (whole - from_half(first)) * 2048;
-            const u16 second = to_half(rest);
+            const float scaled = v[i] * one_over * 1024, first = scaled + WHOLE - WHOLE;
+            const float second = (scaled - first) * 2048 + WHOLE - WHOLE;
             to.coordinate[row_of(at)] = lane * 4 + i;
-            to.part[0][at] = first, to.part[1][at] = second, to.part[2][at] = to_half((rest - from_half(second)) * 2048);
+            to.part[0][at] = to_half(first * 16), to.part[1][at] = to_half(second * 16);
         }
         place += __popc(all);
     }
@@ -75,20 +84,11 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     __syncwarp();
 }
 
-// Bytes `which` and `which + 1` of two words, side by side.
-__device__ __forceinline__ u32 beside(u32 one, u32 other, int which) {
-    return which ? (one >> 16) | (other & 0xffff0000u) : (one & 0xffffu) | (other << 16);
-}
-
-// Two bytes, sums of (code + 1) 3^i, as halves: sums of code 3^i in units of 2^-24, the smallest number of fp16.
-__device__ __forceinline__ u32 code_sums(u32 bytes) { return add_halves(bytes & 0x00ff00ffu, 0x80798079u); }
-
-// The lowest codes of two such sums, which are taken off: a third is rounded to the whole number next to it.
-__device__ __forceinline__ u32 lowest_codes(u32 &sums) {
-    constexpr u32 THIRD = 0x35553555, MINUS_3 = 0xc200c200;
-    const u32 above = times_halves(sums, THIRD), codes = fma_halves(above, MINUS_3, sums);
-    sums = above;
-    return codes;
+// A byte of each of two words, sums of (code + 1) 3^i, as halves: sums of code 3^i in units of 2^-24, the smallest number
+// of fp16.
+__device__ __forceinline__ u32 code_sums(u32 one, u32 other, int which) {
+    const u32 bytes = which % 2 ? __byte_perm(one, other, which < 2 ? 0x5511 : 0x7733) : __byte_perm(one, other, which < 2 ? 0x4400 : 0x6622);
+    return add_halves(bytes & 0x00ff00ffu, 0x80798079u);
 }
 
 // Codes of a strip in a block of coordinates, a sector of each: two lanes a row.
@@ -101,7 +101,10 @@ __device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from
 }
 
 // -> products [PAIRED]: of a word's 10 values, gate's five come first. sum of code times x.
+// A sum of code 3^i over 3^i, rounded to the next whole number, is that of the codes from the ith on. So are sums of
+// products with x, and the ith code's is that less three times the next.
 __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[COORDINATES][8], int lane, float *products) {
+    constexpr u32 THIRD = 0x35553555;
     const int g = lane / 4, t = lane % 4;
     float4 sum[2][5];
 #pragma unroll
@@ -109,35 +112,38 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
 #pragma unroll 1
     for (int step = 0; step < STEPS; ++step) {
         const u32 (*row)[8] = code + step * 16 + t;
+        const u32 word[4] = {row[0][g], row[4][g], row[8][g], row[12][g]};
         u32 b0 = 0, b1 = 0;
-        if (g < 3) {
+        if (g < 2) {
             b0 = *(const u32 *)&from.part[g][step * 16 + t * 2];
             b1 = *(const u32 *)&from.part[g][step * 16 + t * 2 + 8];
         }
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
-            const u32 one = beside(row[0][g], row[4][g], which), other = beside(row[8][g], row[12][g], which);
-            u32 gate0 = code_sums(one), up0 = code_sums(one >> 8), gate1 = code_sums(other), up1 = code_sums(other >> 8);
+            u32 gate0 = code_sums(word[0], word[1], 2 * which), up0 = code_sums(word[0], word[1], 2 * which + 1);
+            u32 gate1 = code_sums(word[2], word[3], 2 * which), up1 = code_sums(word[2], word[3], 2 * which + 1);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 a0 = lowest_codes(gate0), a1 = lowest_codes(up0), a2 = lowest_codes(gate1), a3 = lowest_codes(up1);
-                multiply_halves(sum[which][i], a0, a1, a2, a3, b0, b1);
+            for (int i = 0; i < 5; ++i) {
+                multiply_halves(sum[which][i], gate0, up0, gate1, up1, b0, b1);
+                if (i == 4) continue;
+                gate0 = times_halves(gate0, THIRD), up0 = times_halves(up0, THIRD);
+                gate1 = times_halves(gate1, THIRD), up1 = times_halves(up1, THIRD);
             }
-            multiply_halves(sum[which][4], gate0, up0, gate1, up1, b0, b1);
         }
     }
-    const float unit = from.unit * 16777216.0f, part = 1.0f / 2048;
+    if (t) return;  // The first lane has both parts of x.
+    const float unit = from.unit * 1024, part = 1.0f / 2048;
 #pragma unroll
     for (int which = 0; which < 2; ++which)
 #pragma unroll
         for (int i = 0; i < 5; ++i) {
-            const float4 own = sum[which][i];
-            const float third[2] = {__shfl_sync(~0u, own.x, g * 4 + 1), __shfl_sync(~0u, own.z, g * 4 + 1)};
-            if (t == 0) {
-                float *to = products + (2 * g + which) * 10 + i;
-                to[0] = (own.x + (own.y + third[0] * part) * part) * unit;
-                to[5] = (own.z + (own.w + third[1] * part) * part) * unit;
+            float4 own = sum[which][i];
+            if (i < 4) {
+                const float4 next = sum[which][i < 4 ? i + 1 : 4];
+                own = make_float4(own.x - 3 * next.x, own.y - 3 * next.y, own.z - 3 * next.z, own.w - 3 * next.w);
             }
+            float *to = products + (2 * g + which) * 10 + i;
+            to[0] = (own.x + own.y * part) * unit, to[5] = (own.z + own.w * part) * unit;
         }
 }
 
@@ -201,8 +207,8 @@ __device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, 
 // A block's tasks. With two buffers the next one's codes come while one is multiplied. ended: blocks of all launches.
 __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, u64 ended, int warp, int lane) {
     constexpr int AHEAD = BUFFERS - 1, A_TOKEN = STRIPS * COLUMNS;
-    const long long tasks = (long long)a.tokens * A_TOKEN;
-    const int begin = (int)(tasks * blockIdx.x / gridDim.x), end = (int)(tasks * (blockIdx.x + 1) / gridDim.x);
+    const u32 tasks = a.tokens * A_TOKEN;
+    const int begin = tasks * blockIdx.x / gridDim.x, end = tasks * (blockIdx.x + 1) / gridDim.x;
 #pragma unroll 1
     for (int task = begin - AHEAD; task <= end; ++task) {
         const int next = task + AHEAD;

@@ -3,8 +3,6 @@
 #include "halves.h"
 
 static int min(int a, int b) { return a < b ? a : b; }
-static void wait_for_last() {}
-static void let_next_begin() {}
 static u32 thirds(u32 halves) {
     u32 both = 0;
     for (int shift = 0; shift < 32; shift += 16)

@@ -20,5 +20,4 @@ template <typename T> static void sum_to(T &word, int other, T more) {
 }
 static unsigned __reduce_or_sync(unsigned, unsigned v) { return fold(v, [](unsigned a, unsigned b) { return a | b; }); }
 static unsigned atomicAdd(unsigned *at, unsigned more) { const unsigned old = *at; *at += more; return old; }
-static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static int __ffsll(unsigned long long bits) { return __builtin_ffsll(bits); }

@@ -113,6 +113,7 @@ template <typename T> static T __reduce_min_sync(unsigned, T v) { return fold(v,
 template <typename T> static T __reduce_add_sync(unsigned, T v) { return fold(v, [](T a, T b) { return a + b; }); }
 
 static int __popc(unsigned bits) { return __builtin_popcount(bits); }
+static int __ffs(unsigned bits) { return __builtin_ffs(bits); }
 static int __popcll(unsigned long long bits) { return __builtin_popcountll(bits); }
 static int __float_as_int(float value) { int bits; memcpy(&bits, &value, 4); return bits; }
 static float __int_as_float(int bits) { float value; memcpy(&value, &bits, 4); return value; }

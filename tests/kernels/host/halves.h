@@ -7,6 +7,8 @@ struct float2 { float x, y; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 struct int4 { int x, y, z, w; };
 
+static void wait_for_last() {}
+static void let_next_begin() {}
 static float from_half(u16 bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     const float size = exponent ? std::ldexp(1024.0f + mantissa, exponent - 25) : std::ldexp((float)mantissa, -24);
@@ -23,6 +25,13 @@ static u16 to_half(float value) {
     const u16 bits = top ? (whole >= 2048 ? (top + 1) << 10 : (top << 10) + (int)whole - 1024) : (int)whole;
     return bits | (value < 0 ? 0x8000 : 0);
 }
+static u32 __byte_perm(u32 one, u32 other, u32 which) {
+    const u64 bytes = one | (u64)other << 32;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= (u32)(bytes >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return found;
+}
+static float __fdividef(float one, float other) { return one / other; }
 // Sums and products of small numbers: float holds them exactly, so that they are rounded once.
 template <typename F> static u32 of_halves(F &&result) {
     return to_half(result(0)) | (u32)to_half(result(16)) << 16;
