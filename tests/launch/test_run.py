@@ -15,12 +15,15 @@ import pytest
 import torch
 
 from epsim.cost.formulas import METRICS
+from epsim.launch import worker
 from epsim.launch.inline import run_inline
 from epsim.launch.options import RunOptions
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.results import read_results
+from epsim.runtime.exchange.collectives import TorchExchange
+from epsim.runtime.faults import Watch
 from epsim.runtime.telemetry import read_telemetry
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock
@@ -53,6 +56,23 @@ def test_one_rank_in_this_process(make_trace: TraceMaker, tmp_path: Path) -> Non
     assert (results["run"]["device"], results["run"]["dtype"]) == ("CPU", "float32")
     with pytest.raises(ValueError, match="--ranks 2: inline is one process, one rank; give --launcher torchrun"):
         run_inline(RunOptions("sample", "tiny", ("eplb",), tmp_path / "x", ranks=2))
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_the_watch_knows_what_the_exchange_holds(
+    make_trace: TraceMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    made: list[Watch] = []
+
+    class Seen(Watch):
+        def start(self, signals: bool = True) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(worker, "Watch", Seen)
+    monkeypatch.setattr(TorchExchange, "holds_interpreter", holds)
+    trace = make_trace("tokens", steps=2, tokens=8)
+    run_inline(RunOptions(str(trace.path), "tiny", ("contiguous",), tmp_path / "out", device="cpu"))
+    assert [watch.beat().holds for watch in made] == [holds]
 
 
 @pytest.mark.slow
