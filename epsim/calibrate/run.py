@@ -60,7 +60,7 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
     Collective under torchrun. Raises ValueError in one line for what the user can mend.
     """
     machine = Machine.here(request.device) if machine is None else machine
-    base = load_hardware(request.base) if request.base else _base(machine)
+    base = load_hardware(request.base, "--base") if request.base else _base(machine)
     models = [load_model(name) for name in request.models or MODELS[machine.device.type]]
     other = next((model for model in models if model.compute != "bf16"), None)
     if other is not None:

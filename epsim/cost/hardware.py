@@ -137,9 +137,10 @@ class Hardware:
             raise ValueError(f"exchange_sms {self.exchange_sms} leaves none of {self.sms} SMs to compute")
 
 
-def load_hardware(name: str) -> Hardware:
-    """`h100`, `h200`, `h800`, `b200`, or the path of a TOML file. Raises ValueError in one line."""
-    content, where = read_spec("hardware", "--hardware", name)
+def load_hardware(name: str, option: str = "--hardware") -> Hardware:
+    """`h100`, `h200`, `h800`, `b200`, or the path of a TOML file. option: named where it is unknown. Raises ValueError
+    in one line."""
+    content, where = read_spec("hardware", option, name)
     found = build(Hardware, content, where)
     assert isinstance(found, Hardware)
     return found
