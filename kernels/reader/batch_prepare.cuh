@@ -13,7 +13,7 @@ __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int bloc
 }
 
 // A record: a token's values at the chosen coordinates of a block, as halves of a unit that leaves them below 2, in the
-// order of the screen's products; then the unit times 2^24, and the halves' sum over 2^24.
+// order of the screen's products; then the unit times 2^24.
 __device__ void write_record(const Arguments &a, const float *values, const u8 *chosen, int token, int block, int lane) {
     float v[(COORDINATES + 31) / 32];
     u32 most = 0;
@@ -29,22 +29,14 @@ __device__ void write_record(const Arguments &a, const float *values, const u8 *
     const int found = most >> 23, exponent = found < 1 ? 1 : found > 230 ? 230 : found;
     const float one_over = __int_as_float((254 - exponent) << 23);
     u8 *to = a.record + ((long long)block * a.tokens + token) * RECORD;
-    float sum = 0;
 #pragma unroll
     for (int i = 0; i < (COORDINATES + 31) / 32; ++i) {
         const int at = i * 32 + lane, inner = at % 16;
         if (at >= COORDINATES) break;
         const u16 half = sound ? to_half(v[i] * one_over) : 0;
         ((u16 *)to)[at / 16 * 16 + inner % 8 / 2 * 4 + inner % 2 + inner / 8 * 2] = half;
-        sum += from_half(half);
     }
-#pragma unroll
-    for (int far = 1; far < 32; far *= 2) sum += __shfl_xor_sync(~0u, sum, far);
-    if (lane == 0) {
-        float *beside = (float *)(to + COORDINATES * 2);
-        beside[0] = __int_as_float(sound ? (exponent + 24) << 23 : 0x7fc00000);
-        beside[1] = sum * 5.9604644775390625e-8f;
-    }
+    if (lane == 0) *(float *)(to + COORDINATES * 2) = __int_as_float(sound ? (exponent + 24) << 23 : 0x7fc00000);
 }
 
 // The coordinates of a block of 128 that add most to the tokens' sum of squares; tokens without experts do not count.

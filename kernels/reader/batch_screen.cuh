@@ -1,9 +1,8 @@
 // The second launch of batch.cu: a block has 32 words of an expert's code rows, 160 channels' gate and up, a warp 8 of
 // them, and all the expert's tokens, TOKENS at a time. Blocks are small, so that all are there at once.
 //
-// Codes are digits of base 3. A product of the tensor cores takes n / 3^i, rounded down, as the digits i and above
-// together; the i-th alone is that less three times the next, which holds for sums of products as well. Numbers are in
-// units of 2^-24, fp16's smallest; sums begin at what makes digits of 0, 1, 2 codes of -1, 0, 1.
+// A sum of code 3^i over 3^i, rounded to the next whole number, is that of the codes from the ith on. So are sums of
+// products with x, and the ith code's is that less three times the next.
 
 constexpr int SHARES = (ROW + 63) / 64, SHARE = 160;  // Of an expert; channels of a share.
 constexpr int SCREENING = 128;                        // Threads.
@@ -60,24 +59,19 @@ template <int TOKENS> struct Copier {
     }
 };
 
-// A block of coordinates: sums [tile][digit] of gate (x, y) and up (z, w), of tokens 2t and 2t + 1 of a tile.
+// A block of coordinates: sums [tile][code] of gate (x, y) and up (z, w), of tokens 2t and 2t + 1 of a tile.
 template <int TILES>
 __device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int group, int lane, float4 (&sum)[TILES][5]) {
     const int g = lane / 4, t = lane % 4;
-    float4 digit[TILES][5];
+    float4 above[TILES][5];
     float unit[TILES][2];
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-        const float2 one = *(const float2 *)(from.record[tile * 8 + t * 2] + COORDINATES * 2);
-        const float2 two = *(const float2 *)(from.record[tile * 8 + t * 2 + 1] + COORDINATES * 2);
-        unit[tile][0] = one.x, unit[tile][1] = two.x;
-        const float center[5] = {-121, -40, -13, -4, -1};
+        for (int one = 0; one < 2; ++one) unit[tile][one] = *(const float *)(from.record[tile * 8 + t * 2 + one] + COORDINATES * 2);
 #pragma unroll
-        for (int i = 0; i < 5; ++i)
-            digit[tile][i] = make_float4(center[i] * one.y, center[i] * two.y, center[i] * one.y, center[i] * two.y);
+        for (int i = 0; i < 5; ++i) above[tile][i] = make_float4(0, 0, 0, 0);
     }
     const u8 *code = from.code[t * 2] + (group * 8 + g) * 2;
-    constexpr u32 NUMBER = 0x00ff00ffu, BASE = 0x64006400u;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         uint2 b[TILES];
@@ -87,14 +81,13 @@ __device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int g
         const u8 *row = code + step * 16 * PITCH;
         const u32 near = *(const u16 *)row | (u32) * (const u16 *)(row + PITCH) << 16;
         const u32 far = *(const u16 *)(row + 8 * PITCH) | (u32) * (const u16 *)(row + 9 * PITCH) << 16;
-        u32 gate0 = near & NUMBER | BASE, up0 = near >> 8 & NUMBER | BASE;
-        u32 gate1 = far & NUMBER | BASE, up1 = far >> 8 & NUMBER | BASE;
+        u32 gate0 = code_sums(__byte_perm(near, 0, 0x2200)), up0 = code_sums(__byte_perm(near, 0, 0x3311));
+        u32 gate1 = code_sums(__byte_perm(far, 0, 0x2200)), up1 = code_sums(__byte_perm(far, 0, 0x3311));
 #pragma unroll
         for (int i = 0; i < 5; ++i) {
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
-                multiply_halves(digit[tile][i], gate0 & NUMBER, up0 & NUMBER, gate1 & NUMBER, up1 & NUMBER,
-                                b[tile].x, b[tile].y);
+                multiply_halves(above[tile][i], gate0, up0, gate1, up1, b[tile].x, b[tile].y);
             if (i < 4) gate0 = thirds(gate0), up0 = thirds(up0), gate1 = thirds(gate1), up1 = thirds(up1);
         }
     }
@@ -104,9 +97,9 @@ __device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int g
         const float gate = from_half(scale[i]), up = from_half(scale[SHARE + i]);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            float4 own = digit[tile][i];
+            float4 own = above[tile][i];
             if (i < 4) {
-                const float4 next = digit[tile][i < 4 ? i + 1 : 4];
+                const float4 next = above[tile][i < 4 ? i + 1 : 4];
                 own = make_float4(own.x - 3 * next.x, own.y - 3 * next.y, own.z - 3 * next.z, own.w - 3 * next.w);
             }
             sum[tile][i].x += own.x * (gate * unit[tile][0]), sum[tile][i].y += own.y * (gate * unit[tile][1]);

@@ -74,8 +74,10 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
     return shared.found[0];
 }
 
+// Bins and rivals.
 __device__ __forceinline__ void clear_bins(Shared &shared) {
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4 *)shared.bin)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < RIVALS / 2; i += THREADS) ((uint4 *)shared.rival)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) shared.rivals = 0;
 }
 
@@ -137,8 +139,10 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
     for (int i = threadIdx.x; i < equal; i += THREADS) {
         const u64 own = shared.rival[i];
         int better = 0;
-#pragma unroll 8
-        for (int other = 0; other < equal; ++other) better += shared.rival[other] > own;
+#pragma unroll 1
+        for (int other = 0; other < equal; other += 8)  // Those behind the last are 0.
+#pragma unroll
+            for (int j = 0; j < 8; ++j) better += shared.rival[other + j] > own;
         if (better == within - 1) shared.least = own;
     }
     __syncthreads();
@@ -155,26 +159,53 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     __syncwarp();
     u64 least = wanted > 0 ? order_of(1, 65535) : ~0ull;
     if (wanted > 0 && wanted < all) least = least_of(shared, key, wanted, warp, lane);
-    u32 word[EACH][2];
-    int total = 0;
+    const u32 lowest = (u32)(least >> 16);
+    u32 word = 0;  // The lane-th of the warp's bits.
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i) {
-        const int channel = channel_of(i / 2, i % 2, warp, lane);
-        const u32 bits = __ballot_sync(~0u, order_of(key[i / 2][i % 2], channel) >= least);
-        if (lane == 0 && channel < CHANNELS) shared.bits[channel / 32] = bits;
-        word[i / 2][i % 2] = bits, total += __popc(bits);
+        const u32 bits = __ballot_sync(~0u, key[i / 2][i % 2] >= lowest);
+        if (lane == i) word = bits;
     }
-    if (lane == 0) shared.kept[warp] = total;
+    int before = 0, total = 0;
+    // How many the warp has, and all those before it; -> all.
+    auto count = [&]() {
+        total = __reduce_add_sync(~0u, __popc(word));
+        if (lane == 0) shared.kept[warp] = total;
+        __syncthreads();
+        before = sum_before(shared.kept, warp, lane) - begin;
+        return __reduce_add_sync(~0u, lane < WARPS ? shared.kept[lane] : 0);
+    };
+    const int at = channel_of(lane / 2, lane % 2, warp, 0) / 32;
+    const bool has = lane < EACH * 2 && at < WORDS;
+    if (has) shared.bits[at] = word;
     before_copies();  // Rows come where bins and rivals are.
-    __syncthreads();
-    int before = sum_before(shared.kept, warp, lane) - begin;
-    if (before < number && before + total > 0) {
+    if (count() != wanted) {
+        // Of those equal to the last one, only the lower are kept.
+        const int last = 65535 - (int)(least & 65535);
 #pragma unroll
         for (int i = 0; i < EACH * 2; ++i) {
-            const u32 bits = word[i / 2][i % 2];
-            const int place = before + __popc(bits & ((1u << lane) - 1));
-            if (bits >> lane & 1 && place >= 0 && place < number) shared.list[place] = channel_of(i / 2, i % 2, warp, lane);
-            before += __popc(bits);
+            const u32 none = __ballot_sync(~0u, key[i / 2][i % 2] == lowest && channel_of(i / 2, i % 2, warp, lane) > last);
+            if (lane == i) word &= ~none;
+        }
+        __syncthreads();
+        if (has) shared.bits[at] = word;
+        count();
+    }
+    if (before < number && before + total > 0) {
+        int place = __popc(word);
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2) {
+            const int other = __shfl_up_sync(~0u, place, far);
+            if (lane >= far) place += other;
+        }
+        place += before - __popc(word);
+        u32 listed = __ballot_sync(~0u, word && place < number && place + __popc(word) > 0);
+#pragma unroll 1
+        for (; listed; listed &= listed - 1) {
+            const int i = __ffs(listed) - 1;
+            const u32 bits = __shfl_sync(~0u, word, i);
+            const int own = __shfl_sync(~0u, place, i) + __popc(bits & ((1u << lane) - 1));
+            if (bits >> lane & 1 && own >= 0 && own < number) shared.list[own] = channel_of(i / 2, i % 2, warp, lane);
         }
     }
     __syncthreads();

@@ -55,19 +55,26 @@ def rounded_up(values: torch.Tensor) -> torch.Tensor:
     return torch.where(near.to(values.dtype) < wide, next_one, near)
 
 
+POWERS = (1, 3, 9, 27, 81)
+NEGATIVE = 128
+
+
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """codes [..., n] in -1, 0, 1 -> [..., ceil(n / 5)] uint8: sum of (code + 1) 3^i over five, missing ones 0."""
+    """codes [..., n] in -1, 0, 1 -> [..., ceil(n / 5)] uint8: of five the size of sum code 3^i, 121 at most, 128 more
+    where it is negative; missing ones 0. So the sum is a float16's in units of its smallest number, once the upper bit
+    is moved."""
     short = -codes.shape[-1] % CODES_A_BYTE
-    digits = torch.nn.functional.pad(codes.to(torch.int16), (0, short)) + 1
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int16, device=codes.device)
-    fives = digits.reshape(*digits.shape[:-1], -1, CODES_A_BYTE)
-    return (fives * powers).sum(-1).to(torch.uint8)
+    digits = torch.nn.functional.pad(codes.to(torch.int16), (0, short))
+    powers = torch.tensor(POWERS, dtype=torch.int16, device=codes.device)
+    sums = (digits.reshape(*digits.shape[:-1], -1, CODES_A_BYTE) * powers).sum(-1)
+    return torch.where(sums < 0, NEGATIVE - sums, sums).to(torch.uint8)
 
 
 def unpacked(packed_codes: torch.Tensor, count: int) -> torch.Tensor:
     """[..., m] uint8 -> [..., count] int8, the inverse of `packed`."""
-    powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.int16, device=packed_codes.device)
-    digits = packed_codes.to(torch.int16)[..., None] // powers % 3
+    wide = packed_codes.to(torch.int16)
+    sums = torch.where(wide < NEGATIVE, wide, NEGATIVE - wide)
+    digits = (sums + sum(POWERS))[..., None] // torch.tensor(POWERS, dtype=torch.int16, device=wide.device) % 3
     return (digits.flatten(-2)[..., :count] - 1).to(torch.int8)
 
 
@@ -79,12 +86,12 @@ def row_bytes(intermediate: int, sector: int = SECTOR) -> int:
 def code_rows(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """gate, up [..., I] codes of one coordinate -> [..., row_bytes(I)] uint8.
 
-    Bytes 2m and 2m + 1 hold channels 5m to 5m + 4 of gate and of up, so that one 16-bit word has both; zeros (codes,
-    bytes of 121) fill the last sector.
+    Bytes 2m and 2m + 1 hold channels 5m to 5m + 4 of gate and of up, so that one 16-bit word has both; zeros
+    fill the last sector.
     """
     words = torch.stack([packed(gate), packed(up)], -1).flatten(-2)
     short = row_bytes(gate.shape[-1]) - words.shape[-1]
-    return torch.nn.functional.pad(words, (0, short), value=121)
+    return torch.nn.functional.pad(words, (0, short))
 
 
 def codes_of_rows(rows: torch.Tensor, intermediate: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -215,6 +215,7 @@ def fused(
     blocks = blocks_of(device)
     argument, held = argument_of(sizes, sketch, x, {**tensors, **_workspace(sizes, len(x), device)}, kept)
     stream = torch.cuda.current_stream().cuda_stream
-    function = _kernel(device, sizes)
-    launch(function, (blocks,), THREADS, sizes.shared, stream, argument, early=False, together=True)
+    # Blocks wait for each other: there are no more than multiprocessors, each of which has room for one, and when this
+    # launch begins early all blocks of the one before it run already.
+    launch(_kernel(device, sizes), (blocks,), THREADS, sizes.shared, stream, argument, early=True)
     return held["output"]

@@ -8,6 +8,31 @@ __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float
     return sum;
 }
 
+// Gate and up rows times x; of a team of warps each has a part.
+__device__ __forceinline__ float2 dot_rows(const u16 (*row)[HIDDEN], const uint4 *x, int team, int member, int lane) {
+    const uint4 *gate = (const uint4 *)row[0], *up = (const uint4 *)row[1];
+    float one = 0, other = 0;
+#pragma unroll 4
+    for (int at = member * 32 + lane; at < HIDDEN / 8; at += 32 * team) one = dot(gate[at], x[at], one), other = dot(up[at], x[at], other);
+#pragma unroll
+    for (int far = 16; far; far /= 2) {
+        one += __shfl_xor_sync(~0u, one, far);
+        other += __shfl_xor_sync(~0u, other, far);
+    }
+    return make_float2(one, other);
+}
+
+// sum plus a row of U times 32 numbers.
+__device__ __forceinline__ float through_map(const uint4 (&u)[4], const float *numbers, float sum) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float4 one = *(const float4 *)(numbers + i * 8), other = *(const float4 *)(numbers + i * 8 + 4);
+        sum += low(u[i].x) * one.x + high(u[i].x) * one.y + low(u[i].y) * one.z + high(u[i].y) * one.w;
+        sum += low(u[i].z) * other.x + high(u[i].z) * other.y + low(u[i].w) * other.z + high(u[i].w) * other.w;
+    }
+    return sum;
+}
+
 // Sums of w b p over channels that are skipped, eight a turn: eight lanes have one, four numbers each. What two turns need
 // is asked for at once, before it is added.
 struct Restoring {
@@ -49,14 +74,27 @@ struct Restoring {
         turn += 2 * step;
     }
 
-    // The warp's, by the first eight lanes.
-    __device__ __forceinline__ void tell(float *to, int lane) {
+    // What is left, and the block's sums: of each warp, by its first eight lanes.
+    __device__ __forceinline__ void end(const Arguments &a, Shared &shared, const u64 *estimates, u32 tag, int expert, float weight, int warp, int lane) {
+#pragma unroll 1
+        while (more()) {
+            ask(a, shared, estimates, expert, lane);
+            add(estimates, tag, weight, lane);
+        }
 #pragma unroll
         for (int far = 8; far < 32; far *= 2) {
             sum.x += __shfl_xor_sync(~0u, sum.x, far), sum.y += __shfl_xor_sync(~0u, sum.y, far);
             sum.z += __shfl_xor_sync(~0u, sum.z, far), sum.w += __shfl_xor_sync(~0u, sum.w, far);
         }
-        if (lane < 8) *(float4 *)(to + lane * 4) = sum;
+        if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = sum;
+    }
+
+    // All warps' together, which other blocks are told.
+    __device__ __forceinline__ void put(u64 *to, const Shared &shared, u32 tag, int lane) const {
+        float whole = 0;
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other) whole += shared.mapped[other][lane];
+        put_tagged(to + lane, __float_as_int(whole), tag);
     }
 };
 
@@ -74,7 +112,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
     // The two halves of a channel's rows, to a place: gate and up, then down.
     auto fetch = [&](int i, int place, int half) {
         if (i >= number) return;
-        const int kept = shared.list[i], slot = kept / INTER, channel = kept - slot * INTER;
+        const int slot = shared.list[i] / INTER, channel = shared.list[i] - slot * INTER;
         const long long owner = __shfl_sync(~0u, expert, slot);
         if (lane) return;
         arrive_expecting(shared.full[place][half], (half ? 1 : 2) * HIDDEN * 2);
@@ -103,42 +141,17 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
         const bool last = number <= begin + GATHERING;
         if (RANK && restoring.more()) restoring.ask(a, shared, estimates, expert, lane);
         if (own < there) {
-            const uint4 *gate = (const uint4 *)shared.row[own][0], *up = (const uint4 *)shared.row[own][1];
-            float one = 0, other = 0;
             wait(shared.full[own][0], parity >> own & 1);
-#pragma unroll 4
-            for (int at = member * 32 + lane; at < HIDDEN / 8; at += 32 * team) {
-                const uint4 x = shared.x[at];
-                one = dot(gate[at], x, one), other = dot(up[at], x, other);
-            }
-#pragma unroll
-            for (int far = 16; far; far /= 2) {
-                one += __shfl_xor_sync(~0u, one, far);
-                other += __shfl_xor_sync(~0u, other, far);
-            }
-            if (lane == 0) shared.dots[warp] = make_float2(one, other);
+            const float2 dots = dot_rows(shared.row[own], shared.x, team, member, lane);
+            if (lane == 0) shared.dots[warp] = dots;
             if (team == 1) fetch(begin + GATHERING + own, own, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
         }
 #if RANK
         if (restoring.more()) restoring.add(estimates, tag, weight, lane);
-        if (last) {
-#pragma unroll 1
-            while (restoring.more()) {
-                restoring.ask(a, shared, estimates, expert, lane);
-                restoring.add(estimates, tag, weight, lane);
-            }
-            restoring.tell(shared.mapped[warp], lane);
-        }
+        if (last) restoring.end(a, shared, estimates, tag, expert, weight, warp, lane);
 #endif
         __syncthreads();
-#if RANK
-        if (last && warp == WARPS - 1) {
-            float whole = 0;
-#pragma unroll
-            for (int other = 0; other < WARPS; ++other) whole += shared.mapped[other][lane];
-            put_tagged(a.mapped + row * 32 + lane, __float_as_int(whole), tag);
-        }
-#endif
+        if (RANK && last && warp == WARPS - 1) restoring.put(a.mapped + row * 32, shared, tag, lane);
         // What the lane-th channel's down row is multiplied by.
         float2 dots = lane < there ? shared.dots[lane * team] : make_float2(0, 0);
         if (team == 2 && lane < there) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;

@@ -25,21 +25,17 @@ __device__ __forceinline__ float from_half(u16 bits) {
 }
 
 // Of two halves each; subnormal values are kept.
-__device__ __forceinline__ u32 add_halves(u32 one, u32 other) {
-    u32 sums;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sums) : "r"(one), "r"(other));
-    return sums;
-}
 __device__ __forceinline__ u32 times_halves(u32 one, u32 other) {
     u32 products;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(products) : "r"(one), "r"(other));
     return products;
 }
-__device__ __forceinline__ u32 fma_halves(u32 one, u32 other, u32 more) {
-    u32 sums;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sums) : "r"(one), "r"(other), "r"(more));
-    return sums;
-}
+
+// A third of each, rounded to whole numbers of units of 2^-24, fp16's smallest.
+__device__ __forceinline__ u32 thirds(u32 halves) { return times_halves(halves, 0x35553555); }
+
+// Two packed bytes of codes, each twice in a half -> sums of code 3^i in units of 2^-24: 7 bits of size, one of sign.
+__device__ __forceinline__ u32 code_sums(u32 bytes) { return bytes & 0x807f807fu; }
 
 // 16 bytes to shared memory, as they are in L2.
 __device__ __forceinline__ void copy_16(void *to, const void *from) {

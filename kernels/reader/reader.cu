@@ -71,7 +71,7 @@ struct Shared {
             Screened screened[BUFFERS][BLOCKS];
             float products[BLOCKS][PAIRED];
             alignas(16) int bin[BINS];
-            u64 rival[RIVALS];
+            alignas(16) u64 rival[RIVALS];
         };
         alignas(16) u16 row[GATHERING][3][HIDDEN];     // Gate, up and down of a channel.
     };
@@ -123,7 +123,10 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
 #pragma unroll 1
         for (int row = first + member; row < last; row += EACH_WARP * team) {
             u64 part[EACH_WARP], some[EACH_WARP];
+            // A row's last word is waited for first, so that those who still write are not disturbed.
             const int own = row + (lane < EACH_WARP ? lane : 0) * team;
+            if (own < last) await_tag(a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
+            __syncwarp();
             u32 late;
 #pragma unroll 1
             do {
@@ -136,8 +139,6 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
                 }
 #pragma unroll
                 for (int i = 0; i < EACH_WARP; ++i) late |= ((u32)(part[i] >> 32) ^ tag) | ((u32)(some[i] >> 32) ^ tag);
-                // A row's last word is waited for, so that those who still write are not disturbed.
-                if (late && own < last) await_tag(a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
             } while (__any_sync(~0u, late != 0));
 #pragma unroll
             for (int i = 0; i < EACH_WARP; ++i) sum += __int_as_float((u32)part[i]), through += __int_as_float((u32)some[i]);
@@ -154,12 +155,7 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
             __syncwarp();
             shared.mapped[warp][lane] = across;
             __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float4 one = *(const float4 *)(shared.mapped[warp] + i * 8), other = *(const float4 *)(shared.mapped[warp] + i * 8 + 4);
-                whole += low(u[i].x) * one.x + high(u[i].x) * one.y + low(u[i].y) * one.z + high(u[i].y) * one.w;
-                whole += low(u[i].z) * other.x + high(u[i].z) * other.y + low(u[i].w) * other.z + high(u[i].w) * other.w;
-            }
+            whole = through_map(u, shared.mapped[warp], whole);
 #endif
             a.output[(long long)token * HIDDEN + column] = rounded(whole);
         }
@@ -180,11 +176,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_con
     wait_for_last();
     let_next_begin();
     const u64 ended = get_tagged(a.ended);
+    screen(a, shared, ended, warp, lane);
     const bool alone = a.tokens > (int)blocks;  // A block has whole tokens, or a part of one.
     const u32 tokens = a.tokens;
     u32 token = alone ? blockIdx.x : ((blockIdx.x + 1) * tokens - 1) / blocks;
     const int first = token * blocks / tokens, last = (token + 1) * blocks / tokens;
-    screen(a, shared, ended, warp, lane);
     const u32 tag = shared.tag;
     u32 parity = 0;
     while (true) {

@@ -84,11 +84,9 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     __syncwarp();
 }
 
-// A byte of each of two words, sums of (code + 1) 3^i, as halves: sums of code 3^i in units of 2^-24, the smallest number
-// of fp16.
-__device__ __forceinline__ u32 code_sums(u32 one, u32 other, int which) {
-    const u32 bytes = which % 2 ? __byte_perm(one, other, which < 2 ? 0x5511 : 0x7733) : __byte_perm(one, other, which < 2 ? 0x4400 : 0x6622);
-    return add_halves(bytes & 0x00ff00ffu, 0x80798079u);
+// A byte of each of two words, see halves.cuh.
+__device__ __forceinline__ u32 codes_of(u32 one, u32 other, int which) {
+    return code_sums(__byte_perm(one, other, which == 0 ? 0x4400 : which == 1 ? 0x5511 : which == 2 ? 0x6622 : 0x7733));
 }
 
 // Codes of a strip in a block of coordinates, a sector of each: two lanes a row.
@@ -104,12 +102,11 @@ __device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from
 // A sum of code 3^i over 3^i, rounded to the next whole number, is that of the codes from the ith on. So are sums of
 // products with x, and the ith code's is that less three times the next.
 __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[COORDINATES][8], int lane, float *products) {
-    constexpr u32 THIRD = 0x35553555;
     const int g = lane / 4, t = lane % 4;
     float4 sum[2][5];
 #pragma unroll
     for (int i = 0; i < 10; ++i) sum[i / 5][i % 5] = make_float4(0, 0, 0, 0);
-#pragma unroll 1
+#pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         const u32 (*row)[8] = code + step * 16 + t;
         const u32 word[4] = {row[0][g], row[4][g], row[8][g], row[12][g]};
@@ -120,14 +117,13 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
         }
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
-            u32 gate0 = code_sums(word[0], word[1], 2 * which), up0 = code_sums(word[0], word[1], 2 * which + 1);
-            u32 gate1 = code_sums(word[2], word[3], 2 * which), up1 = code_sums(word[2], word[3], 2 * which + 1);
+            u32 gate0 = codes_of(word[0], word[1], 2 * which), up0 = codes_of(word[0], word[1], 2 * which + 1);
+            u32 gate1 = codes_of(word[2], word[3], 2 * which), up1 = codes_of(word[2], word[3], 2 * which + 1);
 #pragma unroll
             for (int i = 0; i < 5; ++i) {
                 multiply_halves(sum[which][i], gate0, up0, gate1, up1, b0, b1);
                 if (i == 4) continue;
-                gate0 = times_halves(gate0, THIRD), up0 = times_halves(up0, THIRD);
-                gate1 = times_halves(gate1, THIRD), up1 = times_halves(up1, THIRD);
+                gate0 = thirds(gate0), up0 = thirds(up0), gate1 = thirds(gate1), up1 = thirds(up1);
             }
         }
     }
@@ -147,10 +143,10 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
         }
 }
 
-// The codes of a task's strip, of the coordinates that are largest in its token: listed where they are not yet.
-__device__ __forceinline__ void fetch_codes(const Arguments &a, Shared &shared, int task, int listed, int warp, int lane) {
+// The codes of a task's strip, of the coordinates that are largest in its token: listed where they are not yet. -> expert
+__device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, int task, int listed, int warp, int lane) {
     const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
-    const long long expert = a.ids[pair];
+    const long long expert = *(volatile const long long *)(a.ids + pair);  // On its way while coordinates are listed.
     const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
 #pragma unroll 1
     for (int block = warp; block < BLOCKS; block += WARPS) {
@@ -158,12 +154,12 @@ __device__ __forceinline__ void fetch_codes(const Arguments &a, Shared &shared, 
         if (token != listed) list_largest(a, token, block, lane, found);
         if (expert >= 0) load_codes(codes + block * (128 * ROW), found, lane, shared.code[task % BUFFERS][block]);
     }
+    return expert;
 }
 
 // Estimates and scores of a task's channels, whose codes are on their way.
-__device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, int task, int warp, int lane) {
+__device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, int task, long long expert, int warp, int lane) {
     const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
-    const long long expert = a.ids[pair];
     const int value = threadIdx.x, word = value / 10, kind = value % 10 / 5;
     const int channel = (strip * 16 + word) * 5 + value % 5;
     const bool there = value < PAIRED && channel < INTER;
@@ -209,16 +205,18 @@ __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, u64 e
     constexpr int AHEAD = BUFFERS - 1, A_TOKEN = STRIPS * COLUMNS;
     const u32 tasks = a.tokens * A_TOKEN;
     const int begin = tasks * blockIdx.x / gridDim.x, end = tasks * (blockIdx.x + 1) / gridDim.x;
+    int expert = -1, expert_next = -1;
 #pragma unroll 1
     for (int task = begin - AHEAD; task <= end; ++task) {
         const int next = task + AHEAD;
-        if (next < end) fetch_codes(a, shared, next, next > begin ? (next - 1) / A_TOKEN : -1, warp, lane);
+        expert = expert_next;
+        if (next < end) expert_next = fetch_codes(a, shared, next, next > begin ? (next - 1) / A_TOKEN : -1, warp, lane);
         end_group();
         // Launches before this one, and not 0: none of its blocks ends before this one has told the others its sums.
         if (next == begin && threadIdx.x == THREADS - 1) shared.tag = (u32)(ended / gridDim.x) | 0x80000000u;
         if (task < begin || task == end) continue;
         if (!AHEAD) end_group();  // There is none that need not have come.
-        screen_task(a, shared, task, warp, lane);
+        screen_task(a, shared, task, AHEAD ? expert : expert_next, warp, lane);
     }
     __syncthreads();
 }

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from epsim.kernels.reader.build import RANK, LayerSketch, build_layer
 
-FORMAT = "epsim channel sketch 1"
+FORMAT = "epsim channel sketch 2"
 INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)$")
 SINGLE = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
@@ -194,7 +194,7 @@ def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch
         with safe_open(path, "pt") as opened:
             found = opened.metadata() or {}
             if found.get("format") != FORMAT:
-                raise ValueError(f"{path}: not a channel sketch: {again}")
+                raise ValueError(f"{path}: not a channel sketch of this version: {again}")
             tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a channel sketch ({error}): {again}") from None

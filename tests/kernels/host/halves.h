@@ -32,21 +32,13 @@ static u32 __byte_perm(u32 one, u32 other, u32 which) {
     return found;
 }
 static float __fdividef(float one, float other) { return one / other; }
-// Sums and products of small numbers: float holds them exactly, so that they are rounded once.
-template <typename F> static u32 of_halves(F &&result) {
-    return to_half(result(0)) | (u32)to_half(result(16)) << 16;
+static u32 thirds(u32 halves) {
+    u32 both = 0;
+    for (int shift = 0; shift < 32; shift += 16)
+        both |= (u32)to_half(from_half(halves >> shift & 0xffff) * from_half(0x3555)) << shift;
+    return both;
 }
-static u32 add_halves(u32 one, u32 other) {
-    return of_halves([=](int at) { return from_half(one >> at & 0xffff) + from_half(other >> at & 0xffff); });
-}
-static u32 times_halves(u32 one, u32 other) {
-    return of_halves([=](int at) { return from_half(one >> at & 0xffff) * from_half(other >> at & 0xffff); });
-}
-static u32 fma_halves(u32 one, u32 other, u32 more) {
-    return of_halves([=](int at) {
-        return from_half(one >> at & 0xffff) * from_half(other >> at & 0xffff) + from_half(more >> at & 0xffff);
-    });
-}
+static u32 code_sums(u32 bytes) { return bytes & 0x807f807fu; }
 // Copies are there once their group is waited for.
 struct Copies { std::vector<std::vector<std::function<void()>>> groups{1}; };
 static std::vector<Copies> copies;

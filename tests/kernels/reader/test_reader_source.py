@@ -112,6 +112,18 @@ def test_equals_the_plain_form(
     assert far(plain, in_float64(layer, given, kept)) < 1e-2
 
 
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 8), (2, 17)])
+def test_many_blocks_of_a_token(on_host: Callable[..., Callable[..., None]], tokens: int, blocks: int) -> None:
+    layer = layer_of(6, 256, 96, 4, 0.5)
+    given = inputs(layer, tokens, 4)
+    given[1][-1, 1] = -1
+    held = run_on_host(on_host, layer, given, blocks=blocks, backwards=3)
+    kept = torch.empty_like(held["kept"])
+    layer.read(*given, kept=kept)
+    assert torch.equal(held["kept"], kept)
+    assert far(held["output"], in_float64(layer, given, kept)) < 3e-3
+
+
 def test_words_of_launches_before_are_no_ones(on_host: Callable[..., Callable[..., None]]) -> None:
     """Blocks in every order, on what launches of other and of more tokens left."""
     layer = layer_of(6, 256, 35, 3, 0.6)
