@@ -187,9 +187,11 @@ class ExpertsTime:
         else:
             time = self._by_cells(tokens, active)
         if self.decode is not None:
-            # At most the grouped products' time, so that a row more than it takes never costs less.
-            small = torch.minimum(self._small.us(tokens, active), time)
-            time = torch.where(rows <= MOST_DECODED, small, time)
+            few = (rows <= MOST_DECODED) & (active > 0)
+            if few.any():  # as at decode, and seldom else: looked up there alone
+                small = self._small.us(tokens[few], active[few])
+                # At most the grouped products' time, so that a row more than it takes never costs less.
+                time[few] = torch.minimum(small, time[few])
         return time * (active > 0)
 
     def _with_small(
@@ -246,15 +248,18 @@ class ExpertsTime:
         i, u = _place(sizes, inside)
         j, v = _place(active, most)
         after_i, after_j = (i + 1).clamp(max=len(sizes) - 1), (j + 1).clamp(max=len(active) - 1)
+        outside = not torch.equal(x, inside)  # most calls are of loads that the grid covers: no ratio is needed there
 
         def column(at: torch.Tensor) -> torch.Tensor:
-            beyond = self.roofline(x * active[at], active[at]) / self.roofline(inside * active[at], active[at])
-            return torch.lerp(times[i, at], times[after_i, at], u) * beyond
+            found = torch.lerp(times[i, at], times[after_i, at], u)
+            if outside:
+                found *= self.roofline(x * active[at], active[at]) / self.roofline(inside * active[at], active[at])
+            return found
 
         time = torch.lerp(column(j), column(after_j), v)
         # Of fewer experts than the first column's: what is above the fixed cost shrinks with them.
         time = time - (time - self.hardware.kernel_us).clamp(min=0) * (1 - most / active[0]).clamp(min=0)
-        return time * (self.roofline(x * y, y) / self.roofline(x * most, most))
+        return time if torch.equal(most, y) else time * (self.roofline(x * y, y) / self.roofline(x * most, most))
 
 
 def _filled(axis: Sequence[float], values: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ class TiledFit:
         time = torch.zeros_like(tokens)
         for part, cost in zip(self.terms(tokens, active, tiles, rows, model), self.coefficients, strict=False):
             if cost:
-                time = time + cost * part
+                time.add_(part, alpha=cost)
         return time
 
     def terms(

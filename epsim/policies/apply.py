@@ -164,7 +164,7 @@ class BoundStack:
             shared_remote_rank=None,
             shared_remote_node=None,
             rounded=False,
-            tiles=self._tiles(per_slot * there),
+            tiles=self._tiles(per_slot, there),
         )
 
     def _from_ranks(self, steps: torch.Tensor, rank_counts: torch.Tensor, batch: Batch | None) -> Load:
@@ -225,11 +225,15 @@ class BoundStack:
             tiles=self._tiles(per_slot),
         )
 
-    def _tiles(self, per_slot: torch.Tensor) -> torch.Tensor | None:
-        """[S, L, P] assignments of each physical expert -> [S, L, R]: tiles that a rank's experts fill."""
+    def _tiles(self, per_slot: torch.Tensor, there: torch.Tensor | None = None) -> torch.Tensor | None:
+        """[S, L, P] assignments of each physical expert -> [S, L, R]: tiles that a rank's experts fill.
+        there [S, L, P]: which of them count, None for all."""
         if not self.setting.tile:
             return None
-        return self.copies.per_rank((per_slot / self.setting.tile).ceil())
+        tiles = per_slot / self.setting.tile  # as large as all that is known of a step: worked on in place
+        if there is not None:
+            tiles.mul_(there)
+        return self.copies.per_rank(tiles.ceil_())
 
     def _ranks(self, ids: torch.Tensor) -> torch.Tensor:
         """Physical experts [...], -1 for none -> the ranks that hold them."""
