@@ -105,7 +105,7 @@ class Sizes:
 
     def _screening(self, buffers: int) -> int:
         blocks = self.hidden // BLOCK
-        return blocks * (buffers * (self.coordinates * 37 + 4) + 640) + 16 + CHOOSING
+        return blocks * (buffers * (self.coordinates * 37 + 4) + 1280) + 16 + CHOOSING
 
     @property
     def _rest(self) -> int:

@@ -45,7 +45,7 @@ constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int BLOCKS = HIDDEN / 128;
 constexpr int BYTES = (INTER + 4) / 5, STRIPS = (2 * BYTES + 31) / 32, ROW = STRIPS * 32;
 constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate and up values.
-constexpr int STEPS = COORDINATES / 16;
+constexpr int STEPS = COORDINATES / 16, A_TOKEN = STRIPS * COLUMNS;  // Tasks of a token.
 constexpr int CHANNELS = COLUMNS * INTER, WORDS = (CHANNELS + 31) / 32;
 constexpr int SCORES = (CHANNELS + 63) / 64 * 64;
 constexpr int EACH = (SCORES / 2 + THREADS - 1) / THREADS;  // Two scores each, of a thread.
@@ -69,7 +69,7 @@ struct Shared {
         struct {
             u32 code[BUFFERS][BLOCKS][COORDINATES][8];  // Sectors, see row_of.
             Screened screened[BUFFERS][BLOCKS];
-            float products[BLOCKS][PAIRED];
+            float products[2][BLOCKS][PAIRED];
             alignas(16) int bin[BINS];
             alignas(16) u64 rival[RIVALS];
         };
@@ -167,7 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_con
     extern __shared__ __align__(128) u8 memory[];
     Shared &shared = *(Shared *)memory;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 blocks = gridDim.x;
+    const u32 blocks = gridDim.x, tokens = a.tokens, tasks = tokens * A_TOKEN;
+    const int begin = tasks * blockIdx.x / blocks, end = tasks * (blockIdx.x + 1) / blocks;
     if (threadIdx.x < GATHERING * 2) {
         start(shared.full[threadIdx.x / 2][threadIdx.x % 2], 1);
         started();
@@ -176,9 +177,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_con
     wait_for_last();
     let_next_begin();
     const u64 ended = get_tagged(a.ended);
-    screen(a, shared, ended, warp, lane);
+    screen(a, shared, begin, end, ended, warp, lane);
     const bool alone = a.tokens > (int)blocks;  // A block has whole tokens, or a part of one.
-    const u32 tokens = a.tokens;
     u32 token = alone ? blockIdx.x : ((blockIdx.x + 1) * tokens - 1) / blocks;
     const int first = token * blocks / tokens, last = (token + 1) * blocks / tokens;
     const u32 tag = shared.tag;

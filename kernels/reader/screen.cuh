@@ -6,7 +6,7 @@ __device__ __forceinline__ int row_of(int at) { return (at & ~7) | (at & 1) << 2
 
 // Where the last of the listed coordinates is in a normal distribution, in units of the largest of 128, and how fast their
 // number falls there, of all: first guesses.
-constexpr float EXPECTED = COORDINATES >= 112 ? 0.06f : COORDINATES >= 96 ? 0.12f : COORDINATES >= 80 ? 0.185f
+constexpr float EXPECTED = COORDINATES >= 112 ? 0.06f : COORDINATES >= 96 ? 0.12f : COORDINATES >= 80 ? 0.175f
     : COORDINATES >= 64 ? 0.255f : COORDINATES >= 48 ? 0.335f : COORDINATES >= 32 ? 0.435f : 0.58f;
 constexpr float A_COORDINATE = 1.0f / (COORDINATES >= 64 ? 240 : COORDINATES >= 32 ? 160 : 80);
 
@@ -29,14 +29,29 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     }
     most = __reduce_max_sync(~0u, most);
     // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`. Guesses as of a normal
-    // distribution, then by a straight line between the two, then by halves of what is left of their bits.
+    // distribution, then by a straight line between the two; where few are over, past the next key; at last by halves of
+    // what is left of their bits.
     u32 least = 0, beyond = most + 1;
     int there = 128, past = 0;
     float guess = __int_as_float(most) * EXPECTED;
 #pragma unroll 1
     for (int turn = 0; there != COORDINATES && beyond - least > 1; ++turn) {
         u32 level = __float_as_int(guess);
-        if (turn > 8 || level <= least || level >= beyond) level = least + (beyond - least) / 2;
+        const int over = there - COORDINATES, short_of = COORDINATES - past;
+        if (turn && (over <= 2 || short_of <= 2)) {
+            // Between an end and the next key there is none.
+            const bool lower = over <= short_of;
+            u32 edge = lower ? ~0u : 0;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (lower && key[i] >= least && key[i] < edge) edge = key[i];
+                if (!lower && key[i] < beyond && key[i] > edge) edge = key[i];
+            }
+            if (lower) least = __reduce_min_sync(~0u, edge), level = least + 1;
+            else level = __reduce_max_sync(~0u, edge), beyond = level + 1;
+        } else if (turn > 8 || level <= least || level >= beyond) {
+            level = least + (beyond - least) / 2;
+        }
         int count = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) count += key[i] >= level;
@@ -157,66 +172,82 @@ __device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, i
     return expert;
 }
 
-// Estimates and scores of a task's channels, whose codes are on their way.
-__device__ __forceinline__ void screen_task(const Arguments &a, Shared &shared, int task, long long expert, int warp, int lane) {
-    const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
-    const int value = threadIdx.x, word = value / 10, kind = value % 10 / 5;
-    const int channel = (strip * 16 + word) * 5 + value % 5;
-    const bool there = value < PAIRED && channel < INTER;
-    const long long at = (long long)pair * INTER + channel;
-    u64 *score = a.scores + (long long)token * SCORES + score_at(pair % COLUMNS * INTER + channel);
-    if (expert < 0) {
-        __syncthreads();
-        if (there && kind == 0) put_tagged(score, 0, shared.tag);
-        return;
-    }
-    // As they come: nothing waits for them before the codes are multiplied.
-    u16 scale[BLOCKS], norm = 0;
-    float weight = 0;
-    if (there) {
+// What a thread has of a task: gate or up of a channel, if any, with its scales; the next lane has the other. As they come
+// from memory: nothing waits for them before codes are multiplied.
+struct Scored {
+    int own, channel;  // Of the task's values, of the expert's channels.
+    u16 scale[BLOCKS], norm;
+    float weight;
+
+    // Of a few warps, others at every task.
+    __device__ __forceinline__ bool has() const { return own < PAIRED && channel < INTER; }
+
+    __device__ __forceinline__ void ask(const Arguments &a, int task, long long expert) {
+        own = (threadIdx.x - task * PAIRED) & (THREADS - 1), channel = task % STRIPS * STRIP + own / 2;
+        if (!has() || expert < 0) return;
+        const u16 *scales = a.scales + (expert * (BLOCKS * 2) + own % 2) * INTER + channel;
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block)
-            scale[block] = a.scales[(expert * BLOCKS * 2 + kind) * INTER + channel + block * 2 * INTER];
-        norm = a.norms[expert * INTER + channel], weight = a.weights[pair];
+        for (int i = 0; i < BLOCKS; ++i) scale[i] = scales[i * 2 * INTER];
+        norm = a.norms[expert * INTER + channel], weight = a.weights[task / STRIPS];
     }
-    copies_there<1>();
-    __syncwarp();
-#pragma unroll 1
-    for (int block = warp; block < BLOCKS; block += WARPS)
-        screen_block(shared.screened[token % BUFFERS][block], shared.code[task % BUFFERS][block], lane, shared.products[block]);
-    __syncthreads();
-    if (there) {
+
+    // The channel's estimate and score, of what all warps have found.
+    __device__ __forceinline__ void tell(const Arguments &a, const Shared &shared, int task, long long expert) const {
+        if (own >= PAIRED) return;
+        const int pair = task / STRIPS, token = pair / COLUMNS;
         float sum = 0;
+        if (expert >= 0 && channel < INTER) {
+            const float *products = shared.products[task % 2][0] + own / 10 * 10 + own % 2 * 5 + own % 10 / 2;
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * shared.products[block][value];
-        shared.pair[value] = sum;
-    }
-    __syncthreads();
-    if (there && kind == 0) {
-        const float active = activation(shared.pair[value]) * shared.pair[value + 5];
+            for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * products[block * PAIRED];
+        }
+        const float up = __shfl_xor_sync(~0u, sum, 1);
+        if (own % 2 || channel >= INTER) return;
+        u64 *score = a.scores + (long long)token * SCORES + score_at(pair % COLUMNS * INTER + channel);
+        if (expert < 0) {
+            put_tagged(score, 0, shared.tag);
+            return;
+        }
+        const float active = activation(sum) * up;
         const u32 bits = (u32)__float_as_int(weight * wide(norm) * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
-        put_tagged(a.estimates + at, __float_as_int(active), shared.tag);
+        put_tagged(a.estimates + (long long)pair * INTER + channel, __float_as_int(active), shared.tag);
         put_tagged(score, (bits > INFINITE ? INFINITE : bits) + 1, shared.tag);
     }
-}
+};
 
-// A block's tasks. With two buffers the next one's codes come while one is multiplied. ended: blocks of all launches.
-__device__ __forceinline__ void screen(const Arguments &a, Shared &shared, u64 ended, int warp, int lane) {
-    constexpr int AHEAD = BUFFERS - 1, A_TOKEN = STRIPS * COLUMNS;
-    const u32 tasks = a.tokens * A_TOKEN;
-    const int begin = tasks * blockIdx.x / gridDim.x, end = tasks * (blockIdx.x + 1) / gridDim.x;
+// A block's tasks, from `begin` to `end`. With two buffers the next one's codes come while one is multiplied: half of the
+// warps ask for them before they multiply, half after. ended: blocks of all launches.
+__device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int begin, int end, u64 ended, int warp, int lane) {
+    constexpr int AHEAD = BUFFERS - 1;
     int expert = -1, expert_next = -1;
 #pragma unroll 1
-    for (int task = begin - AHEAD; task <= end; ++task) {
+    for (int task = begin - AHEAD; task < end; ++task) {
         const int next = task + AHEAD;
-        expert = expert_next;
-        if (next < end) expert_next = fetch_codes(a, shared, next, next > begin ? (next - 1) / A_TOKEN : -1, warp, lane);
-        end_group();
-        // Launches before this one, and not 0: none of its blocks ends before this one has told the others its sums.
-        if (next == begin && threadIdx.x == THREADS - 1) shared.tag = (u32)(ended / gridDim.x) | 0x80000000u;
-        if (task < begin || task == end) continue;
-        if (!AHEAD) end_group();  // There is none that need not have come.
-        screen_task(a, shared, task, AHEAD ? expert : expert_next, warp, lane);
+        const bool late = AHEAD && task >= begin && warp / 4 % 2;
+        Scored scored;
+        if (AHEAD) expert = expert_next;
+        if (AHEAD && task >= begin) scored.ask(a, task, expert);
+#pragma unroll 1
+        for (int half = 0; half < 2; ++half) {
+            if (half == late) {
+                if (next < end) expert_next = fetch_codes(a, shared, next, next > begin ? (next - 1) / A_TOKEN : -1, warp, lane);
+                end_group();
+                // Launches before this one, and not 0: none of its blocks ends before this one has told the others its sums.
+                if (next == begin && threadIdx.x == THREADS - 1) shared.tag = (u32)(ended / gridDim.x) | 0x80000000u;
+                if (!AHEAD) expert = expert_next, scored.ask(a, task, expert);
+            } else if (task >= begin && expert >= 0) {
+                const int token = task / A_TOKEN;
+                if (AHEAD && !late) copies_there<1>();
+                else copies_there<0>();
+                __syncwarp();
+#pragma unroll 1
+                for (int block = warp; block < BLOCKS; block += WARPS)
+                    screen_block(shared.screened[token % BUFFERS][block], shared.code[task % BUFFERS][block], lane, shared.products[task % 2][block]);
+            }
+        }
+        if (task < begin) continue;
+        __syncthreads();
+        scored.tell(a, shared, task, expert);
     }
     __syncthreads();
 }

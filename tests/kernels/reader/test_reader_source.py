@@ -164,6 +164,19 @@ def test_all_equal_scores_go_to_the_lower_channels(
     assert (held["output"] == 0).all()
 
 
+def test_coordinates_of_few_sizes(on_host: Callable[..., Callable[..., None]]) -> None:
+    """Of few values of x in a block come few sizes of Rx, of which 80 have some of a size and not others."""
+    layer = layer_of(4, 256, 64, 2, 0.5)
+    x, ids, weights = inputs(layer, 9, 2)
+    number = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 128])[:, None]
+    x = torch.where(torch.arange(256) % 128 < number, x.sign() * (1 + torch.arange(256) % 3), 0.0).bfloat16()
+    held = run_on_host(on_host, layer, (x, ids, weights))
+    kept = torch.empty_like(held["kept"])
+    layer.read(x, ids, weights, kept)
+    assert torch.equal(held["kept"], kept)
+    assert far(held["output"], in_float64(layer, (x, ids, weights), kept)) < 3e-3
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1e12, 1e30])
 def test_scores_of_any_size(on_host: Callable[..., Callable[..., None]], size: float) -> None:
     layer = layer_of(4, 128, 96, 3, 0.5)
