@@ -6,7 +6,7 @@ Microseconds a layer: a CUDA graph of CALLS layers in a row between device event
 weights and a uniform routing and input of its own; the median of REPLAYS. Forms: `reader`, all from x and ids to the
 output, at a budget of the bytes of a token's experts; `dense`: epsim.kernels.experts.decode; `two products`:
 torch._grouped_mm twice and the activation, rows sorted beforehand; `grouped layer` the same with sort and sum. Dense
-forms use SiLU throughout. `bytes` of a token and of the union that the batch reads, in sectors of 32; `floor`: the
+forms use SiLU throughout. `bytes` of a token and of the union that the first batch reads, in sectors of 32; `floor`: the
 union's bytes over the rate of a kernel that only reads (4 GiB, same run), `reached` its share of the time taken.
 """
 
@@ -33,7 +33,7 @@ from epsim.kernels.reader.rotate import rotated
 from epsim.kernels.reader.screen import Screen, coordinates
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS, CALLS, REPLAYS = 4, 16, 11
+LAYERS, CALLS, REPLAYS = 4, 64, 11
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 BUDGETS = (0.128, 0.178, 0.28)
 SHAPES: dict[str, tuple[int, int, int, int, Gate]] = {
@@ -149,10 +149,10 @@ def main() -> None:
         "rows": [],
     }
     print(f"{found['device']}: a kernel that only reads, {rate / 1e12:.2f} TB/s")
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in options.shapes:
         found["rows"] += measure(name, tuple(options.batches), tuple(options.budgets), rate)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -74,8 +74,10 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
     return shared.found[0];
 }
 
+// Bins and rivals.
 __device__ __forceinline__ void clear_bins(Shared &shared) {
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4 *)shared.bin)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < RIVALS / 2; i += THREADS) ((uint4 *)shared.rival)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) shared.rivals = 0;
 }
 
@@ -116,21 +118,32 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
         from = prefix << shift, upto = (prefix + 1) << shift;
     }
     if (equal == within) return from;
-    const u32 lowest = (u32)(from >> 16), span = (u32)((upto - 1) >> 16) - lowest;
+    // Few warps have any of them.
+    const u32 lowest = (u32)(from >> 16), highest = (u32)((upto - 1) >> 16);
+    u32 near = 0;
 #pragma unroll
-    for (int i = 0; i < EACH * 2; ++i) {
-        if (key[i / 2][i % 2] - lowest > span) continue;
-        const u64 order = order_of(key[i / 2][i % 2], channel_of(i / 2, i % 2, warp, lane));
+    for (int i = 0; i < EACH * 2; ++i) near |= key[i / 2][i % 2] >= lowest && key[i / 2][i % 2] <= highest ? 1u << i : 0;
+#pragma unroll 1
+    while (near) {
+        const int i = __ffs(near) - 1;
+        near &= near - 1;
+        u32 own = 0;
+#pragma unroll
+        for (int j = 0; j < EACH * 2; ++j)
+            if (j == i) own = key[j / 2][j % 2];
+        const u64 order = order_of(own, channel_of(i / 2, i % 2, warp, lane));
         if (order >= from && order < upto) shared.rival[atomicAdd(&shared.rivals, 1)] = order;
     }
     __syncthreads();
 #pragma unroll 1
-    for (int i = warp; i < equal; i += WARPS) {
+    for (int i = threadIdx.x; i < equal; i += THREADS) {
         const u64 own = shared.rival[i];
         int better = 0;
 #pragma unroll 1
-        for (int other = lane; other < equal; other += 32) better += shared.rival[other] > own;
-        if (__reduce_add_sync(~0u, better) == within - 1) shared.least = own;
+        for (int other = 0; other < equal; other += 8)  // Those behind the last are 0.
+#pragma unroll
+            for (int j = 0; j < 8; ++j) better += shared.rival[other + j] > own;
+        if (better == within - 1) shared.least = own;
     }
     __syncthreads();
     return shared.least;
@@ -153,20 +166,13 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
         const u32 bits = __ballot_sync(~0u, key[i / 2][i % 2] >= lowest);
         if (lane == i) word = bits;
     }
-    int place, before, total;
-    // Where the lane-th bits' channels come in the list, how many the warp has and all warps before it; -> all.
+    int before = 0, total = 0;
+    // How many the warp has, and all those before it; -> all.
     auto count = [&]() {
-        place = __popc(word);
-#pragma unroll
-        for (int far = 1; far < EACH * 2; far *= 2) {
-            const int other = __shfl_up_sync(~0u, place, far);
-            if (lane >= far) place += other;
-        }
-        total = __shfl_sync(~0u, place, EACH * 2 - 1);
+        total = __reduce_add_sync(~0u, __popc(word));
         if (lane == 0) shared.kept[warp] = total;
         __syncthreads();
         before = sum_before(shared.kept, warp, lane) - begin;
-        place += before - __popc(word);
         return __reduce_add_sync(~0u, lane < WARPS ? shared.kept[lane] : 0);
     };
     const int at = channel_of(lane / 2, lane % 2, warp, 0) / 32;
@@ -186,6 +192,13 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
         count();
     }
     if (before < number && before + total > 0) {
+        int place = __popc(word);
+#pragma unroll
+        for (int far = 1; far < 32; far *= 2) {
+            const int other = __shfl_up_sync(~0u, place, far);
+            if (lane >= far) place += other;
+        }
+        place += before - __popc(word);
         u32 listed = __ballot_sync(~0u, word && place < number && place + __popc(word) > 0);
 #pragma unroll 1
         for (; listed; listed &= listed - 1) {

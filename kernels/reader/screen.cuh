@@ -6,7 +6,7 @@ __device__ __forceinline__ int row_of(int at) { return (at & ~7) | (at & 1) << 2
 
 // Where the last of the listed coordinates is in a normal distribution, in units of the largest of 128, and how fast their
 // number falls there, of all: first guesses.
-constexpr float EXPECTED = COORDINATES >= 112 ? 0.06f : COORDINATES >= 96 ? 0.12f : COORDINATES >= 80 ? 0.175f
+constexpr float EXPECTED = COORDINATES >= 112 ? 0.06f : COORDINATES >= 96 ? 0.12f : COORDINATES >= 80 ? 0.17f
     : COORDINATES >= 64 ? 0.255f : COORDINATES >= 48 ? 0.335f : COORDINATES >= 32 ? 0.435f : 0.58f;
 constexpr float A_COORDINATE = 1.0f / (COORDINATES >= 64 ? 240 : COORDINATES >= 32 ? 160 : 80);
 
@@ -29,29 +29,14 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     }
     most = __reduce_max_sync(~0u, most);
     // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`. Guesses as of a normal
-    // distribution, then by a straight line between the two; where few are over, past the next key; at last by halves of
-    // what is left of their bits.
+    // distribution, then by a straight line between the two, then by halves of what is left of their bits.
     u32 least = 0, beyond = most + 1;
     int there = 128, past = 0;
     float guess = __int_as_float(most) * EXPECTED;
 #pragma unroll 1
     for (int turn = 0; there != COORDINATES && beyond - least > 1; ++turn) {
         u32 level = __float_as_int(guess);
-        const int over = there - COORDINATES, short_of = COORDINATES - past;
-        if (turn && (over <= 2 || short_of <= 2)) {
-            // Between an end and the next key there is none.
-            const bool lower = over <= short_of;
-            u32 edge = lower ? ~0u : 0;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (lower && key[i] >= least && key[i] < edge) edge = key[i];
-                if (!lower && key[i] < beyond && key[i] > edge) edge = key[i];
-            }
-            if (lower) least = __reduce_min_sync(~0u, edge), level = least + 1;
-            else level = __reduce_max_sync(~0u, edge), beyond = level + 1;
-        } else if (turn > 8 || level <= least || level >= beyond) {
-            level = least + (beyond - least) / 2;
-        }
+        if (turn > 8 || level <= least || level >= beyond) level = least + (beyond - least) / 2;
         int count = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) count += key[i] >= level;
@@ -59,7 +44,7 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         if (count >= COORDINATES) least = level, there = count;
         else beyond = level, past = count;
         const float from = __int_as_float(least), upto = __int_as_float(beyond);
-        guess = turn < 2 ? __int_as_float(level) + __int_as_float(most) * (A_COORDINATE * (count - COORDINATES))
+        guess = turn < 3 ? __int_as_float(level) + __int_as_float(most) * (A_COORDINATE * (count - COORDINATES))
                          : from + __fdividef(upto - from, there - past) * (there - COORDINATES + 0.5f);
     }
     // Too many equals: the first of them are taken.
