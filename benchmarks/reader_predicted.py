@@ -1,4 +1,4 @@
-"""What the channel reader could gain by its bytes alone: predicted by the roofline, nothing is timed.
+"""What the channel reader could gain by its bytes alone, predicted by the roofline; and with times of its kernels.
 
     python benchmarks/reader_predicted.py [--hardware h200] [--budget 0.178] [--user-rate 100] [--out FILE]
 
@@ -7,8 +7,9 @@ of each reader. `layer`: the same of microseconds of the routed experts, the lar
 and of computing, and a launch, as long for every form. `topk-channels`: each token its own channels, as if
 independently; with `quota=batch` one set for all. `model` (Qwen3-30B-A3B alone, the shape whose rest is specified):
 steps with attention's weights and the specification's fixed costs, without any context; at `--user-rate` tokens a
-second for each user the largest batch of up to 128 whose step is fast enough. The kernel is slower than its roofline:
-docs/reader.md.
+second for each user the largest batch of up to 128 whose step is fast enough. `measured`: the same steps and users with
+layers as `reader_speed.json` and `reader_batch_speed.json` of benchmarks/results have them, between measured batches by
+straight lines; `dense` is the faster of the own kernel and the grouped layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from command import command
 
@@ -37,6 +39,7 @@ SHAPES = {
     "qwen3.5-35b-a3b": (256, 8, 2048, 512),
 }
 MODEL = "qwen3-30b-a3b"
+RESULTS = Path(__file__).parent / "results"
 
 
 def readers(budget: float) -> dict[str, Dense | TopkChannels]:
@@ -96,12 +99,42 @@ def predicted(hardware: str, budget: float, rate: float) -> dict[str, Any]:
     largest = {reader: at_rate(timing, policy, rate) for reader, policy in readers(budget).items()}
     users = {reader: {"batch": batch, "tokens_per_second": batch * rate} for reader, batch in largest.items()}
     return {
-        "predicted": "by the roofline from bytes; nothing is timed",
+        "predicted": "by the roofline from bytes; but for `measured` nothing is timed",
         "hardware": hardware,
         "budget": budget,
         "user_rate": rate,
         "users": users,
         "rows": rows,
+    }
+
+
+def timed_layers(budget: float) -> dict[str, dict[int, float]]:
+    """Microseconds of MODEL's layer by form and batch, as they were measured."""
+    alone, together = (
+        [row for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"] if row["shape"] == MODEL]
+        for name in ("reader_speed", "reader_batch_speed")
+    )
+    return {
+        "dense": {row["batch"]: min(row[form] for form in ("dense", "grouped layer") if form in row) for row in alone},
+        "topk-channels": {row["batch"]: row[f"{budget:g}"]["us"] for row in alone},
+        "topk-channels quota=batch": {row["batch"]: row["us"] for row in together if row["budget"] == budget},
+    }
+
+
+def measured(hardware: str, budget: float, rate: float) -> dict[str, Any]:
+    """Steps with times of layers as measured: gains by batch, and users at `rate`."""
+    timing, every = timing_of(load_model(MODEL), hardware), np.arange(1, BATCHES[-1] + 1)
+    whole = {}
+    for form, us in timed_layers(budget).items():
+        layer = torch.from_numpy(np.interp(every, list(us), list(us.values())))
+        whole[form] = timing.step_us(layer[:, None], torch.from_numpy(every)[:, None].double(), 1)
+    largest = {form: int((step <= 1e6 / rate).long().cumprod(0).sum()) for form, step in whole.items()}
+    return {
+        "users": {form: {"batch": batch, "tokens_per_second": batch * rate} for form, batch in largest.items()},
+        "rows": [
+            {"batch": batch, **{form: float(whole["dense"][batch - 1] / whole[form][batch - 1]) for form in whole}}
+            for batch in BATCHES
+        ],
     }
 
 
@@ -126,6 +159,12 @@ def main() -> None:
         )
     print(f"\n{MODEL} at {options.user_rate:g} tokens a second for each user:")
     for reader, one in found["users"].items():
+        print(f"{reader}: batch {one['batch']}, {one['tokens_per_second']:,.0f} tokens a second per GPU")
+    found["measured"] = measured(options.hardware, options.budget, options.user_rate)
+    print("\nwith layers as measured, gain of the whole step:")
+    for row in found["measured"]["rows"]:
+        print(", ".join(f"{name} {value:.2f}" if name != "batch" else f"batch {value}" for name, value in row.items()))
+    for reader, one in found["measured"]["users"].items():
         print(f"{reader}: batch {one['batch']}, {one['tokens_per_second']:,.0f} tokens a second per GPU")
     if options.out is not None:
         options.out.write_text(json.dumps({**found, "command": command("reader_predicted.py")}, indent=1) + "\n")

@@ -6,8 +6,9 @@ Microseconds a layer: a CUDA graph of CALLS layers in a row between device event
 weights and a uniform routing and input of its own; the median of REPLAYS. Forms: `reader`, all from x and ids to the
 output, at a budget of the bytes of a token's experts; `dense`: epsim.kernels.experts.decode; `two products`:
 torch._grouped_mm twice and the activation, rows sorted beforehand; `grouped layer` the same with sort and sum. Dense
-forms use SiLU throughout. `bytes` of a token and of the union that the first batch reads, in sectors of 32; `floor`: the
-union's bytes over the rate of a kernel that only reads (4 GiB, same run), `reached` its share of the time taken.
+forms use SiLU throughout. `bytes` of a token and of the union that the batch reads, of the first input, in sectors of
+32; `floor`: the union's bytes over the rate of a kernel that only reads (4 GiB, same run), `reached` its share of the
+time taken.
 """
 
 from __future__ import annotations

@@ -60,3 +60,20 @@ def test_users_get_their_rate(module: Any) -> None:
         assert us[1] > 10_000 or batch == 128
     assert found["dense"]["batch"] < found["topk-channels"]["batch"]
     assert module.at_rate(timing, module.Dense(), 1000.0) == 0
+
+
+def test_steps_with_layers_as_measured(module: Any) -> None:
+    """Between measured batches by a straight line, beside attention's weights and 60 microseconds a layer."""
+    found, us = module.measured("h200", 0.178, 100.0), module.timed_layers(0.178)
+    gains = {row["batch"]: row for row in found["rows"]}
+    rest = 18.9e6 * 2 * 1e-3 / 3830 + 60
+    for form in us:
+        assert gains[1][form] == pytest.approx((us["dense"][1] + rest) / (us[form][1] + rest), rel=1e-3)
+    timing = module.timing_of(module.load_model(module.MODEL), "h200")
+    for form, one in found["users"].items():
+        batch = one["batch"]
+        between = [module.np.interp(at, list(us[form]), list(us[form].values())) for at in (batch, batch + 1)]
+        layer, tokens = (module.torch.tensor(part, dtype=module.torch.float64) for part in (between, [batch, batch + 1]))
+        step = timing.step_us(layer[:, None], tokens[:, None], 1)
+        assert step[0] <= 10_000 < step[1]
+        assert one["tokens_per_second"] == 100 * batch
