@@ -72,8 +72,8 @@ def test_steps_with_layers_as_measured(module: Any) -> None:
     timing = module.timing_of(module.load_model(module.MODEL), "h200")
     for form, one in found["users"].items():
         batch = one["batch"]
-        between = [module.np.interp(at, list(us[form]), list(us[form].values())) for at in (batch, batch + 1)]
-        layer, tokens = (module.torch.tensor(part, dtype=module.torch.float64) for part in (between, [batch, batch + 1]))
+        tokens = module.torch.tensor([batch, batch + 1], dtype=module.torch.float64)
+        layer = module.torch.tensor([module.np.interp(n, list(us[form]), list(us[form].values())) for n in tokens])
         step = timing.step_us(layer[:, None], tokens[:, None], 1)
         assert step[0] <= 10_000 < step[1]
         assert one["tokens_per_second"] == 100 * batch
