@@ -108,16 +108,17 @@ class Balancer:
         """-> [T]"""
         num_ranks, rank = self.collective.size, self.collective.rank
         ranks = torch.where(physical >= 0, physical // self.placement.slots_per_rank, -1)
+        own = torch.bincount(ranks.flatten() + 1, minlength=num_ranks + 1)[1:]
+        number = (batch.expert_ids >= 0).any(-1).sum()
         loads = torch.zeros(1, 1, num_ranks, num_ranks, dtype=torch.int64, device=ranks.device)
-        loads[0, 0, rank] = torch.bincount(ranks.flatten() + 1, minlength=num_ranks + 1)[1:]
         tokens = torch.zeros(1, 1, num_ranks, dtype=torch.int64, device=ranks.device)
-        tokens[0, 0, rank] = (batch.expert_ids >= 0).any(-1).sum()
+        loads[0, 0, rank], tokens[0, 0, rank] = own, number
         routed = loads.sum(2)
         if self.shared_needs == "reduced":
-            both = self.collective.all_reduce(torch.stack([routed[0, 0], tokens[0, 0]]))
-            routed, tokens = both[None, None, 0], both[None, None, 1]
+            summed, numbers = self.collective.loads_and_tokens(own, number)
+            routed, tokens = summed[None, None], numbers[None, None]
         elif self.shared_needs == "gathered":
-            rows = self.collective.all_gather(torch.cat([loads[0, 0, rank], tokens[0, 0, rank : rank + 1]]))
+            rows = self.collective.all_gather(torch.cat([own, number[None]]))
             loads, tokens = rows[None, None, :, :-1], rows[None, None, :, -1]
             routed = loads.sum(2)
         setting = self.bound.setting

@@ -32,6 +32,14 @@ class Collective:
             dist.all_reduce(values, group=self.group)
         return values
 
+    def loads_and_tokens(self, loads: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """loads [R] int64, what this rank's tokens put on each rank, and their number [] -> the loads' sum [R] over
+        source ranks, and every rank's number [R], in one all-reduce."""
+        both = loads.new_zeros(2, self.size)
+        both[0], both[1, self.rank] = loads, tokens
+        both = self.all_reduce(both)
+        return both[0], both[1]
+
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         """int64 [...] -> [R, ...]."""
         self.calls["all_gather"] += 1

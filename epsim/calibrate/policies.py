@@ -53,6 +53,9 @@ class Played(Collective):
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         return values.mul_(self.size)
 
+    def loads_and_tokens(self, loads: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.all_reduce(loads.clone()), tokens.repeat(self.size)
+
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
         return values.expand(self.size, *values.shape).contiguous()
 

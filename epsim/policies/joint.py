@@ -39,7 +39,9 @@ class WaterfillJoint:
     def served(self, work: SharedWork) -> torch.Tensor:
         most = None
         if self.candidates == "visited":
-            most = work.routed_by_source // work.top_k
+            # A router policy may give tokens more experts than the model does.
+            width = 0 if work.batch is None else work.batch.expert_ids.shape[-1]
+            most = work.routed_by_source // max(work.top_k, width)
         return pour(work.routed, work.tokens, work.cost, work.node_of_rank, most)[0]
 
     def token_ranks(self, work: SharedWork) -> torch.Tensor:

@@ -87,6 +87,11 @@ def assign(
         visited = torch.empty(len(group), 0, dtype=torch.int64)
     members = group.cpu().argsort(stable=True)
     rows, number = torch.unique_consecutive(group.cpu()[members], return_counts=True)
+    wanted = quotas.cpu()[rows].contiguous()
+    # Compiled code looks no index up: tokens that no quota has room for would be written beside the arrays.
+    if bool((wanted < 0).any()) or not torch.equal(wanted.sum(1), number):
+        told = f"add up to {wanted.sum(1).tolist()}, the least is {int(wanted.min())}"
+        raise ValueError(f"quotas do not fit: of groups of {number.tolist()} tokens they {told}")
     first = torch.cat([torch.zeros(1, dtype=torch.int64), number.cumsum(0)])
     ranks = torch.empty(len(group), dtype=torch.int64)
     assign_range(
@@ -94,7 +99,7 @@ def assign(
         members.numpy(),
         source_rank.cpu()[members[first[:-1]]].contiguous().numpy(),
         visited.cpu().contiguous().numpy(),
-        quotas.cpu()[rows].contiguous().numpy(),
+        wanted.numpy(),
         ranks.numpy(),
     )
     return ranks.to(device)

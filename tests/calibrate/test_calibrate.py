@@ -34,6 +34,9 @@ from epsim.cost.hardware import load_hardware
 from epsim.cost.model import load_model
 from epsim.cost.router_time import RouterTable
 from epsim.cost.tiled import TiledFit
+from epsim.policies.base import SharedWork
+from epsim.policies.joint import WaterfillJoint
+from epsim.policies.stack import parse_stack
 from tests.calibrate import programs
 from tests.runtime.worlds import launch
 
@@ -297,6 +300,30 @@ def test_a_slow_policy_is_measured_once_and_at_two_sizes(monkeypatch: pytest.Mon
 
     assert CPU.eager_us([call, call, call]) > 200_000
     assert calls == 2
+
+
+@pytest.mark.parametrize("stack", ["eplb+lplb+waterfill-joint", "eplb+lplb+waterfill-joint(candidates=visited)"])
+def test_other_ranks_are_played_with_as_many_tokens(stack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of this rank, which are not that many times its own: quotas of more tokens than a rank has were followed
+    past the arrays."""
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def looked(joint: WaterfillJoint, work: SharedWork) -> torch.Tensor:
+        seen.append((work.routed, work.tokens))
+        return asked(joint, work)
+
+    asked = WaterfillJoint.token_ranks
+    monkeypatch.setattr(WaterfillJoint, "token_ranks", looked)
+    model = load_model("epsim-small")
+    for draw in range(8):
+        balancer = policies._balancer(CPU, model, parse_stack(stack), 2, 2, 64)
+        ids = policies._chosen(CPU, model, 64, draw)[1]
+        shared = balancer.assign(ids, 0).shared_rank
+        assert shared is not None
+        assert 0 <= int(shared.min()) <= int(shared.max()) < 2
+        routed, tokens = seen.pop()
+        assert tokens.tolist() == [[[64, 64]]]
+        assert int(routed.sum()) == 2 * ids.numel()
 
 
 def test_a_measurement_killed_in_a_part_leaves_what_the_next_one_goes_on_with(

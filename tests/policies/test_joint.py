@@ -153,6 +153,25 @@ def test_one_rank_alone_and_all_together(
         assert bool(near[together >= 0].all())
 
 
+def test_tokens_with_more_experts_than_the_models_top_k(bound: Bound) -> None:
+    """As some router policies leave them. Rank 1's only token names four experts of rank 2, which are no two tokens."""
+    there = [(0, {0: 4, 1: 1})] * 4 + [(1, {2: 4})] + [(2, {1: 5})] * 2 + [(2, {1: 6})]
+    ids = torch.full((8, 1, 6), -1)
+    for token, (_, visited) in enumerate(there):
+        experts = [6 * rank + number for rank, times in visited.items() for number in range(times)]
+        ids[token, 0, : len(experts)] = torch.tensor(experts)
+    source, step = torch.tensor([rank for rank, _ in there]).numpy(), torch.zeros(8).long().numpy()
+    block = TokenBlock(step[:1], step, source, ids.numpy())
+    placement = Placement(torch.arange(18)[None], 18, 3)
+    policy = bound("lplb+waterfill-joint(candidates=visited)", placement).stack.shared
+    work = dataclasses.replace(shared_work(bound("lplb", placement), block, 4.0), top_k=2)
+    assert work.routed.tolist() == [[[16, 20, 4]]]
+    quotas = policy.served(work)
+    assert bool((quotas >= 0).all())
+    assert torch.equal(quotas.sum(-1), work.tokens)
+    assert bool((policy.token_ranks(work) >= 0).all())
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from([1.0, 0.5, 2.0]), st.sampled_from([5, 80, 200]))
 def test_more_candidates_are_never_worse_and_none_is_worse_than_local(

@@ -208,3 +208,11 @@ def test_groups_do_not_mix() -> None:
     source = torch.tensor([1, 0, 1, 0, 1])
     quotas = torch.tensor([[1, 1], [7, 7], [2, 1]])
     assert assign(group, source, None, quotas).tolist() == [0, 1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("row", [[2, 6], [6, 2], [1, 2], [5, -1], [-1, 5]])
+def test_quotas_of_other_numbers_of_tokens_are_refused(row: list[int]) -> None:
+    """Compiled code would follow them past the arrays."""
+    zeros = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"quotas do not fit: of groups of \[4\] tokens they add up to"):
+        assign(zeros, zeros, None, torch.tensor([row]))
