@@ -9,7 +9,7 @@
 // screen   A task is a token's expert and a sector of 32 bytes of each code row, 80 channels. A warp has blocks of 128
 //          coordinates: it rotates the token's, lists the largest, and multiplies their codes by tensor cores, so that
 //          sums of codes times x, x in 23 bits of its block's largest, are exact.
-// choose   The blocks of a token each find the same channels: a radix select over the bits of all its scores.
+// choose   The blocks of a token each find the same channels: all its scores are counted in bins, the last bin's compared.
 // gather   A warp has a kept channel's gate and up rows, all warps its down row. Skipped channels add their b.
 // finish   Sums over a token's blocks in fixed order, so that every run gives the same bits; the map U; bfloat16.
 
