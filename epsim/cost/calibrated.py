@@ -204,8 +204,9 @@ class Calibration:
 
     def exchange_for(self, model: ModelSpec, ranks: int, nodes: int) -> ExchangeTable | None:
         """The table of as many ranks and nodes and of rows like the model's, in width and type; of those deep_ep's
-        rather than torch's, then that of the nearest top-k, on which time depends little. Tables that do not tell
-        their rows' width serve where none does; None where there is no table at all."""
+        rather than torch's, then that of the nearest top-k, on which time depends little, then of the nearest number
+        of experts; of several the first. Tables that do not tell their rows' width serve where none does; None where
+        there is no table at all."""
         here = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
         fits = [t for t in here if t.hidden == model.hidden] or [t for t in here if not t.hidden]
 
@@ -219,8 +220,10 @@ class Calibration:
         """Microseconds of a dispatch by deep_ep for each expert of a rank: one thread sends their counts to every rank,
         one after the other, before any row moves (DeepEP, csrc/kernels/intranode.cu, `notify_dispatch`).
 
-        By least squares over all tables of as many ranks, of their FEWEST smallest sizes, in which rows count little;
-        0 where fewer than two numbers of experts were measured.
+        By least squares over all tables of as many ranks, of their FEWEST smallest sizes, in which rows count little.
+        Where tables of one run have rows as wide and other numbers of experts, over these alone, each run
+        about its own mean: one run may be slower than another by more than experts cost. 0 where fewer than two
+        numbers of experts were measured.
         """
         if table.implementation != "deep_ep":
             return 0.0
@@ -231,8 +234,18 @@ class Calibration:
         ]
         if len({one.num_experts for one in same}) < 2:
             return 0.0
-        held = [one.num_experts / one.ranks for one in same]
-        return max(linear_regression(held, [fmean(one.dispatch_us[:FEWEST]) for one in same]).slope, 0.0)
+        runs: dict[tuple[object, ...], list[ExchangeTable]] = {}
+        for one in same:
+            runs.setdefault((one.device, one.command, one.date, one.hidden, one.dtype), []).append(one)
+        alike = [run for run in runs.values() if len({one.num_experts for one in run}) > 1]
+        held: list[float] = []
+        floors: list[float] = []
+        for some in alike or [same]:
+            numbers = [one.num_experts / one.ranks for one in some]
+            times = [fmean(one.dispatch_us[:FEWEST]) for one in some]
+            held += [number - fmean(numbers) for number in numbers]
+            floors += [time - fmean(times) for time in times]
+        return max(linear_regression(held, floors).slope, 0.0)
 
 
 def load_calibration(name: str) -> Calibration:

@@ -427,6 +427,15 @@ def test_dispatch_takes_longer_with_more_experts_of_a_rank() -> None:
     assert Calibration(H200, exchange=(few,)).expert_us(few) == 0
     assert there.expert_us(dataclasses.replace(few, implementation="torch")) == 0
     assert Calibration(H200, exchange=(table(32, 40.0), table(64, 30.0))).expert_us(few) == 0, "that falls is noise"
+    # Tables of one run and width count alone, each run about its mean; other widths and runs, though slower, do not.
+    slower = [dataclasses.replace(one, command="later", dispatch_us=tuple(9 + us for us in one.dispatch_us))
+              for one in (table(48, 32.0), table(64, 34.0))]  # fmt: skip
+    others = (table(256, 99.0, hidden=2048), table(256, 80.0, command="another day"))
+    apart = Calibration(H200, exchange=(few, some, many, *others, *slower))
+    x, y = [*(held - held.mean()), -2, 2], [*(floors - floors.mean()), -1, 1]
+    assert apart.expert_us(few) == pytest.approx(float(np.polyfit(x, y, 1)[0]))
+    assert apart.exchange_for(dataclasses.replace(V3, num_experts=64), 4, 1) == some, "of several the first"
+    assert Calibration(H200, exchange=(few, others[0])).expert_us(few) == pytest.approx(69 / 56), "else all of them"
     assert V3.num_experts == 256
     assert there.exchange_for(V3, 4, 1) == many, "the nearest number of experts"
     rows = numbers(100, 5000)
