@@ -124,7 +124,7 @@ class ReadBytes:
         if budget >= 1 or not num_experts:
             return channels
         # In whole bytes, as a rounded product may be more than the budget.
-        room = floor(Fraction(budget) * num_experts * self.expert) - self.token(num_experts, 0, num_ranks)
+        room = floor(Fraction(max(budget, 0.0)) * num_experts * self.expert) - self.token(num_experts, 0, num_ranks)
         if room < 0:
             least = ceil(Fraction(self.token(num_experts, 0, num_ranks), num_experts * self.expert) * 10_000) / 10_000
             where = f" on {num_ranks} ranks" if num_ranks > 1 else ""

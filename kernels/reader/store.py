@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from epsim.kernels.reader.build import RANK, LayerSketch, build_layer
+from epsim.kernels.reader.codes import NEGATIVE, POWERS
 
-FORMAT = "epsim channel sketch 2"
+KIND = "epsim channel sketch"
+FORMAT = f"{KIND} 2"
 INDEX = "model.safetensors.index.json"
 FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)$")
 SINGLE = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
@@ -47,9 +50,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _is_sketch(path: Path) -> bool:
+    """Of any version: one of another is no weights either, and may be written over."""
     try:
         with safe_open(path, "pt") as opened:
-            return (opened.metadata() or {}).get("format") == FORMAT
+            return str((opened.metadata() or {}).get("format")).startswith(KIND)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path}: no whole safetensors file ({error}): fetch it again, or take it away") from None
 
@@ -208,6 +212,8 @@ def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch
         if named is None:
             raise ValueError(f"{path}: {name} is no part of a channel sketch: {again}")
         layers.setdefault(int(named[1]), {})[named[2]] = tensor
+    if missing := sorted(set(Checkpoint(folder).layers) - set(layers)):
+        raise ValueError(f"{path}: has no sketch of layer {missing[0]}: {again}")
     return {layer: _whole(parts, f"{path}: layer {layer}", again) for layer, parts in sorted(layers.items())}
 
 
@@ -215,8 +221,25 @@ def _whole(parts: dict[str, torch.Tensor], where: str, again: str) -> LayerSketc
     """The sketch of these tensors. Raises ValueError where one is missing or they do not fit each other."""
     if sorted(parts) != sorted(field.name for field in fields(LayerSketch)):
         raise ValueError(f"{where} holds {', '.join(sorted(parts))}, which is no sketch: {again}")
+    for name, dimensions in (("codes", 3), ("norms", 2), ("basis", 2)):
+        if parts[name].ndim != dimensions:
+            raise ValueError(f"{where} has {name} {list(parts[name].shape)}, not of {dimensions} dimensions: {again}")
     sketch = LayerSketch(**parts)
     for name, (shape, dtype) in sketch.layout().items():
         if (tuple(parts[name].shape), parts[name].dtype) != (shape, dtype):
             raise ValueError(f"{where} has {name} {list(parts[name].shape)}, not {list(shape)} {dtype}: {again}")
+    if wrong := [name for name, tensor in parts.items() if not _possible(name, tensor)]:
+        raise ValueError(f"{where} has {wrong[0]} that no build gives: {again}")
     return sketch
+
+
+def _possible(name: str, tensor: torch.Tensor) -> bool:
+    """Whether `build_layer` can have made such values. Other codes are one thing to a kernel, another to `unpacked`."""
+    if not tensor.numel():
+        return True
+    if name == "codes":
+        return all(int((expert & (NEGATIVE - 1)).max()) <= sum(POWERS) for expert in tensor)
+    if name == "signs":
+        return bool((tensor.abs() == 1).all())
+    least, most = (float(value) for value in tensor.aminmax())
+    return math.isfinite(least + most) and (least >= 0 or name in ("basis", "coefficients"))

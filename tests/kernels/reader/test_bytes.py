@@ -127,6 +127,9 @@ def test_budgets_to_the_byte() -> None:
         ReadBytes(128, 1).kept(0.99, 1)
     with pytest.raises(ValueError, match="a budget of nan: give a share"):
         sizes.kept(float("nan"), 8)
+    for budget in (0.0, -1.0, float("-inf")):
+        with pytest.raises(ValueError, match=f"a budget of {budget:g} does not pay"):
+            sizes.kept(budget, 8)
 
 
 @pytest.mark.parametrize("source", ["sketch", "int4-gate"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from epsim.cli import main
@@ -37,6 +38,68 @@ def test_a_sketch_beside_the_weights_is_none_of_them(tmp_path: Path) -> None:
     out.unlink()
     save_file({"more": torch.zeros(3)}, model / "more.safetensors")
     assert checkpoint_hash(model) != before
+
+
+def test_a_sketch_of_another_version_beside_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused with the command that makes it again, and that command does."""
+    model, out = tmp_path / "model", tmp_path / "model/a-sketch.safetensors"
+    checkpoint(model, True)
+    before = checkpoint_hash(model)
+    save_sketches(out, dict(build_checkpoint(model)), model, "bfloat16", 0)
+    with safe_open(out, "pt") as opened:
+        metadata = opened.metadata()
+    save_file(load_file(out), out, {**metadata, "format": "epsim channel sketch 1"})
+    assert checkpoint_hash(model) == before
+    with pytest.raises(ValueError, match=r"not a channel sketch of this version: build it again: (.*)") as refused:
+        load_sketches(out, model, "bfloat16")
+    again = str(refused.value).split("epsim reader build ")[1].split()
+    assert run(capsys, monkeypatch, *again)[0] == 0
+    assert sorted(load_sketches(out, model, "bfloat16")) == [1, 3]
+
+
+def test_a_sketch_that_lacks_layers(tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "s.safetensors"
+    checkpoint(model, True)
+    made = dict(build_checkpoint(model))
+    for layers, missing in (((3,), 1), ((1,), 3), ((), 1)):
+        save_sketches(out, {layer: made[layer] for layer in layers}, model, "bfloat16", 0)
+        with pytest.raises(ValueError, match=f"has no sketch of layer {missing}: build it again"):
+            load_sketches(out, model, "bfloat16")
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("codes", value) for value in (122, 127, 250, 255)),
+        *(("scales", value) for value in (NAN, -1.0)),
+        ("errors", float("inf")),
+        ("norms", -1.0),
+        ("signs", 0),
+        ("basis", NAN),
+        ("coefficients", float("inf")),
+    ],
+)
+def test_values_that_no_build_gives(tmp_path: Path, name: str, value: float) -> None:
+    """A kernel would read other codes than the plain form does, and scores would be no numbers."""
+    checkpoint(tmp_path / "model", True)
+    out = tmp_path / "s.safetensors"
+    save_sketches(out, dict(build_checkpoint(tmp_path / "model")), tmp_path / "model", "bfloat16", 0)
+    with safe_open(out, "pt") as opened:
+        metadata = opened.metadata()
+    tensors = load_file(out)
+    tensors[f"layers.3.{name}"].view(-1)[-1] = value
+    save_file(tensors, out, metadata)
+    with pytest.raises(ValueError, match=f"layer 3 has {name} that no build gives: build it again"):
+        load_sketches(out, tmp_path / "model", "bfloat16")
+    # Of fewer dimensions.
+    save_file({at: tensor.flatten() for at, tensor in tensors.items()}, out, metadata)
+    with pytest.raises(ValueError, match=r"layer 1 has codes \[\d+\], not of 3 dimensions: build it again"):
+        load_sketches(out, tmp_path / "model", "bfloat16")
 
 
 def test_files_of_the_index_that_are_not_there(tmp_path: Path) -> None:
