@@ -11,11 +11,14 @@ static void wait_for_last() {}
 static void let_next_begin() {}
 static float from_half(u16 bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    if (exponent == 31) return mantissa ? NAN : bits >> 15 ? -INFINITY : INFINITY;
     const float size = exponent ? std::ldexp(1024.0f + mantissa, exponent - 25) : std::ldexp((float)mantissa, -24);
     return bits >> 15 ? -size : size;
 }
 static u16 to_half(float value) {
     const float size = value < 0 ? -value : value;
+    if (std::isnan(value)) return 0x7fff;
+    if (std::isinf(value)) return value < 0 ? 0xfc00 : 0x7c00;
     if (size > 65504.0f) abort();
     int exponent;
     std::frexp(size, &exponent);

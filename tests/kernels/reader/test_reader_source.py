@@ -189,8 +189,10 @@ def test_scores_of_any_size(on_host: Callable[..., Callable[..., None]], size: f
     assert far(held["output"], in_float64(layer, (x, ids, weights), kept)) < 3e-3
 
 
-def test_scores_of_minus_zero_and_of_no_number(on_host: Callable[..., Callable[..., None]]) -> None:
-    """Gates of zero or far below it give -0, which is no large score; a token of NaN leaves the others alone."""
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_scores_of_minus_zero_and_of_no_number(on_host: Callable[..., Callable[..., None]], wrong: float) -> None:
+    """Gates of zero or far below it give -0, which is no large score; a token of NaN, or with one infinite value,
+    leaves the others alone."""
     source = torch.Generator().manual_seed(5)
     gate_up = (torch.randn(3, 128, 128, generator=source) / 128**0.5).bfloat16()
     down = torch.randn(3, 128, 64, generator=source).bfloat16()
@@ -199,7 +201,7 @@ def test_scores_of_minus_zero_and_of_no_number(on_host: Callable[..., Callable[.
     gate_up[:, 20:40] = -2 * x[0]
     gate_up[:, 64:104] = x[0] * torch.tensor([1.0, -1.0] * 20).bfloat16()[:, None]
     layer = ReaderLayer.of(build_layer(gate_up, down), gate_up, down, 2, 0.5, "gelu")
-    x[1] = torch.nan
+    x[1, slice(None) if wrong != wrong else 7] = wrong
     ids, weights = torch.tensor([[2, 0], [1, 2], [0, 1]]), torch.tensor([[0.5, 0.5], [0.9, 0.1], [-0.4, 0.6]])
     held = run_on_host(on_host, layer, (x, ids, weights))
     kept = torch.empty_like(held["kept"])
