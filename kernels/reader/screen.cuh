@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from
     }
 }
 
-// -> products [PAIRED]: of a word's 10 values, gate's five come first. sum of code times x.
+// -> products [PAIRED]: of a word's 10 values, gate's five come first. sum of code times x, over 1024.
 // A sum of code 3^i over 3^i, rounded to the next whole number, is that of the codes from the ith on. So are sums of
 // products with x, and the ith code's is that less three times the next.
 __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[COORDINATES][8], int lane, float *products) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
         }
     }
     if (t) return;  // The first lane has both parts of x.
-    const float unit = from.unit * 1024, part = 1.0f / 2048;
+    const float unit = from.unit, part = 1.0f / 2048;
 #pragma unroll
     for (int which = 0; which < 2; ++which)
 #pragma unroll
@@ -186,6 +186,7 @@ struct Scored {
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * products[block * PAIRED];
         }
+        sum *= 1024;  // See screen_block: not sooner, so that x may be of any size.
         const float up = __shfl_xor_sync(~0u, sum, 1);
         if (own % 2 || channel >= INTER) return;
         u64 *score = a.scores + (long long)token * SCORES + score_at(pair % COLUMNS * INTER + channel);

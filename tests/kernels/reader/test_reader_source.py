@@ -189,6 +189,18 @@ def test_scores_of_any_size(on_host: Callable[..., Callable[..., None]], size: f
     assert far(held["output"], in_float64(layer, (x, ids, weights), kept)) < 3e-3
 
 
+@pytest.mark.parametrize("size", [1e-34, 1e35])
+def test_tokens_of_any_size(on_host: Callable[..., Callable[..., None]], size: float) -> None:
+    """Estimates beyond float32 count as infinite, below it as 0; others of the same token are what they are."""
+    layer = layer_of(4, 256, 79, 3, 0.5, "gelu")
+    x, ids, weights = inputs(layer, 3, 3)
+    x[1] *= size
+    held = run_on_host(on_host, layer, (x, ids, weights))
+    kept = torch.empty_like(held["kept"])
+    layer.read(x, ids, weights, kept)
+    assert torch.equal(held["kept"], kept)
+
+
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 def test_scores_of_minus_zero_and_of_no_number(on_host: Callable[..., Callable[..., None]], wrong: float) -> None:
     """Gates of zero or far below it give -0, which is no large score; a token of NaN, or with one infinite value,
