@@ -9,7 +9,8 @@ independently; with `quota=batch` one set for all. `model` (Qwen3-30B-A3B alone,
 steps with attention's weights and the specification's fixed costs, without any context; at `--user-rate` tokens a
 second for each user the largest batch of up to 128 whose step is fast enough. `measured`: the same steps and users with
 layers as `reader_speed.json` and `reader_batch_speed.json` of benchmarks/results have them, between measured batches by
-straight lines; `dense` is the faster of the own kernel and the grouped layer.
+straight lines, where these are of `--hardware` and `--budget`; `dense` is the faster of the own kernel and the grouped
+layer.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from epsim.policies.base import Dense
 from epsim.policies.reader import TopkChannels
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+EVERY = torch.arange(1, BATCHES[-1] + 1)
 SHAPES = {
     # experts, top-k, hidden, intermediate
     "qwen3-30b-a3b": (128, 8, 2048, 768),
@@ -70,8 +72,16 @@ def steps(timing: LayerTiming, reader: Dense | TopkChannels, batches: torch.Tens
 
 def at_rate(timing: LayerTiming, reader: Dense | TopkChannels, rate: float) -> int:
     """The largest batch, of up to the largest of BATCHES, whose steps are `rate` a second; 0 for none."""
-    batches = torch.arange(1, BATCHES[-1] + 1)
-    return int((steps(timing, reader, batches) <= 1e6 / rate).long().cumprod(0).sum())
+    return largest(steps(timing, reader, EVERY), rate)
+
+
+def largest(step_us: torch.Tensor, rate: float) -> int:
+    """step_us: of the batches of EVERY."""
+    return int((step_us <= 1e6 / rate).long().cumprod(0).sum())
+
+
+def users(batches: dict[str, int], rate: float) -> dict[str, dict[str, float]]:
+    return {form: {"batch": batch, "tokens_per_second": batch * rate} for form, batch in batches.items()}
 
 
 def timing_of(model: ModelSpec, hardware: str) -> LayerTiming:
@@ -96,46 +106,56 @@ def predicted(hardware: str, budget: float, rate: float) -> dict[str, Any]:
                     row["tokens_per_second"] = float(batch * 1e6 / whole[reader][at])
                 rows.append(row)
     timing = timing_of(load_model(MODEL), hardware)
-    largest = {reader: at_rate(timing, policy, rate) for reader, policy in readers(budget).items()}
-    users = {reader: {"batch": batch, "tokens_per_second": batch * rate} for reader, batch in largest.items()}
     return {
         "predicted": "by the roofline from bytes; but for `measured` nothing is timed",
         "hardware": hardware,
         "budget": budget,
         "user_rate": rate,
-        "users": users,
+        "users": users({reader: at_rate(timing, policy, rate) for reader, policy in readers(budget).items()}, rate),
         "rows": rows,
     }
 
 
-def timed_layers(budget: float) -> dict[str, dict[int, float]]:
-    """Microseconds of MODEL's layer by form and batch, as they were measured."""
+def timed_layers(hardware: str, budget: float) -> dict[str, dict[int, float]]:
+    """Microseconds of MODEL's layer by form and batch, as they were measured; empty where they are of other hardware or
+    budgets."""
     alone, together = (
-        [row for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"] if row["shape"] == MODEL]
-        for name in ("reader_speed", "reader_batch_speed")
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("reader_speed", "reader_batch_speed")
     )
+    if any(hardware.upper() not in found["device"].upper().split() for found in (alone, together)):
+        return {}
+    rows = [row for row in alone["rows"] if row["shape"] == MODEL and f"{budget:g}" in row]
+    sets = {row["batch"]: row["us"] for row in together["rows"] if (row["shape"], row["budget"]) == (MODEL, budget)}
+    if not rows or not sets:
+        return {}
     return {
-        "dense": {row["batch"]: min(row[form] for form in ("dense", "grouped layer") if form in row) for row in alone},
-        "topk-channels": {row["batch"]: row[f"{budget:g}"]["us"] for row in alone},
-        "topk-channels quota=batch": {row["batch"]: row["us"] for row in together if row["budget"] == budget},
+        "dense": {row["batch"]: min(row[form] for form in ("dense", "grouped layer") if form in row) for row in rows},
+        "topk-channels": {row["batch"]: row[f"{budget:g}"]["us"] for row in rows},
+        "topk-channels quota=batch": sets,
     }
 
 
-def measured(hardware: str, budget: float, rate: float) -> dict[str, Any]:
-    """Steps with times of layers as measured: gains by batch, and users at `rate`."""
-    timing, every = timing_of(load_model(MODEL), hardware), np.arange(1, BATCHES[-1] + 1)
-    whole = {}
-    for form, us in timed_layers(budget).items():
-        layer = torch.from_numpy(np.interp(every, list(us), list(us.values())))
-        whole[form] = timing.step_us(layer[:, None], torch.from_numpy(every)[:, None].double(), 1)
-    largest = {form: int((step <= 1e6 / rate).long().cumprod(0).sum()) for form, step in whole.items()}
+def measured(hardware: str, budget: float, rate: float) -> dict[str, Any] | None:
+    """Steps with times of layers as measured: gains by batch, and users at `rate`; None where there are none."""
+    timing, whole = timing_of(load_model(MODEL), hardware), {}
+    for form, us in timed_layers(hardware, budget).items():
+        layer = torch.from_numpy(np.interp(EVERY, list(us), list(us.values())))
+        whole[form] = timing.step_us(layer[:, None], EVERY[:, None].double(), 1)
+    if not whole:
+        return None
     return {
-        "users": {form: {"batch": batch, "tokens_per_second": batch * rate} for form, batch in largest.items()},
+        "users": users({form: largest(step, rate) for form, step in whole.items()}, rate),
         "rows": [
             {"batch": batch, **{form: float(whole["dense"][batch - 1] / whole[form][batch - 1]) for form in whole}}
             for batch in BATCHES
         ],
     }
+
+
+def print_users(found: dict[str, dict[str, float]], rate: float) -> None:
+    print(f"\n{MODEL} at {rate:g} tokens a second for each user:")
+    for form, one in found.items():
+        print(f"{form}: batch {one['batch']}, {one['tokens_per_second']:,.0f} tokens a second per GPU")
 
 
 def main() -> None:
@@ -157,15 +177,17 @@ def main() -> None:
         print(
             f"| {row['shape']} | {row['batch']} | {row['reader']} | {row['bytes']:.2f} | {row['layer']:.2f} | {model} |"
         )
-    print(f"\n{MODEL} at {options.user_rate:g} tokens a second for each user:")
-    for reader, one in found["users"].items():
-        print(f"{reader}: batch {one['batch']}, {one['tokens_per_second']:,.0f} tokens a second per GPU")
+    print_users(found["users"], options.user_rate)
     found["measured"] = measured(options.hardware, options.budget, options.user_rate)
-    print("\nwith layers as measured, gain of the whole step:")
-    for row in found["measured"]["rows"]:
-        print(", ".join(f"{name} {value:.2f}" if name != "batch" else f"batch {value}" for name, value in row.items()))
-    for reader, one in found["measured"]["users"].items():
-        print(f"{reader}: batch {one['batch']}, {one['tokens_per_second']:,.0f} tokens a second per GPU")
+    if found["measured"] is None:
+        print("\nlayers were not measured on this hardware at this budget")
+    else:
+        print("\nwith layers as measured, gain of the whole step:")
+        for row in found["measured"]["rows"]:
+            print(
+                ", ".join(f"{name} {value:.2f}" if name != "batch" else f"batch {value}" for name, value in row.items())
+            )
+        print_users(found["measured"]["users"], options.user_rate)
     if options.out is not None:
         options.out.write_text(json.dumps({**found, "command": command("reader_predicted.py")}, indent=1) + "\n")
 

@@ -64,7 +64,7 @@ def test_users_get_their_rate(module: Any) -> None:
 
 def test_steps_with_layers_as_measured(module: Any) -> None:
     """Between measured batches by a straight line, beside attention's weights and 60 microseconds a layer."""
-    found, us = module.measured("h200", 0.178, 100.0), module.timed_layers(0.178)
+    found, us = module.measured("h200", 0.178, 100.0), module.timed_layers("h200", 0.178)
     gains = {row["batch"]: row for row in found["rows"]}
     rest = 18.9e6 * 2 * 1e-3 / 3830 + 60
     for form in us:
@@ -77,3 +77,10 @@ def test_steps_with_layers_as_measured(module: Any) -> None:
         step = timing.step_us(layer[:, None], tokens[:, None], 1)
         assert step[0] <= 10_000 < step[1]
         assert one["tokens_per_second"] == 100 * batch
+
+
+@pytest.mark.parametrize(("hardware", "budget"), [("h100", 0.178), ("h200", 0.3), ("h20", 0.178)])
+def test_layers_measured_elsewhere_say_nothing(module: Any, hardware: str, budget: float) -> None:
+    assert module.timed_layers(hardware, budget) == {}
+    if hardware != "h20":
+        assert module.measured(hardware, budget, 100.0) is None
