@@ -26,14 +26,7 @@ from runtime_common import QWEN, REDUNDANT, V3, placement_of, skewed_ids
 
 from epsim.calibrate.experts import FEW_CELLS, with_fit
 from epsim.calibrate.folder import write_hardware, write_table
-from epsim.cost.calibrated import (
-    CollectiveCost,
-    ExchangeTable,
-    PolicyCost,
-    PolicyTable,
-    load_calibration,
-    read_table,
-)
+from epsim.cost.calibrated import CollectiveCost, PolicyCost, PolicyTable, load_calibration, read_table
 from epsim.cost.experts_time import ExpertCell, ExpertTable
 from epsim.cost.hardware import load_hardware
 from epsim.cost.model import load_model
@@ -123,11 +116,6 @@ def main() -> None:
             write_table(table, FOLDER / name)
     for name, shape in MODELS.items():
         model = load_model(name)
-        for path in sorted(FOLDER.glob("exchange-*.json")):
-            exchange = read_table(path)
-            if isinstance(exchange, ExchangeTable) and exchange.model == model.name and not exchange.num_experts:
-                # Before tables told their experts, they were their model's.
-                write_table(dataclasses.replace(exchange, num_experts=model.num_experts), path)
         path = next(
             path
             for path in sorted(FOLDER.glob("experts-*.json"))

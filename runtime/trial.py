@@ -7,10 +7,12 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from epsim.runtime.beats import JobClock
 from epsim.runtime.faults import STOPPING
+
+Kind: TypeAlias = Literal["kill", "stop", "sleep", "hold", "nan", "short"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Trial:
     EPSIM_TRIAL_FAULT. kill, stop (SIGSTOP), sleep, hold (sleep with the interpreter held): at that place; nan: the
     step's hidden states; short: no step from that one on."""
 
-    kind: Literal["kill", "stop", "sleep", "hold", "nan", "short"]
+    kind: Kind
     rank: int
     step: int
     layer: int = -1
@@ -29,7 +31,7 @@ class Trial:
     def from_text(cls, text: str) -> Trial:
         kind, _, rest = text.partition(":")
         fields = dict(part.partition("=")[::2] for part in rest.split(","))
-        known = {"kill", "stop", "sleep", "hold", "nan", "short"}
+        known = get_args(Kind)
         if kind not in known or not {"rank", "step"} <= set(fields) <= {"rank", "step", "layer", "phase"}:
             raise ValueError(
                 f"EPSIM_TRIAL_FAULT {text!r}: write one of {', '.join(sorted(known))}, then :rank=R,step=S"

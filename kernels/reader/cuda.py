@@ -47,7 +47,7 @@ WARPS = 16
 THREADS = 32 * WARPS
 LONGEST, MOST_CHANNELS, MOST_EXPERTS, MAP = 3072, 16384, 32, 32
 CHOOSING = 4096 * 4 + 1024 * 8
-"""Bytes that a choice takes besides scores: bins and rivals."""
+"""Bytes of a choice: bins and rivals."""
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block may have (compute capability 9.0)."""
 

@@ -64,6 +64,20 @@ def run_on_host(
     return held
 
 
+def kept_as_plain(
+    on_host: Callable[..., Callable[..., None]],
+    layer: ReaderLayer,
+    given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """As `run_on_host`, whose channels are those of the plain form."""
+    held = run_on_host(on_host, layer, given, **options)
+    kept = torch.empty_like(held["kept"])
+    layer.read(*given, kept=kept)
+    assert torch.equal(held["kept"], kept)
+    return held
+
+
 def in_float64(
     layer: ReaderLayer, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor], kept: torch.Tensor
 ) -> torch.Tensor:
@@ -117,11 +131,8 @@ def test_many_blocks_of_a_token(on_host: Callable[..., Callable[..., None]], tok
     layer = layer_of(6, 256, 96, 4, 0.5)
     given = inputs(layer, tokens, 4)
     given[1][-1, 1] = -1
-    held = run_on_host(on_host, layer, given, blocks=blocks, backwards=3)
-    kept = torch.empty_like(held["kept"])
-    layer.read(*given, kept=kept)
-    assert torch.equal(held["kept"], kept)
-    assert far(held["output"], in_float64(layer, given, kept)) < 3e-3
+    held = kept_as_plain(on_host, layer, given, blocks=blocks, backwards=3)
+    assert far(held["output"], in_float64(layer, given, held["kept"])) < 3e-3
 
 
 def test_words_of_launches_before_are_no_ones(on_host: Callable[..., Callable[..., None]]) -> None:
@@ -130,11 +141,8 @@ def test_words_of_launches_before_are_no_ones(on_host: Callable[..., Callable[..
     words = cuda.workspace(layer.sizes(3), 4, BLOCKS, torch.device("cpu"))
     for launches, tokens in enumerate((4, 2, 1, 4, 3)):
         given = inputs(layer, tokens, 3)
-        held = run_on_host(on_host, layer, given, backwards=launches + 2, launches=launches, words=words)
-        kept = torch.empty_like(held["kept"])
-        layer.read(*given, kept=kept)
-        assert torch.equal(held["kept"], kept)
-        assert far(held["output"], in_float64(layer, given, kept)) < 3e-3
+        held = kept_as_plain(on_host, layer, given, backwards=launches + 2, launches=launches, words=words)
+        assert far(held["output"], in_float64(layer, given, held["kept"])) < 3e-3
 
 
 def test_fewer_warps_gather_longer_rows(
@@ -170,11 +178,8 @@ def test_coordinates_of_few_sizes(on_host: Callable[..., Callable[..., None]]) -
     x, ids, weights = inputs(layer, 9, 2)
     number = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 128])[:, None]
     x = torch.where(torch.arange(256) % 128 < number, x.sign() * (1 + torch.arange(256) % 3), 0.0).bfloat16()
-    held = run_on_host(on_host, layer, (x, ids, weights))
-    kept = torch.empty_like(held["kept"])
-    layer.read(x, ids, weights, kept)
-    assert torch.equal(held["kept"], kept)
-    assert far(held["output"], in_float64(layer, (x, ids, weights), kept)) < 3e-3
+    held = kept_as_plain(on_host, layer, (x, ids, weights))
+    assert far(held["output"], in_float64(layer, (x, ids, weights), held["kept"])) < 3e-3
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1e12, 1e30])
@@ -182,11 +187,8 @@ def test_scores_of_any_size(on_host: Callable[..., Callable[..., None]], size: f
     layer = layer_of(4, 128, 96, 3, 0.5)
     x, ids, weights = inputs(layer, 2, 3)
     weights[1] *= size
-    held = run_on_host(on_host, layer, (x, ids, weights))
-    kept = torch.empty_like(held["kept"])
-    layer.read(x, ids, weights, kept)
-    assert torch.equal(held["kept"], kept)
-    assert far(held["output"], in_float64(layer, (x, ids, weights), kept)) < 3e-3
+    held = kept_as_plain(on_host, layer, (x, ids, weights))
+    assert far(held["output"], in_float64(layer, (x, ids, weights), held["kept"])) < 3e-3
 
 
 @pytest.mark.parametrize("size", [1e-34, 1e35])
@@ -195,10 +197,7 @@ def test_tokens_of_any_size(on_host: Callable[..., Callable[..., None]], size: f
     layer = layer_of(4, 256, 79, 3, 0.5, "gelu")
     x, ids, weights = inputs(layer, 3, 3)
     x[1] *= size
-    held = run_on_host(on_host, layer, (x, ids, weights))
-    kept = torch.empty_like(held["kept"])
-    layer.read(x, ids, weights, kept)
-    assert torch.equal(held["kept"], kept)
+    kept_as_plain(on_host, layer, (x, ids, weights))
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
