@@ -28,13 +28,13 @@ from epsim.calibrate.experts import FEW_CELLS, with_fit
 from epsim.calibrate.folder import write_hardware, write_table
 from epsim.cost.calibrated import CollectiveCost, PolicyCost, PolicyTable, load_calibration, read_table
 from epsim.cost.experts_time import ExpertCell, ExpertTable
-from epsim.cost.hardware import load_hardware
-from epsim.cost.model import load_model
 from epsim.cost.policy_time import split_key
 from epsim.cost.router_time import RouterTable
+from epsim.machines.hardware import load_hardware
+from epsim.models.shapes import LayerShape
+from epsim.models.spec import load_model
 from epsim.policies.shared import Local
 from epsim.policies.stack import parse_stack
-from epsim.runtime.shapes import LayerShape
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FOLDER = RESULTS / "calibrated_h200"

@@ -28,8 +28,8 @@ import torch
 from epsim.cost.calibrated import ExchangeTable, load_calibration, read_table
 from epsim.cost.curve import curve
 from epsim.cost.experts_time import ExpertsTime
-from epsim.cost.hardware import load_hardware
-from epsim.cost.model import ModelSpec, load_model
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import ModelSpec, load_model
 from epsim.reproduce.deepep import TOLERANCE, published_exchange
 from epsim.reproduce.held_out import MEDIAN, P95, held_out
 

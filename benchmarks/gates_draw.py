@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.cost.model import ModelSpec, load_model
+from epsim.models.spec import ModelSpec, load_model
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting, bind
 from epsim.policies.base import Batch, SharedWork

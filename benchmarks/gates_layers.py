@@ -33,15 +33,15 @@ from whole_host_sources import Source, deepseek, gpt_oss, sample
 
 from epsim.calibrate.experts import shape_for
 from epsim.calibrate.machine import Machine
-from epsim.cost.model import load_model
+from epsim.files import message_line, whole_file
+from epsim.models.shapes import LayerShape
+from epsim.models.spec import load_model
 from epsim.policies.apply import bind
 from epsim.policies.shared import Local
 from epsim.policies.stack import parse_stack
 from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.job import Job, tokens_of
 from epsim.runtime.layer import ExpertParallelMoE
-from epsim.runtime.shapes import LayerShape
-from epsim.traces.files import message_line, whole_file
 from epsim.traces.trace import TokenBlock
 
 TILES = (64, 128, 256)

@@ -26,9 +26,9 @@ from command import command
 
 from epsim.calibrate.experts import drawn_counts, rank_experts, received_of, shape_for
 from epsim.calibrate.machine import DTYPE, Machine
-from epsim.cost.model import load_model
+from epsim.files import whole_file
+from epsim.models.spec import load_model
 from epsim.runtime.exchange.base import Received
-from epsim.traces.files import whole_file
 
 MODELS = ("deepseek-v3-bf16", "qwen3-30b-a3b", "gpt-oss-20b")
 CELL_US = 15_000.0

@@ -13,10 +13,10 @@ from gates import CALIBRATED, ORDERED, TELLING, Gate, call_gate, layer_gate
 
 from epsim.cost.layer_time import LayerTiming, Phases
 from epsim.launch.prepare import layer_timing
+from epsim.models.shapes import LayerShape
 from epsim.placement.base import Cluster
 from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
-from epsim.runtime.shapes import LayerShape
 from epsim.traces.trace import TraceMeta
 
 

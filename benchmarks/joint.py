@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.kernels.split import prepare, solve_peak
 from epsim.kernels.split.problems import drifted_counts
 from epsim.placement import placement_policy
@@ -31,6 +30,7 @@ from epsim.placement.base import Cluster, Placement
 from epsim.planning import to_counts
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack
+from epsim.score.statistics import BlockBootstrap, Series
 from epsim.traces.importing import sample_path
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TokenBlock

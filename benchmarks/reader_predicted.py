@@ -26,9 +26,9 @@ import torch
 from command import command
 
 from epsim.cost.experts_time import ExpertsTime
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.model import ModelSpec, load_model
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import ModelSpec, load_model
 from epsim.policies.base import Dense
 from epsim.policies.reader import TopkChannels
 

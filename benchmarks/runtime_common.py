@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from epsim.models.shapes import LayerShape, shape_of
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.stack import parse_stack
 from epsim.runtime.exchange.deep_ep import load
-from epsim.runtime.shapes import LayerShape, shape_of
 
 V3 = shape_of("deepseek-v3-layer").with_experts(224)
 """DeepSeek-V3's layer with as many experts as two ranks of deep_ep hold: 224 + 28 redundant + 2 shared slots."""

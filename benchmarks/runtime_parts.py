@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from runtime_common import QWEN, SEED, V3, Bench, placement_of, redundant_on, skewed_ids
 
+from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting
 from epsim.policies.stack import parse_stack
@@ -27,7 +28,6 @@ from epsim.runtime.layer import ExpertParallelMoE, build_layer
 from epsim.runtime.peer import PeerCollective
 from epsim.runtime.phases import PhaseClock
 from epsim.runtime.reference import reference_output
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
 
 MOST = 4096

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from command import command
 
+from epsim.models.shapes import shape_of
 from epsim.results import read_results
-from epsim.runtime.shapes import shape_of
 from epsim.traces.store import TraceWriter
 from epsim.traces.trace import TokenBlock, TraceMeta
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from runtime_common import SEED, V3, Bench, placement_of, redundant_on, skewed_ids
 from runtime_parts import BALANCED, hidden_of
 
+from epsim.models.shapes import LayerShape, shape_of
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.base import Batch, SharedWork
@@ -27,7 +28,6 @@ from epsim.runtime.experts import Experts
 from epsim.runtime.layer import ExpertParallelMoE, build_layer
 from epsim.runtime.phases import PhaseClock
 from epsim.runtime.relocation import Relocation
-from epsim.runtime.shapes import LayerShape, shape_of
 from epsim.runtime.weights import RandomWeights
 
 RANKS, SPARE = 16, 32

@@ -36,8 +36,8 @@ from runtime_run import STEPS, draw
 from whole_host_gates import gates_of
 from whole_host_worker import SHARES, share
 
+from epsim.files import message_line, whole_file
 from epsim.runtime.telemetry import read_telemetry
-from epsim.traces.files import message_line, whole_file
 
 GRACE = 20.0
 """Seconds beyond its share after which a part is ended."""

@@ -28,9 +28,10 @@ from whole_host_sources import Source, scored, sources
 from epsim.calibrate.run import exchange_file
 from epsim.cost.calibrated import HARDWARE, ExchangeTable, read_table
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.model import load_model
-from epsim.cost.statistics import paired_difference
+from epsim.launch.measured import Measured, measure
 from epsim.launch.prepare import layer_timing
+from epsim.models.shapes import LayerShape, shape_of
+from epsim.models.spec import load_model
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.runtime.balance_cuda import KernelBalancer
@@ -40,11 +41,10 @@ from epsim.runtime.exchange.deep_ep import obstacle
 from epsim.runtime.faults import Watch
 from epsim.runtime.job import Job, JobStack, Place, RandomLayers, run_job, tokens_of
 from epsim.runtime.layer import ExpertParallelMoE
-from epsim.runtime.measured import Measured, measure
 from epsim.runtime.reference import reference_output
-from epsim.runtime.shapes import LayerShape, shape_of
 from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.weights import RandomWeights
+from epsim.score.statistics import paired_difference
 from epsim.traces.trace import TraceMeta
 
 STACKS = (

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from gates_draw import OTHER, PLANNED, SCORED, SEED, drawn
 
-from epsim.runtime.shapes import LayerShape
+from epsim.models.shapes import LayerShape
 from epsim.traces.importing import open_trace
 from epsim.traces.trace import Phase, TokenBlock
 

@@ -28,8 +28,8 @@ from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.router import router_table
 from epsim.calibrate.run import Request, calibrate
+from epsim.files import message_line, whole_file
 from epsim.launch.prepare import spec_of
-from epsim.traces.files import message_line, whole_file
 
 SHARES = {"calibrate": 20.0, "layers-deep_ep": 32.0, "layers-torch": 20.0, "oea": 10.0, "relocation": 6.0, "kill": 12.0}
 """Of the time. What a part leaves is the others'."""

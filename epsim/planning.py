@@ -8,8 +8,8 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from epsim.cost.scored import step_keys
 from epsim.placement.base import Cluster, Placement, PlacementPolicy
+from epsim.score.steps import step_keys
 from epsim.traces.store import SMALL_BLOCK, StoredTrace
 from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TraceMeta
 

@@ -12,24 +12,24 @@ import torch
 
 import epsim
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.metrics import Values, layer_metrics
-from epsim.cost.model import load_model
-from epsim.cost.scored import ScoredSteps, add_copies
-from epsim.cost.statistics import BlockBootstrap
-from epsim.cost.summary import StackSummary, tied_with_best
-from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.split import Backend, SplitStructure, cuda, prepare, solve_peak
 from epsim.kernels.split.solver import REFUSED
+from epsim.models.spec import load_model
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements, to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.stack import PolicyStack
 from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace
+from epsim.score.metrics import Values, layer_metrics
+from epsim.score.statistics import BlockBootstrap
+from epsim.score.steps import ScoredSteps, add_copies
+from epsim.score.summary import StackSummary, tied_with_best
+from epsim.score.time_metrics import timed_metrics
+from epsim.score.verdict import verdict
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
-from epsim.verdict import verdict
 
 COUNTS_BYTES = 32 * 2**20
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from epsim.cli import MOST_SLOTS
-from epsim.traces.files import check_target, reason
+from epsim.cli.main import MOST_SLOTS
+from epsim.files import check_target, reason
 
 LAUNCHERS = ("inline", "torchrun", "ray")
 EXCHANGES = ("auto", "deep_ep", "torch")

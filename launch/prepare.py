@@ -14,15 +14,15 @@ import numpy as np
 from epsim.cost.calibrated import load_calibration
 from epsim.cost.experts_time import ExpertsTime
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.model import ModelSpec
 from epsim.launch.options import CONTEXT, RunOptions
+from epsim.models.shapes import SHAPES, LayerShape, shape_of, shape_of_config
+from epsim.models.spec import ModelSpec
 from epsim.placement.base import Cluster, Placement
 from epsim.planning import plan_placements
 from epsim.policies.base import Dense
 from epsim.policies.stack import PolicyStack
 from epsim.replay import ReplayOptions, planned_steps
 from epsim.runtime.job import Job, JobStack
-from epsim.runtime.shapes import SHAPES, LayerShape, shape_of, shape_of_config
 from epsim.traces.importing import open_trace
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
@@ -84,7 +84,7 @@ class Prepared:
 
 def prepare(options: RunOptions, num_ranks: int) -> Prepared:
     """Raises ValueError or FileNotFoundError in one line for all that a user can have wrong."""
-    from epsim.cli import named_stack
+    from epsim.cli.main import named_stack
 
     if options.ranks not in (None, num_ranks):
         raise ValueError(f"--ranks {options.ranks}, but {num_ranks} processes were started: give --ranks {num_ranks}")

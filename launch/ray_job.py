@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from epsim.files import message_line, reason
 from epsim.launch.folder import PREDICTED, RESULTS, TELEMETRY, clear
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
@@ -27,7 +28,6 @@ from epsim.results import Results, read_results
 from epsim.runtime.beats import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, Lookout, stopped_words
 from epsim.runtime.faults import STOPPING
 from epsim.runtime.telemetry import rank_file
-from epsim.traces.files import message_line, reason
 
 GROUP_PATIENCE = 120.0
 """Seconds until a cluster, which may grow, has the GPUs or CPUs asked for."""

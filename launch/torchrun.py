@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from epsim.files import message_line
 from epsim.launch.folder import LOGS, RESULTS, TELEMETRY, clear, clear_logs
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
@@ -35,7 +36,6 @@ from epsim.runtime.beats import (
     read_fault,
     stopped_words,
 )
-from epsim.traces.files import message_line
 
 DEFAULT_RANKS = 4
 GRACE = 5.0

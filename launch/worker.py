@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 import epsim
+from epsim.files import message_line
 from epsim.launch.folder import PREDICTED, RESULTS, TELEMETRY, clear, phases_of_steps, write_routed
+from epsim.launch.measured import Measured, measure
 from epsim.launch.member import Member, choose_device, choose_dtype
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import Prepared, is_folder, prepare
@@ -31,11 +33,9 @@ from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_
 from epsim.runtime.beats import BAD_INPUT, JobClock, place_file
 from epsim.runtime.faults import Watch
 from epsim.runtime.job import Job, Model, Place, RandomLayers, run_job
-from epsim.runtime.measured import Measured, measure
 from epsim.runtime.recording import RoutingRecorder
 from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.trial import Trial, TrialClock
-from epsim.traces.files import message_line
 from epsim.traces.store import slice_steps
 from epsim.traces.trace import TokenBlock
 
@@ -341,7 +341,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry under torchrun. A user's mistake: one line, exit code 2; a fault: one line, exit code 1."""
-    from epsim.cli_run import parse_arguments
+    from epsim.cli.run import parse_arguments
 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from epsim.kernels.experts import MOST_TOKENS, decode
+from epsim.models.shapes import LayerShape
 from epsim.runtime.exchange.base import Received
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import Weights, WeightSource
 
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from epsim.files import message_line
 from epsim.runtime.beats import (
     BAD_INPUT,
     FAULT,
@@ -32,7 +33,6 @@ from epsim.runtime.beats import (
     this_machine,
 )
 from epsim.runtime.phases import PHASES, PhaseError
-from epsim.traces.files import message_line
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

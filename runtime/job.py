@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement, node_of_rank
 from epsim.policies.apply import Setting
 from epsim.policies.routing.block import ROUTED_ANEW, scores_by_expert
@@ -18,7 +19,6 @@ from epsim.runtime.faults import Watch
 from epsim.runtime.layer import ExpertParallelMoE, LayerRecord, build_layer
 from epsim.runtime.phases import PHASES, PhaseClock
 from epsim.runtime.seeds import generator
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.telemetry import COUNTS, TelemetryWriter
 from epsim.runtime.trial import Trial
 from epsim.runtime.weights import RandomWeights

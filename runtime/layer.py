@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting
 from epsim.policies.base import RouterWork, alone
@@ -23,7 +24,6 @@ from epsim.runtime.experts import Experts
 from epsim.runtime.peer import choose_collective
 from epsim.runtime.phases import PhaseClock
 from epsim.runtime.routers import Router, Routing, make_router
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights, WeightSource
 
 ROWS = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from epsim.models.shapes import LayerShape
 from epsim.runtime.experts import mlp
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import WeightSource
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from epsim.models.shapes import LayerShape
 from epsim.runtime.seeds import generator
-from epsim.runtime.shapes import LayerShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)

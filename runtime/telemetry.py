@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from epsim.files import CannotWriteError, reason, whole_file
 from epsim.runtime.phases import PHASES
-from epsim.traces.files import CannotWriteError, reason, whole_file
 
 FORMAT = "1"
 

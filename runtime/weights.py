@@ -6,9 +6,9 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from epsim.models.shapes import LayerShape, shape_of_config
 from epsim.runtime.routers import Router, SoftmaxTopK
 from epsim.runtime.seeds import generator
-from epsim.runtime.shapes import LayerShape, shape_of_config
 from epsim.traces.routers import find_routers
 
 Weights: TypeAlias = tuple[torch.Tensor, torch.Tensor]

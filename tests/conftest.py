@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import Block, TokenBlock, TraceMeta
 

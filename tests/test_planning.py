@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from epsim import planning
-from epsim.cost.scored import step_keys
 from epsim.placement.base import Cluster, Placement
 from epsim.placement.contiguous import Contiguous
 from epsim.planning import plan_placements
+from epsim.score.steps import step_keys
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, Ints, TraceMeta
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.kernels.split import cuda, solver
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack

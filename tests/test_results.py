@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from epsim.cost.formulas import METRICS
+from epsim.files import whole_file
 from epsim.results import check_results, read_results, results_schema, write_results
-from epsim.traces.files import whole_file
+from epsim.score.formulas import METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 

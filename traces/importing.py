@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from epsim.traces.known_models import find_model
+from epsim.models.known import find_model
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers import read_recording
 from epsim.traces.readers.base import Recording

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from epsim.traces.known_models import SCORE_RULES, ScoreRule
+from epsim.models.known import SCORE_RULES, ScoreRule
 from epsim.traces.trace import MAX_EXPERTS, MAX_RANKS, MAX_SHARED_COST, PHASES, Phase
 
 MOST = {"--top-k": MAX_EXPERTS, "--experts": MAX_EXPERTS, "--ranks": MAX_RANKS}

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import torch
 
-from epsim.traces.files import check_target, temporary_beside
+from epsim.files import check_target, temporary_beside
 from epsim.traces.passes import Pass, blocks_of, cache_of, real_tokens
 from epsim.traces.routers import Router, find_routers, shared_cost
 from epsim.traces.store import TraceWriter

@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from epsim.files import CannotWriteError, check_source, check_target, temporary_beside, umask
 from epsim.traces.check import check_block
 from epsim.traces.columns import schema_of, to_block, to_table
-from epsim.traces.files import CannotWriteError, check_source, check_target, temporary_beside, umask
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
 FORMAT = "1"

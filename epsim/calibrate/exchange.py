@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from epsim.calibrate.machine import DTYPE, Machine
 from epsim.cost.calibrated import CollectiveCost, ExchangeTable
-from epsim.cost.model import ModelSpec
+from epsim.models.spec import ModelSpec
 from epsim.runtime.exchange.base import Exchange
 from epsim.runtime.exchange.collectives import TorchExchange
 from epsim.runtime.exchange.deep_ep import DeepEPExchange, obstacle

@@ -21,11 +21,11 @@ import torch
 from epsim.calibrate.fit import fit_tiles, num_rows
 from epsim.calibrate.machine import DTYPE, Machine
 from epsim.cost.experts_time import MOST_DECODED, SLOTS_A_ROW, ExpertCell, ExpertTable
-from epsim.cost.model import ModelSpec
+from epsim.models.shapes import LayerShape
+from epsim.models.spec import ModelSpec
 from epsim.runtime.exchange.base import Received
 from epsim.runtime.experts import Experts
 from epsim.runtime.seeds import generator
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
 
 Compute: TypeAlias = Callable[[Experts, Received], object]

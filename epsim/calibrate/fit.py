@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from epsim.cost.experts_time import SLOTS_A_ROW, ExpertTable
-from epsim.cost.model import ModelSpec
 from epsim.cost.tiled import TERMS, TiledFit, is_small
+from epsim.models.spec import ModelSpec
 
 Floats = npt.NDArray[np.float64]
 Draws = Callable[[int, float], list[torch.Tensor]]

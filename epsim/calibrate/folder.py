@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from epsim.cost.calibrated import HARDWARE, PolicyTable, Table, read_table
-from epsim.cost.hardware import ExchangeRates, Hardware, Link, PolicyCosts
-from epsim.traces.files import reason, whole_file
+from epsim.files import reason, whole_file
+from epsim.machines.hardware import ExchangeRates, Hardware, Link, PolicyCosts
 
 
 def check_folder(out: Path, device: str) -> None:

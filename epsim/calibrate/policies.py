@@ -13,8 +13,8 @@ import torch
 
 from epsim.calibrate.machine import SLOW_US, Call, Machine
 from epsim.cost.calibrated import PolicyCost
-from epsim.cost.model import ModelSpec
 from epsim.cost.policy_time import split_key
+from epsim.models.spec import ModelSpec
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting
 from epsim.policies.base import RouterWork

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 
 from epsim.calibrate.machine import DTYPE, Machine
-from epsim.cost.model import ModelSpec
 from epsim.cost.router_time import RouterTable
+from epsim.models.shapes import LayerShape, RouterRule
+from epsim.models.spec import ModelSpec
 from epsim.runtime.routers import Router, make_router
 from epsim.runtime.seeds import generator
-from epsim.runtime.shapes import LayerShape, RouterRule
 
 TOKENS = (1, 16, 64, 256, 1024, 2048, 4096, 8192)
 CPU_TOKENS = (4, 16, 64)

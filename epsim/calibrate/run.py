@@ -23,12 +23,12 @@ from epsim.calibrate.folder import (
 )
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.router import router_table
+from epsim.cards import known_cards
 from epsim.cost.calibrated import CollectiveCost, ExchangeTable, PolicyTable, load_calibration
 from epsim.cost.experts_time import ExpertTable
-from epsim.cost.hardware import Hardware, load_hardware
-from epsim.cost.model import ModelSpec, load_model
 from epsim.cost.router_time import RouterTable
-from epsim.cost.spec_files import known_specs
+from epsim.machines.hardware import Hardware, load_hardware
+from epsim.models.spec import ModelSpec, load_model
 
 PARTS = ("experts", "exchange", "all-reduce", "router", "policies")
 MODELS = {"cuda": ("deepseek-v3-bf16", "qwen3-30b-a3b"), "cpu": ("epsim-small",)}
@@ -238,7 +238,7 @@ def _of_first(machine: Machine, make: Callable[[], Made]) -> Made:
 def _base(machine: Machine) -> Hardware:
     """The shipped hardware that the device's name tells; H200 for others."""
     name = machine.name.lower()
-    return load_hardware(next((one for one in known_specs("hardware") if one in name), "h200"))
+    return load_hardware(next((one for one in known_cards("machines") if one in name), "h200"))
 
 
 def _plain(name: str) -> str:

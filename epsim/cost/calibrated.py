@@ -18,13 +18,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from epsim.cards import build, known_cards
 from epsim.cost.curve import check_axis, check_times, curve
 from epsim.cost.experts_time import ExpertTable
-from epsim.cost.hardware import Hardware, load_hardware
-from epsim.cost.model import ModelSpec
 from epsim.cost.router_time import RouterTable
-from epsim.cost.spec_files import build, known_specs
-from epsim.traces.files import check_source
+from epsim.files import check_source
+from epsim.machines.hardware import Hardware, load_hardware
+from epsim.models.spec import ModelSpec
 
 HARDWARE = "hardware.toml"
 FEWEST = 3
@@ -252,7 +252,7 @@ def load_calibration(name: str) -> Calibration:
     """A shipped hardware by name, a TOML file, or a folder that `epsim calibrate` wrote. Raises ValueError or
     FileNotFoundError in one line."""
     path = Path(name)
-    if name and name.lower() not in known_specs("hardware") and path.is_dir():
+    if name and name.lower() not in known_cards("machines") and path.is_dir():
         path = path / HARDWARE
         if not path.is_file():
             raise ValueError(f"--hardware {name}: a folder without {HARDWARE}: give one that `epsim calibrate` wrote")

@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from epsim.cost.hardware import Hardware, Link
-from epsim.cost.model import ModelSpec
+from epsim.machines.hardware import Hardware, Link
+from epsim.models.spec import ModelSpec
 
 Kernels: TypeAlias = Literal["normal", "low-latency"]
 

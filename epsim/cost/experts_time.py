@@ -19,9 +19,9 @@ from typing import Literal
 import torch
 
 from epsim.cost.curve import check_axis, check_times, rising
-from epsim.cost.hardware import Hardware
-from epsim.cost.model import ModelSpec
 from epsim.cost.tiled import TiledFit, is_small, most_small
+from epsim.machines.hardware import Hardware
+from epsim.models.spec import ModelSpec
 
 STEPS = 16
 """Places from one size of a table to the next."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from epsim.cost.calibrated import PolicyTable
-from epsim.cost.hardware import PolicyCosts
 from epsim.kernels.dispatch.rule import Rule
+from epsim.machines.hardware import PolicyCosts
 from epsim.policies.ipm import LplbIpm
 from epsim.policies.joint import WaterfillJoint
 from epsim.policies.shared import Local

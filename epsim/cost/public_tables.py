@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 import torch
 
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
-from epsim.cost.hardware import Hardware
-from epsim.cost.model import ModelSpec
+from epsim.machines.hardware import Hardware
+from epsim.models.spec import ModelSpec
 
 PACKAGE = "aiconfigurator_core"
 SHAPE = (7168, 2048, 256, 8)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from epsim.cost.curve import check_axis, check_times, curve
-from epsim.cost.model import ModelSpec
+from epsim.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from epsim.cost.model import ModelSpec
+from epsim.models.spec import ModelSpec
 
 TERMS = 9
 SMALL = 128

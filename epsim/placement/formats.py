@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import yaml
 
+from epsim.files import whole_file
 from epsim.placement.base import Placement
-from epsim.traces.files import whole_file
 
 FORMATS = ("epsim", "sglang", "vllm", "trtllm")
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from epsim.files import check_target, whole_file
 from epsim.kernels.reader.store import load_sketches
 from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import generate
@@ -19,7 +20,6 @@ from epsim.quality.hook import Reroute, check_rules, contiguous_ranks, keep, rer
 from epsim.quality.meter import Meter
 from epsim.quality.reader import Reading, reading_of, reads
 from epsim.quality.reader_measure import batch_bytes
-from epsim.traces.files import check_target, whole_file
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model, model_folder
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from epsim.files import check_target, whole_file
 from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import Decoder, small_batch_experts
 from epsim.quality.evaluate import MIXED, evaluation_text
 from epsim.quality.hook import Reroute, check_rules, reroute_of
 from epsim.quality.meter import Meter
-from epsim.traces.files import check_target, whole_file
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
 

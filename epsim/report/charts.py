@@ -12,7 +12,7 @@ from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE,
 from epsim.report.frontiers import frontier_figures
 from epsim.report.sweeps import sweep_figures
 from epsim.results import Results
-from epsim.verdict import best_of, label
+from epsim.score.verdict import best_of, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

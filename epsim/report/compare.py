@@ -9,9 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from epsim.cost.statistics import Floats, paired_difference, unpaired_difference
 from epsim.results import Results, read_results
-from epsim.verdict import label
+from epsim.score.statistics import Floats, paired_difference, unpaired_difference
+from epsim.score.verdict import label
 
 MEASURED, PREDICTED = "results.json", "predicted.json"
 WHOLE_STEPS = ("balancedness_vllm", "throughput_gain")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from epsim.cost.formulas import METRICS
+from epsim.files import printable
 from epsim.report.compare import Row
 from epsim.report.comparison import comparison_headers, comparison_rows
 from epsim.results import Results
-from epsim.traces.files import printable
-from epsim.verdict import label
+from epsim.score.formulas import METRICS
+from epsim.score.verdict import label
 
 
 @dataclass(frozen=True, slots=True)

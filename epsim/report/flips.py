@@ -6,7 +6,7 @@ from typing import Any
 
 from epsim.report.comparison import number
 from epsim.results import Results
-from epsim.verdict import best_of, label
+from epsim.score.verdict import best_of, label
 
 MEASURES = (
     ("max_over_mean", "p95", "95th percentile of peak over mean", False),

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from epsim.files import check_source
 from epsim.report.draw import MARKERS, Figure, colour
 from epsim.results import Results
-from epsim.traces.files import check_source
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+from epsim.files import printable
 from epsim.report.charts import before_and_after
 from epsim.report.content import (
     answers,
@@ -26,8 +27,7 @@ from epsim.report.content import (
 from epsim.report.draw import Drawn
 from epsim.report.flips import flips
 from epsim.results import Results
-from epsim.traces.files import printable
-from epsim.verdict import best_of, label
+from epsim.score.verdict import best_of, label
 
 LEADING = ("Differences", "Candidates", "Predicted beside measured")
 """Tables that stand before the figures."""

@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from epsim.files import printable
 from epsim.report.compare import Row, Side
 from epsim.report.comparison import comparison_headers, comparison_rows
 from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
 from epsim.results import Results
-from epsim.traces.files import printable
 
 PIPE_WIDTH = 240
 

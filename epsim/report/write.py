@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from epsim.files import reason, whole_file
 from epsim.report.charts import figures
 from epsim.report.draw import drawn
 from epsim.report.markdown import markdown, pictures
 from epsim.report.page import page
 from epsim.results import Results, write_results
-from epsim.traces.files import reason, whole_file
 
 
 def write_report(results: Results, out: Path) -> None:

@@ -13,8 +13,8 @@ from importlib import resources
 import torch
 
 from epsim.cost.exchange_time import Kernels, Rows, exchange_us
-from epsim.cost.hardware import Hardware
-from epsim.cost.model import ModelSpec
+from epsim.machines.hardware import Hardware
+from epsim.models.spec import ModelSpec
 
 MOST_GROUPS = 4
 TOKENS: dict[Kernels, int] = {"normal": 4096, "low-latency": 128}
@@ -42,7 +42,7 @@ class Figure:
 
 def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
     """hardware: `h800`, for which the figures are; model: DeepSeek-V3's shape."""
-    content = json.loads(resources.files("epsim.cost").joinpath("specs/published/deepep-h800.json").read_text())
+    content = json.loads(resources.files("epsim.reproduce").joinpath("published/deepep-h800.json").read_text())
     found = []
     both: tuple[tuple[Kernels, str], ...] = (("normal", "normal"), ("low-latency", "low_latency"))
     for kernels, key in both:

@@ -10,9 +10,9 @@ import torch
 
 from epsim.cost.curve import curve
 from epsim.cost.experts_time import ExpertsTime
-from epsim.cost.hardware import Hardware
-from epsim.cost.model import ModelSpec
 from epsim.cost.public_tables import ExpertPoint, exchange_points, expert_points, expert_table
+from epsim.machines.hardware import Hardware
+from epsim.models.spec import ModelSpec
 from epsim.reproduce.deepep import visited
 
 MEDIAN, P95 = 0.05, 0.15

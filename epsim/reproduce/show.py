@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import load_timing
-from epsim.cost.model import load_model
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.reproduce.deepep import TOLERANCE, published_exchange
 from epsim.reproduce.held_out import MEDIAN, P95, held_out
 from epsim.reproduce.waterfill_lplb import NODES, Reproduction, published_rows, reproduce

@@ -63,7 +63,7 @@ class Reproduction:
 
 def published_rows(table: str) -> list[dict[str, Any]]:
     """`deepseek-v3` or `deepseek-v4-flash`."""
-    content = json.loads(resources.files("epsim.cost").joinpath("specs/published/waterfill-lplb.json").read_text())
+    content = json.loads(resources.files("epsim.reproduce").joinpath("published/waterfill-lplb.json").read_text())
     return [dict(zip(content["columns"], row, strict=True)) for row in content[table]]
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from epsim.files import CannotWriteError, whole_file
 from epsim.results import SCHEMA_VERSION, Results, write_results
+from epsim.score.verdict import best_of, label
 from epsim.sweep.drive import Sweep, cell_path
 from epsim.sweep.grid import Values
-from epsim.traces.files import CannotWriteError, whole_file
-from epsim.verdict import best_of, label
 
 RESULTS, TABLE = "results.json", "results.parquet"
 NUMBERS = ("ranks", "nodes", "redundant", "slots_per_rank", "ranks_per_node", "groups", "seed", "steps", "step_tokens")

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from epsim.files import CannotWriteError, reason, whole_file
 from epsim.results import Results, check_results
 from epsim.sweep.cells import Cell, Plan
 from epsim.sweep.pools import Pool
 from epsim.sweep.sources import TRACES, Making
 from epsim.sweep.work import Died, Done, Failed, Job
-from epsim.traces.files import CannotWriteError, reason, whole_file
 
 CELLS, LOCK = "cells", ".lock"
 DEFAULT_RETRIES = 2

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from epsim.traces.files import printable
+from epsim.files import printable
 
 Values: TypeAlias = tuple[Any, ...]
 

@@ -9,10 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from epsim.files import check_source, reason
+from epsim.models.known import SCORE_RULES
 from epsim.policies.stack import PolicyStack
 from epsim.sweep.fields import FLAG, MAX_SEED, Field, check_keys, number, text, texts_of, values_of, whole
-from epsim.traces.files import check_source, reason
-from epsim.traces.known_models import SCORE_RULES
 from epsim.traces.options import MOST
 from epsim.traces.synthesize import MAX_DRAWN
 from epsim.traces.trace import MAX_SHARED_COST, PHASES

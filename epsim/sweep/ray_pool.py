@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from epsim.files import message_line, reason
 from epsim.parallel import cores
 from epsim.sweep.cells import Cell
 from epsim.sweep.sources import Opening
 from epsim.sweep.work import Died, Done, Failed, Job, Outcome, perform
-from epsim.traces.files import message_line, reason
 
 LOCAL = "local"
 CONNECTING = 10.0

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from epsim.files import printable
 from epsim.report.table import PIPE_WIDTH
 from epsim.results import Results
 from epsim.sweep.drive import Sweep
 from epsim.sweep.grid import Values
-from epsim.traces.files import printable
 
 MOST_ROWS = 60
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from epsim.files import message_line
 from epsim.replay import replay
 from epsim.results import Results
 from epsim.sweep.cells import Cell
 from epsim.sweep.sources import Making, Opening
-from epsim.traces.files import message_line
 from epsim.traces.store import StoredTrace
 
 Job: TypeAlias = Making | Cell

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from epsim.cost.model import ModelSpec
+from epsim.models.spec import ModelSpec
 
 GB = 1e9
 _UNITS = {"": GB, "gb": GB, "gib": 2.0**30, "tb": 1e12, "mb": 1e6}

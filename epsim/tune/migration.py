@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from epsim.cost.exchange_time import bytes_us
-from epsim.cost.hardware import Hardware
-from epsim.cost.model import ModelSpec
+from epsim.machines.hardware import Hardware
+from epsim.models.spec import ModelSpec
 from epsim.placement.base import Placement
 
 LAYER_MS = 10.0

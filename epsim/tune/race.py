@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epsim.cost.statistics import BlockBootstrap, Series
+from epsim.score.statistics import BlockBootstrap, Series
 from epsim.traces.trace import Ints
 from epsim.tune.candidates import Candidate
 from epsim.tune.ideal import ideal_us

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from epsim.files import printable
 from epsim.report.table import PIPE_WIDTH
 from epsim.results import Results
-from epsim.traces.files import printable
 from epsim.tune.memory import amount
 
 MOST_ROWS = 12

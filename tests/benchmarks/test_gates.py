@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from epsim.models.shapes import shape_of
 from epsim.placement.base import Cluster
 from epsim.policies.apply import bind
 from epsim.policies.stack import parse_stack
 from epsim.runtime.job import Job, JobStack
-from epsim.runtime.shapes import shape_of
 from epsim.traces.trace import TokenBlock
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"

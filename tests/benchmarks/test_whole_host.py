@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from epsim.cost.calibrated import load_calibration
-from epsim.runtime.shapes import shape_of
+from epsim.models.shapes import shape_of
 
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if SCRIPTS not in sys.path:

@@ -20,7 +20,7 @@ from epsim.calibrate.fit import fit_tiles, non_negative, num_rows
 from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.run import Request, calibrate
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.cost.calibrated import (
     CollectiveCost,
     ExchangeTable,
@@ -30,10 +30,10 @@ from epsim.cost.calibrated import (
     read_table,
 )
 from epsim.cost.experts_time import ExpertCell, ExpertsTime, ExpertTable
-from epsim.cost.hardware import load_hardware
-from epsim.cost.model import load_model
 from epsim.cost.router_time import RouterTable
 from epsim.cost.tiled import TiledFit
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.policies.base import SharedWork
 from epsim.policies.joint import WaterfillJoint
 from epsim.policies.stack import parse_stack

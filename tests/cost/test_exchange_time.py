@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epsim.cost.exchange_time import busiest_rows, bytes_us, exchange_us, expected_rows, low_latency_rows
-from epsim.cost.hardware import Link, load_hardware
-from epsim.cost.model import load_model
+from epsim.machines.hardware import Link, load_hardware
+from epsim.models.spec import load_model
 from epsim.policies.base import Batch, local_index
 from epsim.policies.rows import expected_rows as expected_by_source
 from epsim.policies.rows import token_rows

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from epsim.cost.calibrated import read_table
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming, load_timing
-from epsim.cost.model import load_model
-from epsim.cost.time_metrics import TOGETHER, timed_metrics
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
+from epsim.score.time_metrics import TOGETHER, timed_metrics
 
 H200, V3 = load_hardware("h200"), load_model("deepseek-v3")
 

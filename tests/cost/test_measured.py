@@ -28,14 +28,14 @@ from epsim.cost.calibrated import (
 from epsim.cost.curve import curve
 from epsim.cost.exchange_time import Rows
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming, load_timing
-from epsim.cost.model import load_model
 from epsim.cost.policy_time import policy_us
 from epsim.cost.router_time import RouterTable
 from epsim.cost.tiled import TiledFit
-from epsim.cost.time_metrics import busy_phases
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.policies.stack import parse_stack
+from epsim.score.time_metrics import busy_phases
 
 CALIBRATED = Path(__file__).resolve().parents[2] / "benchmarks/results/calibrated_h200"
 H200, V3 = load_hardware("h200"), load_model("deepseek-v3-bf16")

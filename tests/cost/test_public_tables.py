@@ -12,9 +12,9 @@ import torch
 
 from epsim.cost import public_tables
 from epsim.cost.experts_time import ExpertsTime
-from epsim.cost.hardware import load_hardware
-from epsim.cost.model import load_model
 from epsim.cost.public_tables import ExpertPoint, expert_table
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.reproduce.held_out import held_out
 
 H200, V3 = load_hardware("h200"), load_model("deepseek-v3")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.placement import PLACEMENTS
 from epsim.placement.base import Cluster
 from epsim.policies.registry import KINDS

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack
@@ -17,7 +18,6 @@ from epsim.runtime.layer import ExpertParallelMoE, build_layer
 from epsim.runtime.peer import PeerCollective
 from epsim.runtime.phases import PhaseError
 from epsim.runtime.reference import reference_output
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
 from epsim.traces.trace import TokenBlock
 

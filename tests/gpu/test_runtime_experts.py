@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from epsim.models.shapes import LayerShape
 from epsim.runtime.exchange.base import Received
 from epsim.runtime.experts import Experts
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -179,7 +179,7 @@ def test_ranks_given_different_numbers_of_steps(job: list[str | Path]) -> None:
 
 def test_a_worker_that_cannot_start_is_told(job: list[str | Path], tmp_path: Path) -> None:
     """The launcher's own checks pass, and then its workers end without a word."""
-    code = f"import sys; sys.executable = {shutil.which('false')!r}; from epsim.cli import main; main()"
+    code = f"import sys; sys.executable = {shutil.which('false')!r}; from epsim.cli.main import main; main()"
     ended = run([sys.executable, "-c", code, "run", *job, "--launcher", "torchrun", "--ranks", "2"])
     assert ended.code == 1
     assert len(ended.lines) == 1, ended.err

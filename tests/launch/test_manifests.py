@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from epsim.cli_run import parse_arguments
+from epsim.cli.run import parse_arguments
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from epsim.cli_run import parse_arguments
+from epsim.cli.run import parse_arguments
 from epsim.launch import torchrun
 from epsim.launch.folder import clear, clear_logs
 from epsim.launch.inline import run_inline
@@ -23,7 +23,7 @@ from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import connect, serve
 from epsim.launch.worker import first_difference, work_of
-from epsim.runtime.shapes import SHAPES, LayerShape
+from epsim.models.shapes import SHAPES, LayerShape
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from epsim.cli_run import parse_arguments
+from epsim.cli.run import parse_arguments
 from epsim.launch.options import RunOptions
 from epsim.launch.ray_job import Seat, Stopped, _join_cluster, _placement_group, by_node, gpus_of, seated, with_ranks
 from epsim.results import read_results

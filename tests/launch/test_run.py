@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from epsim.cost.formulas import METRICS
 from epsim.launch import worker
 from epsim.launch.inline import run_inline
 from epsim.launch.options import RunOptions
@@ -25,6 +24,7 @@ from epsim.results import read_results
 from epsim.runtime.exchange.collectives import TorchExchange
 from epsim.runtime.faults import Watch
 from epsim.runtime.telemetry import read_telemetry
+from epsim.score.formulas import METRICS
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock
 from tests.launch.forked import run_forked

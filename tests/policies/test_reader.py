@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from epsim.cost.experts_time import ExpertsTime
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.model import load_model
-from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.reader import ReadBytes
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.base import Dense
 from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
+from epsim.score.time_metrics import timed_metrics
 from epsim.traces.trace import TokenBlock
 
 SHAPE = (2048, 768, 2, 8)

@@ -146,7 +146,7 @@ def test_gains_are_medians_round_by_round() -> None:
 def test_the_command(
     model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from epsim.cli import main
+    from epsim.cli.main import main
 
     def run(arguments: str) -> int:
         monkeypatch.setattr("sys.argv", ["epsim", "model", "generate", "--cache", str(tmp_path), *arguments.split()])

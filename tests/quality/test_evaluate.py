@@ -200,7 +200,7 @@ def test_evaluation_text() -> None:
 def test_evaluate_from_the_cache(
     model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from epsim.cli import main
+    from epsim.cli.main import main
 
     save_cache(model, tmp_path)
     arguments = "model evaluate --policy topk --sequences 4 --length 16 --generated 12 --generations 2 --device cpu"

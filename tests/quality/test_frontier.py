@@ -328,7 +328,7 @@ def test_a_router_of_another_rule_is_refused(model: Any) -> None:
 def test_evaluate_from_the_cache(
     model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from epsim.cli import main
+    from epsim.cli.main import main
 
     save_cache(model, tmp_path)
     arguments = "model evaluate --policy oea-ep(k0=1) --ranks 4 --sequences 4 --length 16 --generated 12"

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import reroute_of, rerouted

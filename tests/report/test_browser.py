@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from epsim.cost.formulas import METRICS
-from epsim.cost.metrics import Values
-from epsim.cost.scored import ScoredSteps, add_copies
-from epsim.cost.statistics import BlockBootstrap
-from epsim.cost.summary import StackSummary
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.report import write_report
 from epsim.results import Results
+from epsim.score.formulas import METRICS
+from epsim.score.metrics import Values
+from epsim.score.statistics import BlockBootstrap
+from epsim.score.steps import ScoredSteps, add_copies
+from epsim.score.summary import StackSummary
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
 from epsim.traces.select import select_steps

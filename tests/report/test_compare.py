@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epsim.cli import main
-from epsim.cost.statistics import paired_difference, unpaired_difference
+from epsim.cli.main import main
+from epsim.files import message_line
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
 from epsim.report.compare import Row, Side, combined, compare, read_sides, words
 from epsim.report.conditions import OF_A_PAIR, OF_A_STACK, Condition, holds, parse_condition
 from epsim.results import Results, check_results, write_results
-from epsim.traces.files import message_line
+from epsim.score.statistics import paired_difference, unpaired_difference
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]

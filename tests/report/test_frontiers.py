@@ -12,7 +12,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.quality.frontier import Point, Trial

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from epsim.cost.formulas import METRICS
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
@@ -23,8 +22,9 @@ from epsim.report.content import cells, headers, key_headers, key_rows, reasons,
 from epsim.report.table import print_table
 from epsim.report.write import write_pages
 from epsim.results import Results
+from epsim.score.formulas import METRICS
+from epsim.score.verdict import verdict
 from epsim.traces.store import StoredTrace
-from epsim.verdict import verdict
 
 HOSTILE = "<script>alert(1)</script> [red]|`*_$x$"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import load_timing
-from epsim.cost.model import load_model
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.reproduce import waterfill_lplb
 from epsim.reproduce.deepep import TOLERANCE, published_exchange, uniform_rows
 from epsim.reproduce.waterfill_lplb import published_rows, rank_correlation, reproduce

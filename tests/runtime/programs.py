@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement
 from epsim.policies.stack import parse_stack
 from epsim.runtime.balance import Balancer
@@ -17,7 +18,6 @@ from epsim.runtime.layer import ExpertParallelMoE, LayerRecord, build_layer
 from epsim.runtime.phases import PhaseError
 from epsim.runtime.reference import reference_output
 from epsim.runtime.relocation import Relocation
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
 
 SHAPE = LayerShape("test", 32, 16, 32, 4, 16, "sigmoid-groups", True, 2.5, 8, 4)

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 import torch
 
+from epsim.launch.measured import measure
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.runtime.beats import JobClock, place_file
 from epsim.runtime.faults import Watch
 from epsim.runtime.job import Place, RandomLayers, count_row, run_job
 from epsim.runtime.layer import LayerRecord
-from epsim.runtime.measured import measure
 from epsim.runtime.phases import PHASES, PhaseError
 from epsim.runtime.telemetry import COUNTS, TelemetryWriter, read_telemetry
 from epsim.runtime.trial import Trial

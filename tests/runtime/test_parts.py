@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement
 from epsim.policies.stack import parse_stack
 from epsim.runtime.exchange.base import Received
@@ -15,7 +16,6 @@ from epsim.runtime.layer import ExpertParallelMoE, build_layer
 from epsim.runtime.peer import choose_collective
 from epsim.runtime.phases import PHASES, PhaseClock, PhaseError
 from epsim.runtime.reference import reference_output
-from epsim.runtime.shapes import LayerShape
 from epsim.runtime.weights import RandomWeights
 
 CPU = torch.device("cpu")

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
+from epsim.models.shapes import SHAPES, LayerShape, RouterRule, shape_of, shape_of_config
 from epsim.runtime.reference import reference_output
 from epsim.runtime.routers import SigmoidGroups, SoftmaxTopK, TokenHash, hash_table, make_router
-from epsim.runtime.shapes import SHAPES, LayerShape, RouterRule, shape_of, shape_of_config
 from epsim.runtime.weights import ModelWeights, RandomWeights
 from epsim.traces.model.config import ModelShape, build_model
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import epsim as package
-from epsim.cli import named_stack
+from epsim.cli.main import named_stack
 from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.grid import read_grid
 from epsim.sweep.work import Done, Failed, perform

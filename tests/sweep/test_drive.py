@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 
-from epsim.cli import named_stack
+from epsim.cli.main import named_stack
+from epsim.files import CannotWriteError
 from epsim.results import check_results, read_results
 from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.collect import collect
@@ -25,7 +26,6 @@ from epsim.sweep.grid import read_grid
 from epsim.sweep.ray_pool import SweepActor, _answers
 from epsim.sweep.sources import Making
 from epsim.sweep.work import Job, _opened, perform
-from epsim.traces.files import CannotWriteError
 from epsim.traces.store import StoredTrace
 from tests.conftest import Epsim
 from tests.sweep.conftest import Here

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.traces.importing import sample_path
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TokenBlock

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.model import load_model
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting

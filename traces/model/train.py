@@ -20,7 +20,7 @@ from transformers import Qwen2MoeForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import load_balancing_loss_func
 from transformers.utils import logging as transformers_logging
 
-from epsim.traces.files import check_target, whole_file
+from epsim.files import check_target, whole_file
 from epsim.traces.model import corpus, tokens
 from epsim.traces.model.config import ModelShape, build_model, count_parameters
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from epsim.models.known import find_model, unknown_model
 from epsim.traces.check import MAX_COUNT
-from epsim.traces.known_models import find_model, unknown_model
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.document import Document
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, Level, Phase, TraceMeta

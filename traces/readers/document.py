@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from epsim.traces.files import CannotWriteError, check_source
+from epsim.files import CannotWriteError, check_source
 from epsim.traces.store import one_line
 from epsim.traces.trace import Array
 

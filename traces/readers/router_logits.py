@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from epsim.models.known import ScoreRule, find_model
 from epsim.traces.compose import deal
-from epsim.traces.known_models import ScoreRule, find_model
 from epsim.traces.options import DEFAULT_STEP_TOKENS, ImportOptions
 from epsim.traces.readers.base import Reader, Recording, natural, settle, to_numpy
 from epsim.traces.readers.document import Document, naming

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from epsim.cli import main
+from epsim.cli.main import main
 from epsim.kernels.reader.store import (
     INDEX,
     Checkpoint,
@@ -213,7 +213,7 @@ def save(*a):
     time.sleep(60)
 store.save_sketches = save
 sys.argv = ["epsim", "reader", "build", *sys.argv[1:]]
-from epsim.cli import main
+from epsim.cli.main import main
 main()
 """
 

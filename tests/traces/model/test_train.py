@@ -174,7 +174,7 @@ def test_train_and_record_from_the_cache(text: tokens.Corpus, tmp_path: Path) ->
 
 
 def test_the_recording_replays_with_every_split(trained: train.Trained, text: tokens.Corpus, tmp_path: Path) -> None:
-    from epsim.cli import main
+    from epsim.cli.main import main
 
     sample_options = sample.RecordOptions(
         tmp_path / "s.parquet", None, 0, 6, (4, 8), (16, 8), (6, 5), num_source_ranks=4

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from epsim.cli_cost import ExpertTableOption, OverlapOption
-from epsim.cli_traces import (
+from epsim.cli.reproduce import ExpertTableOption, OverlapOption
+from epsim.cli.traces import (
     BatchOption,
     ExpertsOption,
     PhaseOption,
@@ -106,7 +106,7 @@ def tune_command(
     score_rule: ScoreRuleOption = None,
 ) -> None:
     """Say what to run: redundancy, placement, stack and rebalancing under a memory limit, what it gains and costs."""
-    from epsim.cli import check_out, selected
+    from epsim.cli.main import check_out, selected
     from epsim.cost.layer_time import load_timing
     from epsim.policies.stack import parse_stack
     from epsim.traces.importing import open_trace

@@ -10,8 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from epsim.files import check_source, whole_file
 from epsim.placement.base import Cluster
-from epsim.traces.files import check_source, whole_file
 from epsim.traces.trace import TraceMeta
 
 Results: TypeAlias = dict[str, Any]
@@ -50,8 +50,8 @@ def described_cluster(cluster: Cluster) -> Results:
 
 
 def results_schema() -> dict[str, Any]:
-    """The JSON schema of results.json (epsim/results.schema.json)."""
-    schema: dict[str, Any] = json.loads(resources.files("epsim").joinpath("results.schema.json").read_text())
+    """The JSON schema of results.json (epsim/results/results.schema.json)."""
+    schema: dict[str, Any] = json.loads(resources.files("epsim.results").joinpath("results.schema.json").read_text())
     return schema
 
 

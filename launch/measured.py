@@ -13,19 +13,19 @@ import pyarrow.compute as pc
 import torch
 
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.metrics import Values, layer_metrics
-from epsim.cost.scored import ScoredSteps, add_copies
-from epsim.cost.statistics import BlockBootstrap
-from epsim.cost.summary import StackSummary, tied_with_best
-from epsim.cost.time_metrics import timed_metrics
 from epsim.kernels.split import prepare, solve_peak
 from epsim.policies.apply import BoundStack, bind
 from epsim.policies.load import Load
 from epsim.results import Results
 from epsim.runtime.job import Job
 from epsim.runtime.phases import PHASES
+from epsim.score.metrics import Values, layer_metrics
+from epsim.score.statistics import BlockBootstrap
+from epsim.score.steps import ScoredSteps, add_copies
+from epsim.score.summary import StackSummary, tied_with_best
+from epsim.score.time_metrics import timed_metrics
+from epsim.score.verdict import verdict
 from epsim.traces.trace import TokenBlock
-from epsim.verdict import verdict
 
 MEASURED_KEYS = ("bytes_read", "layer_time_us", "throughput_gain")
 

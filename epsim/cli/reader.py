@@ -24,8 +24,8 @@ def build_command(
     """Build the sketch and map of every layer with experts from a checkpoint's weights, tied to it by hash."""
     from safetensors import SafetensorError
 
+    from epsim.files import CannotWriteError, check_target, whole_file
     from epsim.kernels.reader.store import DTYPES, Checkpoint, build_checkpoint, checkpoint_files, save_sketches
-    from epsim.traces.files import CannotWriteError, check_target, whole_file
 
     target = check_target(out)
     if dtype not in DTYPES:

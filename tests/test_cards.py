@@ -6,20 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from epsim.cost.hardware import Link, load_hardware
-from epsim.cost.model import load_model
-from epsim.cost.spec_files import known_specs
-from epsim.traces.known_models import find_model
+from epsim.cards import known_cards
+from epsim.machines.hardware import Link, load_hardware
+from epsim.models.known import find_model
+from epsim.models.spec import load_model
 
-MODEL = Path(__file__).resolve().parents[2] / "epsim/cost/specs/models/qwen3-30b-a3b.toml"
-HARDWARE = MODEL.parents[1] / "hardware/h200.toml"
+MODEL = Path(__file__).resolve().parents[1] / "epsim/models/cards/qwen3-30b-a3b.toml"
+HARDWARE = MODEL.parents[2] / "machines/cards/h200.toml"
 
 
 def test_all_that_ships_loads() -> None:
-    assert known_specs("hardware") == ("b200", "h100", "h200", "h800")
-    assert [load_hardware(name).name for name in known_specs("hardware")] == ["B200", "H100", "H200", "H800"]
-    assert len(known_specs("models")) == 8
-    for name in known_specs("models"):
+    assert known_cards("machines") == ("b200", "h100", "h200", "h800")
+    assert [load_hardware(name).name for name in known_cards("machines")] == ["B200", "H100", "H200", "H800"]
+    assert len(known_cards("models")) == 8
+    for name in known_cards("models"):
         model, known = load_model(name), find_model(name)
         if known is not None:
             assert (model.num_experts, model.top_k, model.shared_cost) == (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from epsim.cli_traces import working
+from epsim.cli.traces import working
 
 if TYPE_CHECKING:
     from epsim.sweep.pools import Pool
@@ -34,7 +34,7 @@ def sweep_command(
     ] = 2,
 ) -> None:
     """Replay every combination of a grid; resumable: run it again after a kill and finished cells are not repeated."""
-    from epsim.cli import named_stack
+    from epsim.cli.main import named_stack
     from epsim.parallel import cores
     from epsim.sweep.cells import plan_cells
     from epsim.sweep.collect import collect
@@ -70,7 +70,7 @@ def sweep_command(
 
 
 def _say(line: str) -> None:
-    from epsim.traces.files import message_line
+    from epsim.files import message_line
 
     print(f"epsim: {message_line(line)}", file=sys.stderr, flush=True)
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import epsim
-from epsim.cli_calibrate import calibrate_command
-from epsim.cli_compare import compare_command, report_command
-from epsim.cli_cost import ExpertTableOption, HardwareOption, OverlapOption, reproduce_app, timing_of
-from epsim.cli_model import app as model_app
-from epsim.cli_reader import app as reader_app
-from epsim.cli_run import run_command
-from epsim.cli_sweep import sweep_command
-from epsim.cli_traces import (
+from epsim.cli.calibrate import calibrate_command
+from epsim.cli.compare import compare_command, report_command
+from epsim.cli.model import app as model_app
+from epsim.cli.reader import app as reader_app
+from epsim.cli.reproduce import ExpertTableOption, HardwareOption, OverlapOption, reproduce_app, timing_of
+from epsim.cli.run import run_command
+from epsim.cli.sweep import sweep_command
+from epsim.cli.traces import (
     BatchOption,
     ExpertsOption,
     ModelOption,
@@ -38,9 +38,9 @@ from epsim.cli_traces import (
     seed_option,
     working,
 )
-from epsim.cli_traces import app as traces_app
-from epsim.cli_tune import tune_command
-from epsim.traces.files import check_target, message_line, reason
+from epsim.cli.traces import app as traces_app
+from epsim.cli.tune import tune_command
+from epsim.files import check_target, message_line, reason
 
 if TYPE_CHECKING:
     from epsim.policies.stack import PolicyStack

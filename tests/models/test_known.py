@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from epsim.traces.known_models import find_model, unknown_model
+from epsim.models.known import find_model, unknown_model
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from epsim.traces.files import check_source, check_target, message_line, printable, whole_file
+from epsim.files import check_source, check_target, message_line, printable, whole_file
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, TraceMeta
 

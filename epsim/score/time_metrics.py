@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from epsim.cost.layer_time import LayerTiming, Phases
-from epsim.cost.metrics import Values
 from epsim.policies.load import Load
 from epsim.policies.stack import PolicyStack
+from epsim.score.metrics import Values
 
 TOGETHER = "timed for routed and shared experts together"
 

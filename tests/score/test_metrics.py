@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epsim.cost.formulas import METRICS
-from epsim.cost.metrics import Values, layer_metrics
 from epsim.policies.load import Load
+from epsim.score.formulas import METRICS
+from epsim.score.metrics import Values, layer_metrics
 
 
 def load_of(

@@ -1,11 +1,11 @@
-"""What a GPU and its links can do: specifications and the rates measured on them (epsim/cost/specs/hardware/*.toml)."""
+"""What a GPU and its links can do: specifications and the rates measured on them (epsim/machines/cards/*.toml)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from epsim.cost.spec_files import build, read_spec
+from epsim.cards import build, read_card
 
 MOST_RATE = 1e5
 """GB/s and TFLOPS that no device reaches: a larger figure is of another unit."""
@@ -140,7 +140,7 @@ class Hardware:
 def load_hardware(name: str, option: str = "--hardware") -> Hardware:
     """`h100`, `h200`, `h800`, `b200`, or the path of a TOML file. option: named where it is unknown. Raises ValueError
     in one line."""
-    content, where = read_spec("hardware", option, name)
+    content, where = read_card("machines", option, name)
     found = build(Hardware, content, where)
     assert isinstance(found, Hardware)
     return found

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from epsim.cost.metrics import Values
-from epsim.cost.statistics import Floats
+from epsim.score.metrics import Values
+from epsim.score.statistics import Floats
 
 MOST_STRETCHES = 200
 """Successive steps are joined to stretches where there are more."""

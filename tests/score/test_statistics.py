@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from epsim.cost.statistics import NUM_RESAMPLES, BlockBootstrap, Floats, Series, block_length
+from epsim.score.statistics import NUM_RESAMPLES, BlockBootstrap, Floats, Series, block_length
 
 
 def series_of(values: Floats, cut: int = 3) -> Series:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from epsim import cli
+from epsim.cli import main as cli
 from epsim.results import check_results
 from epsim.traces.store import StoredTrace
 from tests.conftest import Epsim, TraceMaker

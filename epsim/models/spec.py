@@ -1,4 +1,4 @@
-"""Shapes and weights of models, as far as time and memory need them (epsim/cost/specs/models/*.toml)."""
+"""Shapes and weights of models, as far as time and memory need them (epsim/models/cards/*.toml)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from epsim.cost.spec_files import build, known_specs, read_spec
+from epsim.cards import build, known_cards, read_card
 
 SCALE_BLOCK = 128
 """FP8 rows carry one float32 scale for so many values."""
@@ -87,9 +87,9 @@ def load_model(name: str) -> ModelSpec:
     one it begins with), or the path of a TOML file. Raises ValueError in one line."""
     if not name.endswith(".toml"):
         plain = _plain(name.rsplit("/", 1)[-1])
-        fits = [known for known in known_specs("models") if plain.startswith(_plain(known))]
+        fits = [known for known in known_cards("models") if plain.startswith(_plain(known))]
         name = max(fits, key=len, default=name)
-    content, where = read_spec("models", "--model", name)
+    content, where = read_card("models", "--model", name)
     found = build(ModelSpec, content, where)
     assert isinstance(found, ModelSpec)
     return found

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from epsim.cost.detail import StackDetail
-from epsim.cost.formulas import METRICS
-from epsim.cost.metrics import Values
-from epsim.cost.statistics import BlockBootstrap, Series
 from epsim.policies.stack import PolicyStack
-from epsim.verdict import best_of, label
+from epsim.score.detail import StackDetail
+from epsim.score.formulas import METRICS
+from epsim.score.metrics import Values
+from epsim.score.statistics import BlockBootstrap, Series
+from epsim.score.verdict import best_of, label
 
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from epsim.cost.calibrated import Calibration, ExchangeTable
 from epsim.cost.exchange_time import busiest_rows, exchange_us
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
-from epsim.cost.hardware import load_hardware
 from epsim.cost.layer_time import LayerTiming
-from epsim.cost.model import load_model
 from epsim.cost.tiled import TiledFit
+from epsim.machines.hardware import load_hardware
+from epsim.models.spec import load_model
 from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
 from tests.cost.test_layer_time import load

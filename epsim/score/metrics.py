@@ -1,4 +1,4 @@
-"""The metrics of a load: one value per (step, layer), by the formulas of epsim/cost/formulas.py."""
+"""The metrics of a load: one value per (step, layer), by the formulas of epsim/score/formulas.py."""
 
 from __future__ import annotations
 

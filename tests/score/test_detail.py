@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from epsim.cost.detail import MOST_CELLS, MOST_LAYER_CELLS, MOST_STRETCHES, StackDetail, step_weights
-from epsim.cost.metrics import Values
-from epsim.cost.scored import ScoredSteps, add_copies
 from epsim.placement.base import Placement
+from epsim.score.detail import MOST_CELLS, MOST_LAYER_CELLS, MOST_STRETCHES, StackDetail, step_weights
+from epsim.score.metrics import Values
+from epsim.score.steps import ScoredSteps, add_copies
 
 
 def gathered(total: torch.Tensor, tokens: torch.Tensor, cut: int) -> tuple[StackDetail, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Specifications: small TOML files shipped with the package, or a user's own, read into frozen dataclasses."""
+"""Cards: small TOML files, shipped or the user's own, read into frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from epsim.traces.files import check_source
+from epsim.files import check_source
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -21,13 +21,13 @@ LARGEST = 2**53
 """Whole numbers up to it are exact as real ones."""
 
 
-def known_specs(kind: str) -> tuple[str, ...]:
-    """Names of the shipped files of a kind (`hardware`, `models`)."""
-    folder = resources.files("epsim.cost").joinpath("specs", kind)
+def known_cards(room: str) -> tuple[str, ...]:
+    """Names of the cards that ship in a room (`models`, `machines`)."""
+    folder = resources.files(f"epsim.{room}").joinpath("cards")
     return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
-def read_spec(kind: str, option: str, name: str) -> tuple[dict[str, Any], str]:
+def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
     """The content of a shipped file by name, case ignored, or of a file by its path; and words for where it is.
 
     Raises ValueError in one line for an unknown name (naming the known ones) and for a file that is no TOML.
@@ -40,12 +40,12 @@ def read_spec(kind: str, option: str, name: str) -> tuple[dict[str, Any], str]:
         except UnicodeDecodeError:
             raise ValueError(f"{path}: not TOML: not in UTF-8") from None
     else:
-        known = known_specs(kind)
+        known = known_cards(room)
         found = next((one for one in known if one == name.lower()), None)
         if found is None:
             raise ValueError(f"{option} {name}: known are {', '.join(known)}, or give a .toml file")
-        where = f"{kind}/{found}.toml"
-        text = resources.files("epsim.cost").joinpath("specs", kind, f"{found}.toml").read_text(encoding="utf-8")
+        where = f"{room}/cards/{found}.toml"
+        text = resources.files(f"epsim.{room}").joinpath("cards", f"{found}.toml").read_text(encoding="utf-8")
     try:
         return tomllib.loads(text), where
     except tomllib.TOMLDecodeError as error:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from epsim.cost.detail import step_weights
 from epsim.placement.base import Placement
+from epsim.score.detail import step_weights
 from epsim.traces.trace import Ints
 
 NUM_HOT = 12

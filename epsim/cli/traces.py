@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from epsim.traces.files import check_target, printable
+from epsim.files import check_target, printable
 
 if TYPE_CHECKING:
     from epsim.traces.options import ImportOptions

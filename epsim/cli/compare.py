@@ -37,7 +37,7 @@ def compare_command(
 
     conditions = [parse_condition(text) for text in fail_if or ()]
     if out is not None:
-        from epsim.cli import check_out
+        from epsim.cli.main import check_out
 
         check_out(out)
     sides = read_sides(files)
@@ -84,7 +84,7 @@ def report_command(
     ] = None,
 ) -> None:
     """Make report.html and report.md from a results.json of replay, run, compare, tune or sweep."""
-    from epsim.cli import check_out
+    from epsim.cli.main import check_out
     from epsim.report.frontiers import read_frontiers
     from epsim.report.write import write_pages, write_report
     from epsim.results import read_results

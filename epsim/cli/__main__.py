@@ -1,0 +1,5 @@
+"""`python -m epsim.cli`."""
+
+from epsim.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Machines: a GPU and its fabric, one card each."""

@@ -1,0 +1,1 @@
+"""Models: routing, widths, layers and types of weights, one card each."""

@@ -1,0 +1,1 @@
+"""From loads to metrics, optimum, gaps, statistics and the verdict."""
