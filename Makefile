@@ -7,8 +7,9 @@ ifdef TORCH_INDEX
 export PIP_EXTRA_INDEX_URL := $(TORCH_INDEX)
 endif
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: replay run test quick lint clean
+.PHONY: replay run test quick long lint clean
 
 replay: $(VENV)/.installed
 	$(BIN)/epsim replay sample --ranks 16 --nodes 2 --redundant 32 --out out \
@@ -21,10 +22,13 @@ run: $(VENV)/.installed
 	$(BIN)/epsim report out/run
 
 test: $(VENV)/.tested lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu"
+	$(PYTEST) -m "not gpu and not long"
 
 quick: $(VENV)/.tested lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not gpu and not slow"
+	$(PYTEST) -m "not gpu and not long and not slow"
+
+long: $(VENV)/.tested
+	$(PYTEST) -m "long and not gpu"
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

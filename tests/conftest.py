@@ -15,7 +15,9 @@ from hypothesis import settings
 from epsim.cli.main import main
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import Block, TokenBlock, TraceMeta
+from tests.skips import pytest_sessionfinish, pytest_terminal_summary
 
+__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 TraceMaker = Callable[..., StoredTrace]
 Epsim = Callable[..., tuple[int, str, str]]
 

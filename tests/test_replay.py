@@ -129,7 +129,7 @@ def test_even_reproduces_eplbs_balance_on_deepseek_v3() -> None:
     """Planned and scored on the same file, the routed balance is EPLB's own figure, from its weights and its maps."""
     path = Path(__file__).resolve().parents[1] / "../shared/traces/deepseek-v3-sglang/prefill_in2048.json"
     if not path.exists():
-        pytest.skip("the recordings are not here")
+        pytest.skip("needs recordings that are not part of the repository")
     trace = open_trace(path, ImportOptions(model="deepseek-v3"))
     results = replay(trace, options("eplb", ranks=16, redundant=32, nodes=2), trace)
     weight = torch.tensor(json.loads(path.read_text())["logical_count"], dtype=torch.float64)[3:]

@@ -41,7 +41,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]
     return found, out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_part_runs_on_cpus(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     found, out = ran
     parts = found["parts"]

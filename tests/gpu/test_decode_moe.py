@@ -10,7 +10,7 @@ import torch
 from epsim.kernels.experts import decode, plain
 from epsim.kernels.experts.tiles import tiled
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 QWEN, DEEPSEEK, OSS, OURS, TINY = (
     (128, 8, 2048, 768),
     (40, 8, 7168, 2048),

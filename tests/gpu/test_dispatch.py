@@ -26,7 +26,7 @@ from tests.kernels.dispatch.host import (
     random_ids,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason="no Hopper GPU with CuPy")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not available(), reason="needs a GPU (Hopper) and CuPy")]
 
 
 def dispatchers_of(bound: BoundStack, max_tokens: int) -> list[Dispatcher]:

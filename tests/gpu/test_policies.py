@@ -17,7 +17,7 @@ from epsim.traces.trace import TokenBlock
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 EXACT = (
     "even",

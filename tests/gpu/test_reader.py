@@ -10,7 +10,7 @@ from tests.kernels.reader.test_reader_source import far, in_float64, inputs, lay
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 SHAPES = [
     # experts, hidden, intermediate, top-k, gate: small, the project's own, and those of three models

@@ -16,7 +16,7 @@ from tests.kernels.reader.test_reader_source import far
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 SHAPES: list[tuple[int, int, int, Gate]] = [
     # experts, hidden, intermediate, gate: the project's own, and of three models

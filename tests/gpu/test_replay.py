@@ -14,7 +14,7 @@ from epsim.report import write_report
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.available(), reason="no CUDA device with CuPy")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.available(), reason="needs a GPU and CuPy")]
 STACKS = (
     "contiguous",
     "eplb",

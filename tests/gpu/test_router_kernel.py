@@ -16,7 +16,7 @@ from epsim.policies.routing.ranks import OeaEp
 from epsim.policies.routing.rivals import Lynx, MaskLowDemand
 from epsim.policies.routing.schedule import parse_schedule
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 POLICIES = [Oea("3"), Oea("8"), Oea("6@4/3@16"), Oea("5", p=0.6, kmax=9, maxp=20), Oea("2@400", maxp=4)]
 
 

@@ -18,9 +18,9 @@ from tests.runtime.worlds import launch
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU, and a second"),
 ]
-needs_deep_ep = pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="no deep_ep")
+needs_deep_ep = pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="needs a GPU and deep_ep")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.gpu.test_runtime import check, check_rerouted
 from tests.launch.processes import EPSIM, environment, run
 from tests.runtime.worlds import launch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def test_outputs_and_loads_of_every_stack() -> None:

@@ -10,7 +10,7 @@ from epsim.runtime.exchange.base import Received
 from epsim.runtime.experts import Experts
 from epsim.runtime.weights import RandomWeights
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LOCAL = [3, 1, 4, 1, 5]
 
 

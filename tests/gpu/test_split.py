@@ -9,7 +9,7 @@ import torch
 from epsim.kernels.split import Solution, SplitStructure, cuda, prepare, solve, solve_batched, solve_gathered
 from epsim.kernels.split.problems import chain, clique
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.available(), reason="no CUDA device with CuPy")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.available(), reason="needs a GPU and CuPy")]
 
 
 def assert_same(there: Solution, here: Solution) -> None:

@@ -46,6 +46,7 @@ def check_kept(out: Path, steps: list[int], num_ranks: int = 2) -> None:
     assert not survivors(out)
 
 
+@pytest.mark.long
 def test_a_launcher_names_the_dead_where_no_rank_can(job: list[str | Path]) -> None:
     """Rank 0 waits with the interpreter held, as in deep_ep's dispatch, when rank 1 dies."""
     out = Path(job[-1])
@@ -77,6 +78,7 @@ def worker(out: Path, rank: int) -> int:
     raise AssertionError(f"no process of rank {rank}")
 
 
+@pytest.mark.long
 def test_a_stopped_rank_is_named_and_ended(job: list[str | Path]) -> None:
     ended, seconds = fault(job, "stop:rank=0,step=8,layer=0,phase=experts", 2)
     assert ended.code == 1
@@ -159,6 +161,7 @@ def test_full_disk_under_telemetry(make_trace: Callable[..., StoredTrace], tmp_p
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.long
 def test_plain_torchrun_says_the_line_too(job: list[str | Path]) -> None:
     trial = "kill:rank=1,step=8,layer=0,phase=balance"
     command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "epsim.launch.worker", *job]

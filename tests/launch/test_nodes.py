@@ -15,7 +15,7 @@ from epsim.runtime.telemetry import read_rank
 from epsim.traces.store import StoredTrace
 from tests.launch.processes import LIMIT, TORCHRUN, environment, start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def ip(*arguments: str) -> int:

@@ -163,7 +163,7 @@ def test_a_gang_that_lost_a_rank_goes_on(make_trace: TraceMaker, tmp_path: Path)
     assert read_results(out / "results.json")["run"]["equals_replay"] is True
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sixteen_ranks(make_trace: TraceMaker, tmp_path: Path) -> None:
     trace = make_trace("tokens", steps=4, experts=32, tokens=64, ranks=16, shared_cost=1.0)
     out = tmp_path / "out"

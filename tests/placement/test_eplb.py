@@ -19,6 +19,7 @@ from epsim.placement.eplb import Eplb, rebalance_experts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEEPSEEK = REPOSITORY / "../shared/traces/deepseek-v3-sglang"
+ORACLE = REPOSITORY / "../shared/oracles/eplb.json"
 reading = runpy.run_path(str(Path(__file__).with_name("eplb_reading.py")))["rebalance"]
 
 README_WEIGHT = torch.tensor(
@@ -64,9 +65,9 @@ def test_readme_case_global_without_upstreams_expert_twice() -> None:
 
 
 @pytest.mark.recordings
-@pytest.mark.skipif(not (REPOSITORY / "../shared/oracles/eplb.json").exists(), reason="no oracles here")
+@pytest.mark.skipif(not ORACLE.exists(), reason="needs recordings that are not part of the repository")
 def test_oracle_cases() -> None:
-    cases = json.loads((REPOSITORY / "../shared/oracles/eplb.json").read_text())["cases"]
+    cases = json.loads(ORACLE.read_text())["cases"]
     for case in cases:
         weight = torch.tensor(case["weight"])
         num_ranks = case["num_gpus"]
@@ -259,7 +260,7 @@ def test_deepseek_v3_takes_less_than_50_ms() -> None:
 
 
 @pytest.mark.recordings
-@pytest.mark.skipif(not DEEPSEEK.exists(), reason="no recordings here")
+@pytest.mark.skipif(not DEEPSEEK.exists(), reason="needs recordings that are not part of the repository")
 @pytest.mark.parametrize("name", ["prefill_in4096", "decode_in1000out1000"])
 @pytest.mark.parametrize(("groups", "nodes"), [(8, 2), (1, 1)])
 def test_recordings_equal_the_reading(name: str, groups: int, nodes: int) -> None:

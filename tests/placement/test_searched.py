@@ -160,7 +160,7 @@ def test_exact_finds_the_best_of_all() -> None:
 
 
 @pytest.mark.recordings
-@pytest.mark.skipif(not DEEPSEEK.exists(), reason="no recordings here")
+@pytest.mark.skipif(not DEEPSEEK.exists(), reason="needs recordings that are not part of the repository")
 def test_deepseek_v3_beats_eplb_on_recordings_it_was_not_planned_on() -> None:
     names = sorted(path.stem for path in DEEPSEEK.glob("*.json"))
     counts = {

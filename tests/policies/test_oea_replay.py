@@ -227,7 +227,7 @@ def test_the_sample_under_expert_parallelism() -> None:
 def test_recorded_probabilities_of_the_chosen_four(tmp_path: Path) -> None:
     source = SHARED / "traces/gpt-oss-20b/gptoss20b_decode_ids_probs_48seq.npz"
     if not source.exists():
-        pytest.skip("no recordings")
+        pytest.skip("needs recordings that are not part of the repository")
     import_trace([source], tmp_path / "g.parquet", ImportOptions(batch=16, model="gpt-oss-20b"))
     trace = StoredTrace(tmp_path / "g.parquet")
     texts = ["contiguous+pruned(k0=2@2)", "contiguous+oea(k0=2)", "contiguous+oea(k0=4)"]

@@ -95,7 +95,7 @@ def test_a_folder_without_recordings_is_said(tmp_path: Path) -> None:
 @pytest.mark.recordings
 def test_signs_of_the_published_table(monkeypatch: pytest.MonkeyPatch) -> None:
     if not RECORDINGS.exists():
-        pytest.skip("no recordings here")
+        pytest.skip("needs recordings that are not part of the repository")
     monkeypatch.setattr(waterfill_lplb, "REQUESTS", (64,))
     topics = read_topics(RECORDINGS, 2)
     found = reproduce(topics, load_timing("h200", "deepseek-v3", 2, "prefill"), options=DrawOptions(num_steps=2))

@@ -121,6 +121,7 @@ def test_the_documented_example(epsim: Epsim, tmp_path: Path, monkeypatch: pytes
     assert len(results["sweep"]["cells"]) == int(shown[0].split()[0])
 
 
+@pytest.mark.long
 def test_a_killed_worker_on_ray_and_the_same_results_without(
     epsim: Epsim, grid: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

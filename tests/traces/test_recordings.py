@@ -20,7 +20,7 @@ from epsim.traces.trace import RankCountsBlock, TokenBlock
 FOLDER = Path(__file__).resolve().parents[2] / "../shared/traces"
 pytestmark = [
     pytest.mark.recordings,
-    pytest.mark.skipif(not FOLDER.is_dir(), reason="the recordings are not part of the repository"),
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="needs recordings that are not part of the repository"),
 ]
 GPT_OSS = ImportOptions(model="gpt-oss-20b")
 

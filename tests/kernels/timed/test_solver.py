@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_told_in_one_line(counts: list[float], a: float, b:
 def test_real_decode_gets_cheaper(tokens: int, b: float, gain: float) -> None:
     """DeepSeek-V3, 16 ranks, 32 redundant, placed on another workload; tokens a rank."""
     if not RECORDINGS.is_dir():
-        pytest.skip("no recordings here")
+        pytest.skip("needs recordings that are not part of the repository")
     planned, later = (
         np.array(json.loads((RECORDINGS / name).read_text())["logical_count"], dtype=np.int64)[3:13]
         for name in ("decode_in1000out1000.json", "decode_in2000out100.json")
