@@ -9,7 +9,7 @@ endif
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: replay run test quick long lint clean
+.PHONY: replay run test quick long lint compiled clean
 
 replay: $(VENV)/.installed
 	$(BIN)/epsim replay sample --ranks 16 --nodes 2 --redundant 32 --out out \
@@ -21,7 +21,8 @@ run: $(VENV)/.installed
 		--policy contiguous --policy eplb --policy eplb+lplb --policy "eplb+lplb(counts=gathered)+waterfill"
 	$(BIN)/epsim report out/run
 
-test: $(VENV)/.tested lint
+test: $(VENV)/.tested
+	$(MAKE) -j 2 lint compiled
 	$(PYTEST) -m "not gpu and not long"
 
 quick: $(VENV)/.tested lint
@@ -29,6 +30,10 @@ quick: $(VENV)/.tested lint
 
 long: $(VENV)/.tested
 	$(PYTEST) -m "long and not gpu"
+
+# What numba compiles is kept beside the sources; mypy leaves a core free for it.
+compiled: $(VENV)/.tested
+	$(BIN)/python -m tests.runtime.warm
 
 lint: $(VENV)/.tested
 	$(BIN)/ruff check .

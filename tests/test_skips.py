@@ -24,11 +24,17 @@ TESTS = """
         assert False
 """
 RECORDINGS = "recordings that are not part of the repository"
-CASES = [("CI", "true", 1), ("EPSIM_NO_SKIPS", "1", 1), ("CI", "", 0), ("EPSIM_NO_SKIPS", "0", 0)]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
-@pytest.mark.parametrize(("variable", "value", "code"), CASES)
+@pytest.mark.parametrize(
+    ("variable", "value", "code", "workers"),
+    [
+        ("CI", "true", 1, ()),
+        ("EPSIM_NO_SKIPS", "1", 1, ("-n", "2")),
+        ("CI", "", 0, ()),
+        ("EPSIM_NO_SKIPS", "0", 0, ()),
+    ],
+)
 def test_a_skip_fails_the_session(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,

@@ -352,7 +352,7 @@ def test_mistakes_cost_one_line_and_code_2(
     assert told.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_measure_their_exchange_together(tmp_path: Path, tiny: str) -> None:
     out = tmp_path / "group"
     launch(4, programs.measure, str(out), tiny)

@@ -120,7 +120,7 @@ def test_which_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped.value.by is signal.SIGTERM
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_to_the_launcher(make_trace: TraceMaker, tmp_path: Path) -> None:
     trace, out = make_trace("tokens", steps=6), tmp_path / "out"
     command: list[str | Path] = [*EPSIM, "run", trace.path, "--model", "tiny", "--policy", "contiguous", "--out", out]

@@ -98,7 +98,7 @@ WORLDS = {2: [(1, "float32"), (2, "bfloat16")], 4: [(2, "float32")], 16: [(2, "f
 """By number of processes: nodes and numbers of each run."""
 
 
-@pytest.mark.parametrize("size", [2, 4, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 16))])
 def test_every_stack(size: int) -> None:
     known = {nodes: {name: placed(name, size, nodes) for name in KINDS["placement"]} for nodes, _ in WORLDS[size]}
     texts = all_stacks(size)

@@ -1,11 +1,14 @@
-"""Imported by the process that those of the tests are forked from: what is compiled is loaded once, not by each."""
+"""Imported by the process that those of the tests are forked from: what is compiled is loaded once, not by each.
+
+Run as a program it also compiles what only placements need, so that the tests find all of it on disk.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from epsim.placement.base import Placement
+from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack
 from epsim.traces.trace import TokenBlock
@@ -32,4 +35,12 @@ def warm() -> None:
         bind(parse_stack(text), placement, Setting(0, 1.0, 2, (0,), num_scores=8)).load(block)
 
 
+def warm_placements() -> None:
+    history = torch.from_numpy(np.random.default_rng(0).integers(1, 99, (4, 2, 16)))
+    for name in ("eplb", "searched"):
+        parse_stack(name).placement.plan(history, Cluster(4, 2, 4))
+
+
 warm()
+if __name__ == "__main__":
+    warm_placements()

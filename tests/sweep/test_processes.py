@@ -70,6 +70,7 @@ def stamps(out: Path) -> dict[str, tuple[int, int]]:
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in (out / "cells").glob("*.json")}
 
 
+@pytest.mark.long
 def test_a_killed_sweep_and_a_killed_worker(grid: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = start(grid, out, "--workers", "1")

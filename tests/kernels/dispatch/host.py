@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from epsim.kernels.dispatch import Dispatcher, Rule
@@ -22,6 +21,7 @@ from epsim.policies.base import Batch, local_index
 from epsim.policies.nearest import nearest_slots
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
+from tests.kernels.compiled import compiled
 
 STACKS = (
     "lplb",
@@ -42,20 +42,11 @@ STACKS = (
 SMALL = Sizes(threads=64, count_threads=64, count_blocks=4, items=2, sources=2, most_blocks=3)
 
 
-def build(folder: Path) -> ctypes.CDLL | None:
-    """None without a compiler."""
-    if shutil.which("g++") is None:
-        return None
-    built, text = folder / "grid.so", folder / "dispatch.cu"
+def build(factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source, kernels = dispatch_cuda.source(), Path(dispatch_cuda.__file__).parents[1]
     for on_device in ("dispatch/cluster.cuh", "split/device.cuh"):
         source = source.replace((kernels / on_device).read_text(), "")
-    text.write_text(source)
-    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-    header = Path(__file__).with_name("grid.h")
-    command = ["g++", *options, *SMALL.options, f'-DSOURCE="{text}"', "-x", "c++", str(header), "-o", str(built)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(built))
+    return compiled(factory, source, Path(__file__).with_name("grid.h"), SMALL.options)
 
 
 class HostDispatcher(Dispatcher):

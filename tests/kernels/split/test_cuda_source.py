@@ -14,19 +14,13 @@ import torch
 
 from epsim.kernels.split import Solution, SplitStructure, cuda, prepare, solve, solve_gathered
 from epsim.kernels.split.problems import chain, clique
+from tests.kernels.compiled import compiled
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    built = tmp_path_factory.mktemp("warp") / "warp.so"
-    source = built.with_name("split.cu")
-    source.write_text(cuda.source().replace(Path(cuda.__file__).with_name("device.cuh").read_text(), ""))
-    header = Path(__file__).with_name("warp.h")
-    options = ["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-    subprocess.run(["g++", *options, f'-DSOURCE="{source}"', "-x", "c++", header, "-o", built], check=True)
-    return ctypes.CDLL(str(built))
+    source = cuda.source().replace(Path(cuda.__file__).with_name("device.cuh").read_text(), "")
+    return compiled(tmp_path_factory, source, Path(__file__).with_name("warp.h"))
 
 
 def solve_on_host(
