@@ -23,9 +23,9 @@ from epsim.traces.trace import TokenBlock
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 if str(SCRIPTS) not in sys.path:
     sys.path.append(str(SCRIPTS))
-gates: Any = importlib.import_module("gates")
-layers: Any = importlib.import_module("gates_layers")
-predicted: Any = importlib.import_module("gates_predicted")
+gates: Any = importlib.import_module("gates.gate")
+layers: Any = importlib.import_module("gates.layers")
+predicted: Any = importlib.import_module("gates.predicted")
 
 SHAPE = dataclasses.replace(shape_of("deepseek-v3-layer"), num_experts=16, top_k=4, groups=1, top_groups=1)
 STACKS = ("contiguous", "eplb+lplb", "eplb+random", "eplb+even+waterfill")

@@ -22,10 +22,10 @@ from epsim.models.shapes import shape_of
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 if SCRIPTS not in sys.path:
     sys.path.append(SCRIPTS)
-whole_host: Any = importlib.import_module("whole_host")
-sources: Any = importlib.import_module("whole_host_sources")
-worker: Any = importlib.import_module("whole_host_worker")
-gates: Any = importlib.import_module("whole_host_gates")
+whole_host: Any = importlib.import_module("whole_host.run")
+sources: Any = importlib.import_module("whole_host.sources")
+worker: Any = importlib.import_module("whole_host.worker")
+gates: Any = importlib.import_module("whole_host.gates")
 common: Any = importlib.import_module("runtime_common")
 CPU = torch.device("cpu")
 

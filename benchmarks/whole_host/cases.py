@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from runtime_common import SEED, Bench
 from runtime_parts import like
-from whole_host_sources import Source, scored, sources
 
 from epsim.calibrate.run import exchange_file
 from epsim.cost.calibrated import HARDWARE, ExchangeTable, read_table
@@ -46,6 +45,7 @@ from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.weights import RandomWeights
 from epsim.score.statistics import paired_difference
 from epsim.traces.trace import TraceMeta
+from whole_host.sources import Source, scored, sources
 
 STACKS = (
     "contiguous", "eplb+even", "eplb+random", "eplb+lplb", "eplb+even+waterfill", "eplb+lplb+waterfill",
@@ -117,7 +117,7 @@ def layers(host: Host, exchange: str, until: float) -> Iterator[dict[str, Any]]:
     sizes, most = host.sizes, max(host.sizes.tokens)
     per_step = host.bench.size * most
     found = sources(host.recordings, sizes.wide, per_step, max(sizes.tokens.values()), host.bench.device)
-    for number, source in enumerate(map(_same, found)):
+    for number, source in enumerate(map(same, found)):
         for redundant in sizes.redundant if number == 0 else sizes.redundant[:: len(sizes.redundant) - 1]:
             yield from cases(host, source, STACKS, exchange, redundant, sizes.tokens, sizes.models[0], until)
 
@@ -126,13 +126,13 @@ def routed(host: Host, until: float) -> Iterator[dict[str, Any]]:
     """Router policies on decode steps of a few tokens a rank."""
     sizes = host.sizes
     number = host.bench.size * max(tokens * steps for tokens, steps in sizes.decode.items())
-    source = _same(scored(sizes.small, number, host.bench.device))
+    source = same(scored(sizes.small, number, host.bench.device))
     for exchange in ("deep_ep", "torch"):
         given = (ROUTED, exchange, sizes.routed_redundant, sizes.decode, sizes.models[1])
         yield from cases(host, source, *given, until)
 
 
-def _same(source: Source) -> Source:
+def same(source: Source) -> Source:
     """Rank 0's on every rank: generators of other devices may draw otherwise. Collective."""
     sent: list[Any] = [source if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent, 0)
@@ -151,7 +151,7 @@ def cases(
             yield head | {"skipped": "no time left"}
         return
     try:
-        model, job, clock = _made(host, source, texts, exchange, redundant, tokens)
+        model, job, clock = made(host, source, texts, exchange, redundant, tokens)
     except ValueError as error:  # on every rank alike: nothing was begun
         if host.bench.rank == 0:
             yield head | {"skipped": str(error)}
@@ -186,7 +186,7 @@ def cases(
         torch.cuda.empty_cache()
 
 
-def _made(
+def made(
     host: Host, source: Source, texts: Sequence[str], exchange: str, redundant: int, tokens: dict[int, int]
 ) -> tuple[RandomLayers, Job, JobClock]:
     shape, cluster = source.shape, Cluster(host.bench.size, 1, redundant, 1)

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gates.gate import CALIBRATED
 from runtime_common import Bench, versions
 from runtime_slices import Move, relocation
-from whole_host_cases import ON_CPU, ON_GPU, Host, layers, routed
-from whole_host_sources import fitted
 
 from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
@@ -30,13 +29,13 @@ from epsim.calibrate.router import router_table
 from epsim.calibrate.run import Request, calibrate
 from epsim.files import message_line, whole_file
 from epsim.launch.prepare import spec_of
+from whole_host.cases import ON_CPU, ON_GPU, Host, layers, routed
+from whole_host.sources import fitted
 
 SHARES = {"calibrate": 20.0, "layers-deep_ep": 32.0, "layers-torch": 20.0, "oea": 10.0, "relocation": 6.0, "kill": 12.0}
 """Of the time. What a part leaves is the others'."""
 RECORDED = ((32, 4), (64, 8))
 """Experts and top-k of gpt-oss-20b's and the sample's recorded tokens."""
-MEASURED = Path(__file__).parent / "results/calibrated_h200"
-"""Tables of one GPU of the kind: what `epsim calibrate` finds there it does not measure again."""
 
 
 def share(part: str, left: list[str], seconds: float) -> float:
@@ -47,10 +46,10 @@ def share(part: str, left: list[str], seconds: float) -> float:
 def tables(host: Host, machine: Machine, until: float) -> Iterator[dict[str, Any]]:
     """Exchange and collectives at every power of two of ranks, the routers of the layers that run; of experts the
     project has tables."""
-    known = MEASURED / "hardware.toml"
+    known = CALIBRATED / "hardware.toml"
     if host.bench.rank == 0 and machine.name in known.read_text():
         own = shutil.ignore_patterns("exchange-*", "hardware.toml")  # of this host, once something was measured on it
-        shutil.copytree(MEASURED, host.calibration, dirs_exist_ok=True, ignore=own)
+        shutil.copytree(CALIBRATED, host.calibration, dirs_exist_ok=True, ignore=own)
     dist.barrier()
     if host.bench.rank == 0:
         host.calibration.mkdir(parents=True, exist_ok=True)

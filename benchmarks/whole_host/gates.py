@@ -7,12 +7,11 @@ for its host in every call, a router policy on few tokens for launches: they are
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from gates import ORDERED, TELLING, Gate, call_gate, layer_gate
+from gates.gate import Gate, call_gate, layer_gate, ranking_gate
 
 HOST_SHARE = 0.5
 
@@ -49,17 +48,12 @@ def _of(exchange: str, cases: list[dict[str, Any]]) -> Iterator[Gate]:
 
 
 def _ranking(exchange: str, cases: list[dict[str, Any]]) -> Iterator[Gate]:
-    right = pairs = 0
-    for case in cases:
-        times = [(sum(s["predicted_us"].values()), s["graph_us"]) for s in case["stacks"] if "graph_us" in s]
-        for (mine, took), (others, theirs) in itertools.combinations(times, 2):
-            if max(took, theirs) > (1 + TELLING) * min(took, theirs):
-                pairs += 1
-                right += (mine < others) == (took < theirs)
-    if pairs:
-        figures = {"ordered": right / pairs}
-        what = f"layers, {exchange}: stacks by whole layers in a CUDA graph"
-        yield Gate(3, what, pairs, figures, f"{ORDERED:.0%} of pairs", right / pairs >= ORDERED)
+    times = [
+        [(sum(s["predicted_us"].values()), s["graph_us"]) for s in case["stacks"] if "graph_us" in s] for case in cases
+    ]
+    gate = ranking_gate(f"layers, {exchange}: stacks by whole layers in a CUDA graph", times)
+    if gate.cases:
+        yield gate
 
 
 def _flat(gate: Gate) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Tokens for benchmarks/whole_host.py: whose experts they take, and what placements are planned on.
 
 DeepSeek-V3's recordings hold counts of several workloads: tokens are drawn by them, each step by its own mixture of
-two, planned on a third (benchmarks/gates_draw.py). gpt-oss-20b's and the sample's are recorded tokens as they came,
+two, planned on a third (benchmarks/gates/draw.py). gpt-oss-20b's and the sample's are recorded tokens as they came,
 planned on those before; where a run needs more than there are, they come again. Where a recording is not there, experts
 are drawn with a lognormal popularity that has drifted since it was planned on.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gates_draw import OTHER, PLANNED, SCORED, SEED, drawn
+from gates.draw import OTHER, PLANNED, SCORED, SEED, drawn
 
 from epsim.models.shapes import LayerShape
 from epsim.traces.importing import open_trace

@@ -1,10 +1,10 @@
 """Expert computation measured on one GPU, for benchmarks/gates.py: what no fit of `epsim calibrate` has seen.
 
-    python benchmarks/gates_measure.py cells --out benchmarks/results/gates_h200.json
-    python benchmarks/gates_measure.py slices --batches BATCHES.npz --out benchmarks/results/gates_slices.json
+    python benchmarks/gates.py measure cells --out benchmarks/results/gates_h200.json
+    python benchmarks/gates.py measure slices --batches BATCHES.npz --out benchmarks/results/gates_slices.json
 
 `slices`: the GPU plays each rank of a group in turn, with exactly the rows that a stack gives it
-(benchmarks/gates_draw.py); of each rank its rows, the assignments of each of its slots (the shared expert's last),
+(benchmarks/gates/draw.py); of each rank its rows, the assignments of each of its slots (the shared expert's last),
 microseconds, and how far apart those of several passes were. `cells`: sizes between those of the calibration's grid, of
 several spreads, and other numbers of active experts. Medians of CUDA graphs between device events.
 """
@@ -98,16 +98,16 @@ def cells(machine: Machine) -> list[dict[str, Any]]:
     return rows
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("cells", "slices"))
-    parser.add_argument("--batches", type=Path, help="of benchmarks/gates_draw.py, for slices")
+    parser.add_argument("--batches", type=Path, help="of benchmarks/gates/draw.py, for slices")
     parser.add_argument("--model", action="append", choices=MODELS, help="for slices; repeatable, else all")
     parser.add_argument("--seconds", type=float, default=90.0, help="after which no batch of slices is begun")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     machine = Machine.here("cuda")
-    report: dict[str, Any] = machine.described() | {"command": command("gates_measure.py"), options.part: []}
+    report: dict[str, Any] = machine.described() | {"command": command("gates.py"), options.part: []}
     if options.part == "slices" and options.batches is None:
         parser.error("slices need --batches")
     if options.part == "cells":
@@ -124,7 +124,3 @@ def main() -> None:
 def write(report: dict[str, Any], path: Path) -> None:
     with whole_file(path) as temporary:
         temporary.write_text(json.dumps(report, separators=(",", ":")).replace("},{", "},\n{") + "\n")
-
-
-if __name__ == "__main__":
-    main()

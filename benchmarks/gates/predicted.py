@@ -1,4 +1,4 @@
-"""The time model's gates on whole layers: predicted beside what benchmarks/gates_layers.py measured, nothing fitted."""
+"""The gates of the time model on whole layers, predicted and as benchmarks/gates/layers.py measured them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gates import CALIBRATED, ORDERED, TELLING, Gate, call_gate, layer_gate
 
 from epsim.cost.layer_time import LayerTiming, Phases
 from epsim.launch.prepare import layer_timing
@@ -18,6 +17,7 @@ from epsim.placement.base import Cluster
 from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
 from epsim.traces.trace import TraceMeta
+from gates.gate import CALIBRATED, Gate, call_gate, layer_gate, ranking_gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def layer_gates(rows: Sequence[dict[str, Any]], folder: str = str(CALIBRATED)) -
     for what, chosen in _by_source(cases).items():
         yield layer_gate(f"whole layers in a CUDA graph on {ranks} H200s, deep_ep: {what}", _ratios(chosen))
     yield layer_gate(f"whole layers in a CUDA graph on {ranks} H200s, deep_ep: all of these", _ratios(cases))
-    yield from _ranking(cases, ranks)
+    yield _ranking(cases, ranks)
 
 
 def _by_source(cases: Sequence[Case]) -> dict[str, list[Case]]:
@@ -104,15 +104,11 @@ def _ratios(cases: Sequence[Case]) -> list[float]:
     return found
 
 
-def _ranking(cases: Sequence[Case], ranks: int) -> Iterator[Gate]:
-    right = pairs = 0
-    for _, of_row in itertools.groupby(cases, key=lambda case: id(case.row)):
-        for mine, other in itertools.combinations(of_row, 2):
-            slow = np.maximum(mine.us, other.us) > (1 + TELLING) * np.minimum(mine.us, other.us)
-            pairs += int(slow.sum())
-            right += int((slow & ((mine.us < other.us) == (mine.total < other.total))).sum())
+def _ranking(cases: Sequence[Case], ranks: int) -> Gate:
+    batches: list[list[tuple[float, float]]] = []
+    for _, group in itertools.groupby(cases, key=lambda case: id(case.row)):
+        stacks = [zip(case.total.tolist(), case.us.tolist(), strict=True) for case in group]
+        batches += [list(times) for times in zip(*stacks, strict=True)]
     apart = np.concatenate([case.apart for case in cases])
     note = f"passes of a measurement are {np.median(apart):.1%} apart (median, largest over smallest)"
-    share = right / max(pairs, 1)
-    yield Gate(3, f"stacks by whole layers in a CUDA graph on {ranks} H200s", pairs, {"ordered": share},
-               f"{ORDERED:.0%} of pairs", share >= ORDERED, note)  # fmt: skip
+    return ranking_gate(f"stacks by whole layers in a CUDA graph on {ranks} H200s", batches, note)

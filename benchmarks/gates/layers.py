@@ -1,8 +1,8 @@
 """Whole layers in CUDA graphs on the GPUs of a host, for benchmarks/gates.py: no fit of `epsim calibrate` saw them.
 
-    torchrun --nproc-per-node 2 benchmarks/gates_layers.py --recordings FOLDER --out FILE.json [--seconds 100]
+    torchrun --nproc-per-node 2 benchmarks/gates.py layers --recordings FOLDER --out FILE.json [--seconds 100]
 
-FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/ (benchmarks/whole_host_sources.py); the sample is always there. A case
+FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/ (benchmarks/whole_host/sources.py); the sample is always there. A case
 is a source, a layer, so many redundant experts and tokens of a rank. Every stack's layer is captured, and all of them
 run in turn on the same batches, PASSES times over, so that a drift of the machine touches all alike; a time is the
 slowest rank's median over passes, of a few replays in a row between device events. Beside it stands what the stack
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from command import command
 from runtime_common import SEED, Bench, versions
 from runtime_parts import like
-from whole_host_cases import ON_CPU, ON_GPU, STACKS, Host, _made, _same
-from whole_host_sources import Source, deepseek, gpt_oss, sample
+from whole_host.cases import ON_CPU, ON_GPU, STACKS, Host, made, same
+from whole_host.sources import Source, deepseek, gpt_oss, sample
 
 from epsim.calibrate.experts import shape_for
 from epsim.calibrate.machine import Machine
@@ -80,7 +80,7 @@ def measured(host: Host, case: Case, tokens: tuple[int, ...]) -> Iterator[dict[s
     """A row for each number of tokens. Collective."""
     bench, source = host.bench, dataclasses.replace(case.source, shape=case.shape)
     exchange = "deep_ep" if host.on_gpu else "torch"
-    model, job, _ = _made(host, source, case.texts, exchange, case.redundant, {max(tokens): 1})
+    model, job, _ = made(host, source, case.texts, exchange, case.redundant, {max(tokens): 1})
     for number in tokens:
         begun = time.monotonic()
         block = source.block(bench.size, number, BATCHES)
@@ -216,24 +216,24 @@ def _alone(block: TokenBlock, number: int) -> TokenBlock:
     return TokenBlock(np.zeros(1, dtype=block.steps.dtype), step, block.source_rank[there], block.expert_ids[there])
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="after which no case is begun")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     machine = Machine.here("auto")
     bench = Bench(machine.rank, machine.size, machine.device)
     sizes = ON_GPU if machine.on_gpu else ON_CPU
     host = Host(bench, sizes, options.recordings, Path())
     tokens = TOKENS if machine.on_gpu else tuple(sizes.tokens)
     until = time.monotonic() + options.seconds
-    report: dict[str, Any] = {"command": command("gates_layers.py"), "num_devices": bench.size} | machine.described()
-    report |= (versions() if machine.on_gpu else {}) | {"command": command("gates_layers.py"), "seed": SEED, "rows": []}
+    report: dict[str, Any] = {"command": command("gates.py"), "num_devices": bench.size} | machine.described()
+    report |= (versions() if machine.on_gpu else {}) | {"command": command("gates.py"), "seed": SEED, "rows": []}
     for case in cases(options.recordings, sizes.wide, bench.size, max(tokens)):
         if not host.goes_on(until):
             break
-        case = dataclasses.replace(case, source=_same(case.source))
+        case = dataclasses.replace(case, source=same(case.source))
         what = f"{case.source.name}, {case.shape.name}, {case.redundant} redundant"
         try:
             for row in measured(host, case, tokens):
@@ -246,7 +246,3 @@ def main() -> None:
             print(f"{what}: rank {bench.rank}: {message_line(str(error))}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""What every rank of a group would be given, under several stacks: the inputs of benchmarks/gates_measure.py.
+"""What every rank of a group would be given, under several stacks: the inputs of benchmarks/gates/measure.py.
 
-    python benchmarks/gates_draw.py --recordings FOLDER --out FILE.npz
+    python benchmarks/gates.py draw --recordings FOLDER --out FILE.npz
 
 FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/. gpt-oss-20b's tokens are recorded ones: its experts as it chose them.
 DeepSeek-V3's recordings hold counts: tokens are drawn by them, top-8 without replacement, from a mixture of a recording
@@ -135,11 +135,11 @@ def local_slots(batches: Batches, text: str) -> list[np.ndarray[Any, Any]]:
     return found
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     arrays: dict[str, Any] = {}
     cases: list[dict[str, Any]] = []
     for of in (
@@ -163,7 +163,3 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(options.out, cases=np.array(json.dumps(cases)), **arrays)
     print(f"{options.out}: {len(cases)} cases, {sum(case['ranks'] for case in cases)} ranks")
-
-
-if __name__ == "__main__":
-    main()
