@@ -1,10 +1,9 @@
 """What channel readers cost the small model: top-k against thresholds, screens, restoration, and rival scores.
 
-    python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64] [--docs docs/reader.md]
+    python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64]
 
 Needs the trained model (`epsim model train`, docs/model.md); made to follow it in one run, in about 120 seconds on an
-H200. Sketches are built from the model's weights in memory. Writes JSON, and where --docs is given the table of claims
-between the two marks of that file.
+H200. Sketches are built from the model's weights in memory. Writes JSON and prints the table of claims.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from epsim.traces.model.train import choose_device, device_name, load_model
 BUDGETS = (0.128, 0.178, 0.28)
 CHUNK = 64
 PROMPT = 64
-MARKS = ("<!-- claims -->", "<!-- end of claims -->")
 ONE_DOMAIN = "python"
 """Besides mixed text, what a threshold is calibrated on."""
 
@@ -359,7 +357,6 @@ def main() -> None:
     parser.add_argument("--generated", type=int, default=960, help="tokens of each continuation; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/reader_quality.json"))
-    parser.add_argument("--docs", type=Path, help="a file to put the table of claims into, between its two marks")
     arguments = parser.parse_args()
     report = Bench(arguments).run()
     rows = claim_rows(report)
@@ -369,10 +366,6 @@ def main() -> None:
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(table(rows))
     print(f"wrote {arguments.out}; seconds: {report['seconds']}")
-    if arguments.docs is not None:
-        before, _, rest = arguments.docs.read_text().partition(MARKS[0])
-        _, _, after = rest.partition(MARKS[1])
-        arguments.docs.write_text(f"{before}{MARKS[0]}\n{table(rows)}{MARKS[1]}{after}")
 
 
 if __name__ == "__main__":

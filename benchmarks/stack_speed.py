@@ -1,7 +1,6 @@
 """Stacks of a router and a reader against plain routing and whole experts, from logits to output, on one CUDA device.
 
-    python benchmarks/stack_speed.py [--out benchmarks/results/stack_speed.json] [--docs docs/oea.md]
-    python benchmarks/stack_speed.py --table --docs docs/oea.md        # of results as they are, on any machine
+    python benchmarks/stack_speed.py [--out benchmarks/results/stack_speed.json]
 
 Qwen3-30B-A3B's layer (128 experts, top-8, hidden 2048, intermediate 768, bf16) at decode, without its router's matrix.
 Microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of LAYERS sets of
@@ -39,8 +38,6 @@ EXPERTS, TOP_K, HIDDEN = SHAPES[SHAPE][:3]
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 BUDGET = 0.178
 PLAIN, OEA = Rule(((1, TOP_K),)), Rule(((2, 4),))
-STACKS = ("topk", "oea(k0=4)", "topk-channels(0.178)", "oea(k0=4)+topk-channels(0.178)")
-BEGIN, END = "<!-- stacks -->\n", "<!-- /stacks -->\n"
 Whole: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -121,32 +118,10 @@ def same(stacks: Stacks) -> float:
     return far
 
 
-def written(rows: list[dict[str, Any]]) -> str:
-    """The table of docs/oea.md."""
-    lines = ["| routing | batch | read | with oea | " + " | ".join(f"`{form}`" for form in STACKS) + " |"]
-    lines.append("|---" * 8 + "|")
-    for row in rows:
-        us, gain = row["us"], row["gain"]
-        cells = [f"{us[form]:.1f}" + (f" ({gain[form]:.2f})" if form in gain else "") for form in STACKS]
-        read = [f"{row[name]:.1f}" for name in ("read", "read, oea")]
-        lines.append("| " + " | ".join([row["routing"], str(row["batch"]), *read, *cells]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def write_table(document: Path, rows: list[dict[str, Any]]) -> None:
-    before, rest = document.read_text().split(BEGIN)
-    document.write_text(before + BEGIN + written(rows) + END + rest.split(END)[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/stack_speed.json")
-    parser.add_argument("--docs", type=Path, help="a document whose table is written anew")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    if options.table:
-        write_table(options.docs, json.loads(options.out.read_text())["rows"])
-        return
     stacks = Stacks()
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -160,8 +135,6 @@ def main() -> None:
         names = ("routing", "batch", "read", "read, oea")
         table(kind, [{**{name: row[name] for name in names}, **row[kind]} for row in found["rows"]])
     options.out.write_text(json.dumps(found, indent=1) + "\n")
-    if options.docs is not None:
-        write_table(options.docs, found["rows"])
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_the_benchmark_runs_and_every_claim_gets_its_row(
 ) -> None:
     save_cache(model, tmp_path)
     monkeypatch.setattr(module, "BUDGETS", (0.4, 0.6))
-    options = {"sequences": 4, "calibration": 2, "length": 12, "generated": 12, "seed": 0, "docs": None, "out": None}
+    options = {"sequences": 4, "calibration": 2, "length": 12, "generated": 12, "seed": 0, "out": None}
     report = module.Bench(argparse.Namespace(cache=tmp_path, device="cpu", **options)).run()
     assert [(row["domain"], row["budget"]) for row in report["pairs"]] == [
         (domain, budget) for domain in ("a", "b") for budget in (0.4, 0.6)
