@@ -97,7 +97,7 @@ class ExpertParallelMoE(torch.nn.Module):
     ) -> torch.Tensor:
         """hidden [T, H] of this rank -> [T, H]. Collective. T may be 0.
 
-        forced_ids [T, k] int64: a trace's experts in place of the router's choice, -1 for none; the router weighs them.
+        forced_ids [T, k] int64: a trace's experts in place of the router's choice, -1: none; the router weights them.
         forced_scores [T, E] float32: a trace's scores in place of the router's, -inf where not known.
         token_ids [T] int64: for a router that hashes them. decode [T] bool: tokens that a router policy (oea and its
         like) may route anew, all where not given; prefill keeps its choice. Raises PhaseError for what does not fit,
@@ -162,7 +162,7 @@ class ExpertParallelMoE(torch.nn.Module):
             return routing
         work = RouterWork(
             scores=routing.scores,
-            weighs=routing.weighs,
+            weight_basis=routing.weight_basis,
             expert_ids=routing.ids,
             weights=routing.weights,
             decode=torch.ones_like(routing.ids[:, 0], dtype=torch.bool) if decode is None else decode,

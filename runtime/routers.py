@@ -13,11 +13,11 @@ from epsim.runtime.seeds import generator
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """ids [T, k] int64: logical experts, -1 for none; weights [T, k] float32, 0 there.
+    """ids [T, k] int64: logical experts, -1 for none; weights [T, k] float32, 0 where the id is -1.
 
-    shared_weight [T] float32: of the shared expert's output. total [] float32: of all scores, which are not negative:
-    finite where they all are numbers. scores [T, E] float32: what the choice is by; weighs [T, E] float32: what weights
-    are in proportion to.
+    shared_weight [T] float32: weight of the shared expert's output. total [] float32: sum of `weight_basis`, whose
+    values are >= 0; it is finite exactly where all of them are. scores [T, E] float32: what the router chooses by.
+    weight_basis [T, E] float32: what the weights are proportional to.
     """
 
     ids: torch.Tensor
@@ -25,7 +25,7 @@ class Routing:
     shared_weight: torch.Tensor
     total: torch.Tensor
     scores: torch.Tensor
-    weighs: torch.Tensor
+    weight_basis: torch.Tensor
 
 
 class Router(torch.nn.Module):

@@ -19,7 +19,7 @@ def softmax_scores(router: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 def sigmoid_scores(router: Any, logits: torch.Tensor) -> torch.Tensor:
-    """DeepSeek-V3 chooses by sigmoid plus correction bias (and within groups), and weighs by the sigmoid alone."""
+    """DeepSeek-V3 chooses by sigmoid plus a correction bias (and within groups), and weights by the sigmoid alone."""
     bias: torch.Tensor = router.e_score_correction_bias
     return logits.float().sigmoid() + bias.to(logits.device)
 
@@ -41,14 +41,15 @@ SCORE_RULES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "DeepseekV3TopkRouter": sigmoid_scores,
     "Gemma4TextRouter": given_scores,
 }
-"""How a router's first output becomes the scores it chooses by, by class. GPT-OSS chooses by logits and weighs by the
-softmax over the chosen: the softmax over all has the same order and the same proportions."""
+"""From a router's first output to the scores it chooses by, for each router class. GPT-OSS chooses by logits and
+weights by the softmax over the chosen experts; the softmax over all has the same order and the same proportions."""
 
 WEIGH_RULES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     **{name: rule for name, rule in SCORE_RULES.items() if rule is softmax_scores},
     "DeepseekV3TopkRouter": unbiased_scores,
 }
-"""What weights are in proportion to, likewise; Gemma 4's have a factor of each expert's besides."""
+"""From a router's first output to what its weights are proportional to. Gemma 4 is not here: its weights also have a
+factor for each expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,10 @@ class Router:
             raise ValueError(f"no score rule is known for {name} (only for {known}): num_scores=0 records ids alone")
         return SCORE_RULES[name](self.module, first_output)
 
-    def weighs(self, first_output: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """[..., E], and what `scores` makes of it -> [..., E] float32: what this router's weights are in proportion
-        to, the scores themselves in most models."""
+    def weight_basis(self, first_output: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """What this router's weights are proportional to, [..., E] float32: in most models the scores themselves.
+
+        first_output [..., E]; scores: what `scores` returns for it."""
         name = type(self.module).__name__
         if name not in WEIGH_RULES:
             raise ValueError(f"a router policy cannot act on {name}, only on {', '.join(WEIGH_RULES)}")

@@ -16,8 +16,8 @@ class RouterTable:
     """Measured on one device by `epsim calibrate`, with what the runtime's layer does around it for a token's weights.
 
     hidden, num_experts, top_k, groups, top_groups: of the model. us [n] at `tokens` [n] of a rank, ascending: the
-    router chooses; given_us [n]: a trace tells the experts, which the router only weighs, as in runs of a trace. One of
-    the two may be empty: not measured.
+    router chooses; given_us [n]: the experts come from a trace and the router computes their weights only, as in runs
+    of a trace. One of the two may be empty: not measured.
     """
 
     device: str

@@ -55,10 +55,10 @@ def alone(counts: torch.Tensor) -> torch.Tensor:
 class RouterWork:
     """What a router may look at: batches of B tokens of one layer each, over any leading axes.
 
-    scores [..., B, E] float32: what the model chose by, -inf where not known. weighs [..., B, E] float32 >= 0: what its
-    weights are in proportion to, the scores themselves in most models.
-    expert_ids [..., B, k] int64: the model's choice, -1 for an empty slot; a row of -1 alone is padding and wakes no
-    expert. weights [..., B, k] float32: what the choice weighs.
+    scores [..., B, E] float32: what the model chose by, -inf where not known.
+    weight_basis [..., B, E] float32 >= 0: what its weights are proportional to, in most models the scores themselves.
+    expert_ids [..., B, k] int64: the model's choice, -1 for an empty slot; a row of -1 only is padding and activates no
+    expert. weights [..., B, k] float32: the weights of the choice.
     decode [..., B] bool: tokens to route anew; the others (prefill) keep their choice.
     holds [..., E, R] bool, broadcast over leading axes: which rank has a copy of which expert; None where not known.
     total: an int64 tensor of this source rank -> its sum over all source ranks of the batch, one collective a call;
@@ -66,7 +66,7 @@ class RouterWork:
     """
 
     scores: torch.Tensor
-    weighs: torch.Tensor
+    weight_basis: torch.Tensor
     expert_ids: torch.Tensor
     weights: torch.Tensor
     decode: torch.Tensor

@@ -15,19 +15,19 @@ from epsim.traces.routers import WEIGH_RULES, find_routers
 class Reroute(Protocol):
     """Chooses experts anew for N batches of B tokens each, of one layer.
 
-    scores [N, B, E] float32: what the model's router chose by; weighs [N, B, E] float32: what its weights are in
-    proportion to; expert_ids [N, B, k] int64 and weights [N, B, k]: its choice, -1 in the rows of padding tokens.
-    Returns expert ids and weights [N, B, k'] of the same types; tokens that take fewer than k' experts fill up with -1
-    at weight 0.
+    scores [N, B, E] float32: what the model's router chose by; weight_basis [N, B, E] float32: what its weights are
+    proportional to; expert_ids [N, B, k] int64 and weights [N, B, k]: its choice, -1 in the rows of padding tokens.
+    Returns expert ids and weights [N, B, k'] of the same types. Tokens that take fewer than k' experts are filled up
+    with id -1 and weight 0.
     """
 
     def __call__(
-        self, scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, /
+        self, scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, /
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def keep(
-    scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`topk`: the model's own choice."""
     return expert_ids, weights
@@ -40,11 +40,11 @@ def reroute_of(router: Router, num_ranks: int = 1) -> Reroute:
         return keep
 
     def act(
-        scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+        scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         decode = torch.ones(expert_ids.shape[:-1], dtype=torch.bool, device=expert_ids.device)
         holds = contiguous_ranks(scores.shape[-1], num_ranks, scores.device)
-        routed = router.route(RouterWork(scores, weighs, expert_ids, weights, decode, holds))
+        routed = router.route(RouterWork(scores, weight_basis, expert_ids, weights, decode, holds))
         return routed.expert_ids, routed.weights
 
     return act
@@ -101,10 +101,10 @@ def rerouted(
 
             own = ids.masked_fill(ended[0], -1) if ended else ids
             scores = router.scores(first)
-            weighs = router.weighs(first, scores)
+            weight_basis = router.weight_basis(first, scores)
             compared = by_step(scores)
             # The same tensor where both are the same.
-            proportions = compared if weighs is scores else by_step(weighs)
+            proportions = compared if weight_basis is scores else by_step(weight_basis)
             new_ids, new_weights = reroute(compared, proportions, by_step(own), by_step(weights))
             new_ids = by_sequence(filled(new_ids, by_step(ids)))
             return first, by_sequence(new_weights).to(weights.dtype), new_ids

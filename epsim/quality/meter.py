@@ -19,9 +19,9 @@ class Meter:
         self._batches = 0
 
     def __call__(
-        self, scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+        self, scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, new_weights = self.reroute(scores, weighs, expert_ids, weights)
+        ids, new_weights = self.reroute(scores, weight_basis, expert_ids, weights)
         num_experts = scores.shape[-1]
         active = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool, device=ids.device)
         active.scatter_(1, torch.where(ids >= 0, ids, num_experts).flatten(1), True)
@@ -30,7 +30,7 @@ class Meter:
             for r in self.num_ranks
         ]
         mass = [
-            weighs.gather(-1, i.clamp(min=0)).masked_fill(i < 0, 0.0).sum(dtype=torch.float64)
+            weight_basis.gather(-1, i.clamp(min=0)).masked_fill(i < 0, 0.0).sum(dtype=torch.float64)
             for i in (ids, expert_ids)
         ]
         sums = torch.stack([*(one.double() for one in found), *mass])

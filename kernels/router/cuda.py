@@ -15,7 +15,7 @@ from epsim.kernels.split.launch import compiled, launch, with_headers
 
 WARPS, MOST_STEPS, MOST_EXPERTS, MOST_TOKENS, LANES = 16, 8, 512, 512, 32
 POINTERS = (
-    "scores", "weighs", "own", "own_weights", "acting", "ids", "weights", "active", "message", "summed", "holds",
+    "scores", "weight_basis", "own", "own_weights", "acting", "ids", "weights", "active", "message", "summed", "holds",
 )  # fmt: skip
 SIZES = ("renormalise", "tokens", "experts", "top_k", "width", "most", "maxp", "steps")
 NUMBERS = (*SIZES, "kind", "number", "ranks", "held_each", "blocks")
@@ -118,7 +118,7 @@ def check(rule: Rule, scores: torch.Tensor, top_k: int, given: dict[str, torch.T
     if rule.kmax is not None and rule.kmax > experts:
         raise ValueError(f"kmax {rule.kmax}, but there are {experts} experts")
     wide = (*scores.shape[:-1], top_k)
-    shapes = {"scores": scores.shape, "weighs": scores.shape, "own": wide, "own_weights": wide}
+    shapes = {"scores": scores.shape, "weight_basis": scores.shape, "own": wide, "own_weights": wide}
     dtypes = {"own": torch.int64, "acting": torch.bool}
     for name, tensor in ({"scores": scores} | given).items():
         shape, dtype = shapes.get(name, scores.shape[:-1]), dtypes.get(name, torch.float32)
@@ -154,7 +154,7 @@ def _run(
 def reroute(
     rule: Rule,
     scores: torch.Tensor,
-    weighs: torch.Tensor,
+    weight_basis: torch.Tensor,
     expert_ids: torch.Tensor,
     weights: torch.Tensor,
     decode: torch.Tensor,
@@ -164,7 +164,7 @@ def reroute(
     -> expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, to rounding; active [...]
     int64: experts that are read.
     """
-    given = {"weighs": weighs.float(), "own": expert_ids, "own_weights": weights.float(), "acting": decode}
+    given = {"weight_basis": weight_basis.float(), "own": expert_ids, "own_weights": weights.float(), "acting": decode}
     return _run(rule, scores.float(), expert_ids.shape[-1], 1.0, True, given)
 
 

@@ -75,7 +75,7 @@ class Passes:
         cls,
         plan: Plan,
         scores: torch.Tensor,
-        weighs: torch.Tensor,
+        weight_basis: torch.Tensor,
         expert_ids: torch.Tensor,
         weights: torch.Tensor,
         decode: torch.Tensor,
@@ -86,8 +86,8 @@ class Passes:
         assert decode.dtype == torch.bool
         compared = scores.float().contiguous()
         # The same tensor where both are the same.
-        proportions = compared if weighs is scores else weighs.float().contiguous()
-        tensors = {"scores": compared, "weighs": proportions, "acting": decode.contiguous()}
+        proportions = compared if weight_basis is scores else weight_basis.float().contiguous()
+        tensors = {"scores": compared, "weight_basis": proportions, "acting": decode.contiguous()}
         tensors |= {"own": expert_ids.contiguous(), "own_weights": weights.float().contiguous()}
         if plan.kind != "ranks":
             return cls(plan, tensors, 0)

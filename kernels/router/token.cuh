@@ -11,7 +11,7 @@ constexpr int WARPS = 16, THREADS = 32 * WARPS, OWN = EXPERTS / 32, MOST_STEPS =
 
 struct Arguments {
     const float *scores;       // [batches, tokens, experts]: what experts are compared by
-    const float *weighs;       // the same shape, >= 0: what weights are in proportion to; null: softmax of the scores
+    const float *weight_basis; // the same shape, >= 0: what weights are proportional to; null: softmax of the scores
     const i64 *own;            // [batches, tokens, top_k]: the model's choice, -1 for none; null: the best top_k
     const float *own_weights;  // the same shape, with own
     const u8 *acting;          // [batches, tokens]: with own, tokens to route anew; else, tokens that are there; or null
@@ -45,8 +45,8 @@ struct Token {
     u32 own;
     int num_own;
     bool anew;       // Whether it is routed anew.
-    double whole;    // Of all its weighs.
-    float top, sum;  // Without weighs: largest score, and sum of exp(score - top).
+    double whole;    // Sum of its weight_basis.
+    float top, sum;  // Without weight_basis: largest score, and sum of exp(score - top).
     int taken;       // Experts found so far, the lane-th in lane's `expert` and `found`, none of them in `left`.
     int expert;
     u32 found, left;
@@ -65,8 +65,8 @@ __device__ __forceinline__ float sum_of(float value) {
 }
 
 __device__ __forceinline__ float weigh(const Arguments &a, const Token &token, i64 row, int expert, u32 word) {
-    if (!a.weighs) return __expf(score_of(word) - token.top) / token.sum;
-    return a.weighs == a.scores ? score_of(word) : a.weighs[row * a.experts + expert];
+    if (!a.weight_basis) return __expf(score_of(word) - token.top) / token.sum;
+    return a.weight_basis == a.scores ? score_of(word) : a.weight_basis[row * a.experts + expert];
 }
 
 // What the model chose.
@@ -94,7 +94,7 @@ __device__ __forceinline__ void load(const Arguments &a, i64 row, int lane, Toke
         const bool known = token.own >> i & 1 || score[i] > __int_as_float(0xff800000);
         token.word[i] = known ? word_of(score[i]) : 0;
     }
-    if (!a.weighs) {
+    if (!a.weight_basis) {
         u32 most = 0;
 #pragma unroll
         for (int i = 0; i < OWN; ++i) most = token.word[i] > most ? token.word[i] : most;

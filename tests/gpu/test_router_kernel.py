@@ -42,7 +42,7 @@ def work_of(batches: int, tokens: int, experts: int, ties: bool) -> RouterWork:
 def test_takes_what_the_policy_takes(policy: Oea, experts: int, tokens: int, ties: bool) -> None:
     work = work_of(3, tokens, experts, ties)
     wanted = policy.route(work)
-    tensors = (work.scores, work.weighs, work.expert_ids, work.weights, work.decode)
+    tensors = (work.scores, work.weight_basis, work.expert_ids, work.weights, work.decode)
     ids, weights, active = reroute(rule_of(policy), *(tensor.cuda() for tensor in tensors))
     assert torch.equal(ids.cpu(), wanted.expert_ids)
     torch.testing.assert_close(weights.cpu(), wanted.weights, rtol=3e-6, atol=1e-9)
@@ -84,7 +84,7 @@ ROUTERS: list[Any] = [
     Lynx(20),
     MaskLowDemand(3),
 ]
-TENSORS = ("scores", "weighs", "expert_ids", "weights", "decode")
+TENSORS = ("scores", "weight_basis", "expert_ids", "weights", "decode")
 Total = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -99,7 +99,7 @@ def part_of(work: RouterWork, part: slice, total: Total, device: str = "cpu") ->
     tensors = {name: getattr(work, name)[:, part].to(device) for name in TENSORS}
     assert work.holds is not None
     # The policies' own choice has the same tensor for both.
-    return RouterWork(**tensors | {"weighs": tensors["scores"]}, holds=work.holds.to(device), total=total)
+    return RouterWork(**tensors | {"weight_basis": tensors["scores"]}, holds=work.holds.to(device), total=total)
 
 
 def asked(policy: Any, work: RouterWork, part: slice) -> list[torch.Tensor]:

@@ -161,7 +161,7 @@ def test_scores_that_are_not_known_are_never_taken() -> None:
     scores = torch.as_tensor(draw_scores(7, 9, 16), dtype=torch.float32)
     work = work_of(scores, 4)
     known = torch.full_like(scores, -torch.inf).scatter(1, work.expert_ids, scores.gather(1, work.expert_ids))
-    work = dataclasses.replace(work, scores=known, weighs=known.clamp(min=0))
+    work = dataclasses.replace(work, scores=known, weight_basis=known.clamp(min=0))
     limited = Oea("2", maxp=4).route(work_of(scores, 4))
     routed = Oea("2").route(work)
     assert experts_of(routed) == experts_of(limited)
@@ -169,13 +169,13 @@ def test_scores_that_are_not_known_are_never_taken() -> None:
 
 
 def test_weights_follow_what_the_model_weighs_by() -> None:
-    """DeepSeek-V3 chooses by sigmoid plus bias, weighs by the sigmoid, and scales by 2.5."""
-    weighs = torch.tensor([[0.9, 0.5, 0.3, 0.2], [0.1, 0.4, 0.8, 0.6]])
-    scores = weighs + torch.tensor([0.0, 0.0, 0.0, 0.5])
+    """DeepSeek-V3 chooses by sigmoid plus bias, weights by the sigmoid, and scales by 2.5."""
+    weight_basis = torch.tensor([[0.9, 0.5, 0.3, 0.2], [0.1, 0.4, 0.8, 0.6]])
+    scores = weight_basis + torch.tensor([0.0, 0.0, 0.0, 0.5])
     ids = torch.tensor([[0, 3], [3, 2]])
-    weights = weighs.gather(1, ids)
+    weights = weight_basis.gather(1, ids)
     weights = 2.5 * weights / weights.sum(1, keepdim=True)
-    work = RouterWork(scores, weighs, ids, weights, torch.ones(2, dtype=torch.bool))
+    work = RouterWork(scores, weight_basis, ids, weights, torch.ones(2, dtype=torch.bool))
     routed = Oea("1").route(work)  # base 0 and 3
     assert routed.expert_ids.tolist() == [[0, 3], [3, 0]]
     torch.testing.assert_close(routed.weights, 2.5 * torch.tensor([[9 / 11, 2 / 11], [6 / 7, 1 / 7]]))
@@ -216,7 +216,7 @@ def _in_parts(router: Any, work: RouterWork, parts: list[slice]) -> list[Routed]
             kept: list[torch.Tensor] = []
             own = RouterWork(
                 work.scores[part],
-                work.weighs[part],
+                work.weight_basis[part],
                 work.expert_ids[part],
                 work.weights[part],
                 work.decode[part],

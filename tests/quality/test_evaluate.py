@@ -67,7 +67,7 @@ def save_cache(model: Any, cache: Path) -> None:
 
 
 def first_only(
-    scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every token takes its best expert alone."""
     best = scores.topk(1).indices
@@ -75,7 +75,7 @@ def first_only(
 
 
 def like_the_first_token(
-    scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+    scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch takes the experts and weights of its first token."""
     return expert_ids[:, :1].expand_as(expert_ids), weights[:, :1].expand_as(weights)
@@ -100,7 +100,7 @@ def test_batches_are_the_tth_tokens(model: Any, text: torch.Tensor) -> None:
     logits: list[torch.Tensor] = []
 
     def watch(
-        scores: torch.Tensor, weighs: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        scores: torch.Tensor, weight_basis: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert torch.equal(ids.sort().values, scores.topk(4).indices.sort().values)
         seen.append(scores)
@@ -152,10 +152,10 @@ def test_generation_reroutes_decode_steps_alone(model: Any, text: torch.Tensor) 
     shapes: list[tuple[int, ...]] = []
 
     def watch(
-        scores: torch.Tensor, weighs: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+        scores: torch.Tensor, weight_basis: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shapes.append(tuple(scores.shape))
-        return first_only(scores, weighs, ids, weights)
+        return first_only(scores, weight_basis, ids, weights)
 
     own = generate(model, watch, text, 60, seed=0)
     assert shapes == [(1, 8, 16)] * 2 * 59  # the first of sixty tokens comes from the prefill pass

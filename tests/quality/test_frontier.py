@@ -101,7 +101,7 @@ def test_meter_by_hand(model: Any) -> None:
     own = torch.tensor([[[0, 1], [3, 2]], [[0, 1], [0, 1]]])
 
     def first_of_each(
-        scores: torch.Tensor, weighs: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
+        scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.where(torch.tensor([True, False]), expert_ids, -1), weights
 

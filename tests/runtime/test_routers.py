@@ -160,7 +160,7 @@ def test_a_router_launches_no_more_than_it_must(rule: RouterRule, chosen: int, f
         with Launches() as counted:
             routing = router(hidden, forced_ids=given)
         assert counted.number == most
-        assert torch.equal(routing.total, routing.weighs.sum())
+        assert torch.equal(routing.total, routing.weight_basis.sum())
 
 
 def test_one_bad_score_shows_in_their_total() -> None:

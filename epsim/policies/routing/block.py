@@ -93,11 +93,11 @@ def _route(
         return padded.transpose(1, 2).to(holds.device)
 
     padded_ids, padded_scores = batched(ids, -1), batched(scores, 0.0)
-    weighs = padded_scores.clamp(min=0)
-    weights = weighs.gather(-1, padded_ids.clamp(min=0)).masked_fill(padded_ids < 0, 0.0)
+    weight_basis = padded_scores.clamp(min=0)
+    weights = weight_basis.gather(-1, padded_ids.clamp(min=0)).masked_fill(padded_ids < 0, 0.0)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
     decode = torch.ones(padded_ids.shape[:-1], dtype=torch.bool, device=holds.device)
-    routed = router.route(RouterWork(padded_scores, weighs, padded_ids, weights, decode, holds))
+    routed = router.route(RouterWork(padded_scores, weight_basis, padded_ids, weights, decode, holds))
     return routed.expert_ids.cpu().transpose(1, 2)[at]
 
 

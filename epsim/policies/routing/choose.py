@@ -45,10 +45,10 @@ def preference(work: RouterWork) -> Preference:
 def take(
     work: RouterWork, wish: Preference, allowed: torch.Tensor, most: int, small: torch.Tensor | None = None
 ) -> Routed:
-    """allowed [..., B, E] bool: each token takes its `most` best of them, fewer where there are fewer.
+    """Each token takes its `most` best experts of those in allowed [..., B, E] bool, or all where they are fewer.
 
-    small [...] bool: batches whose tokens take at least the model's k. Weights are in proportion to `work.weighs` and
-    sum to what the model's own choice weighs. Tokens that are not routed anew keep their choice and weights.
+    small [...] bool: batches whose tokens take at least the model's k. A token's weights are proportional to
+    `work.weight_basis` and have the sum of the model's weights. Tokens that are not rerouted keep their choice.
     """
     top_k, num_experts = work.expert_ids.shape[-1], wish.position.shape[-1]
     width = min(max(most, top_k), num_experts)
@@ -57,9 +57,9 @@ def take(
     kept = (place < num_experts) & (torch.arange(width, device=ids.device) < most)
     if small is not None and most < top_k:
         kept |= (place < num_experts) & small[..., None, None]
-    weighs = work.weighs.gather(-1, ids).float().masked_fill(~kept, 0.0)
+    weight_basis = work.weight_basis.gather(-1, ids).float().masked_fill(~kept, 0.0)
     whole = work.weights.float().sum(-1, keepdim=True)
-    weights = weighs / weighs.sum(-1, keepdim=True).clamp(min=1e-20) * whole
+    weights = weight_basis / weight_basis.sum(-1, keepdim=True).clamp(min=1e-20) * whole
     anew = wish.there[..., None]
     own_ids = torch.nn.functional.pad(work.expert_ids, (0, width - top_k), value=-1)
     own_weights = torch.nn.functional.pad(work.weights.float(), (0, width - top_k))

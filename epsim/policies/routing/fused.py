@@ -19,7 +19,7 @@ def by_kernel(work: RouterWork, plan: router.Plan) -> Routed | None:
         return None
     tokens, experts = work.scores.shape[-2:]
     top_k = work.expert_ids.shape[-1]
-    tensors = (work.scores, work.weighs, work.expert_ids, work.weights, work.decode)
+    tensors = (work.scores, work.weight_basis, work.expert_ids, work.weights, work.decode)
     if plan.kind == "union" and work.total is alone and router.uncovered(plan.rule, tokens, experts, top_k) is None:
         return Routed(*router.reroute(plan.rule, *tensors)[:2])
     if passes.uncovered(plan, experts, top_k, 0 if work.holds is None else work.holds.shape[-1]) is not None:

@@ -28,7 +28,7 @@ class OeaEp:
     Tokens' k0 best experts are the base. With one copy an expert, the busiest rank has M of them; every other rank adds
     its most wanted experts until it has M as well. With several copies each active expert is served by one, chosen so
     that M is least, and the added experts are those of greatest want in all that still fit M a rank (the `one-copy`
-    split makes the same choice from the counts alone). Want: what an expert weighs in the model's own choices, summed
+    split makes the same choice from the counts alone). Want: an expert's weight in the model's own choices, summed
     over the tokens to route anew; an expert that none chose is never added. Tokens take their k best of all that is
     read. So M is `oea`'s at most, and a token's experts are a superset or better.
 

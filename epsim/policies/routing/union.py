@@ -57,7 +57,7 @@ def union(
 
 def _reaching(work: RouterWork, wish: Preference, p: float) -> torch.Tensor:
     """[..., B, 1] int64: how many of the best experts have at least p of the token's known scores."""
-    ordered: torch.Tensor = work.weighs.float().masked_fill(~wish.known, 0.0).gather(-1, wish.order)
+    ordered: torch.Tensor = work.weight_basis.float().masked_fill(~wish.known, 0.0).gather(-1, wish.order)
     share = ordered.cumsum(-1)
     short = share < p * share[..., -1:]
     return (short.sum(-1, keepdim=True) + 1).clamp(max=short.shape[-1])

@@ -66,7 +66,7 @@ def on_the_host(on_host: Build, order: int) -> type[Passes]:
 
 
 def rows(work: RouterWork, part: slice, total: Callable[[torch.Tensor], torch.Tensor]) -> RouterWork:
-    names = ("scores", "weighs", "expert_ids", "weights", "decode")
+    names = ("scores", "weight_basis", "expert_ids", "weights", "decode")
     return dataclasses.replace(work, total=total, **{name: getattr(work, name)[part] for name in names})
 
 
@@ -98,7 +98,7 @@ def compare(passes: type[Passes], policy: Any, work: RouterWork, cuts: list[int]
     plan = plan_of(policy)
     assert plan.settled == (not messages) == (not policy.whole_batch)
     runs = [
-        passes.of(plan, part.scores, part.weighs, part.expert_ids, part.weights, part.decode, part.holds)
+        passes.of(plan, part.scores, part.weight_basis, part.expert_ids, part.weights, part.decode, part.holds)
         for part in parts
     ]
     if messages:
@@ -131,7 +131,7 @@ def test_which_experts_find_room(on_host: Build, seed: int, ranks: int, copies: 
 
 def test_batches_along_leading_axes(on_host: Build) -> None:
     works = [drawn(7, 40, 4, seed, bool(seed % 2)) for seed in range(3)]
-    names = ("scores", "weighs", "expert_ids", "weights", "decode")
+    names = ("scores", "weight_basis", "expert_ids", "weights", "decode")
     holds = torch.stack([draw_holds(40, 3, 2, seed) for seed in range(3)])
     tensors = {name: torch.stack([getattr(work, name) for work in works]) for name in names}
     policy = OeaEp("2")

@@ -54,14 +54,23 @@ def drawn(tokens: int, experts: int, top_k: int, seed: int, ties: bool) -> Route
         ids = torch.rand(tokens, experts, generator=source).topk(top_k, dim=1).indices
         ids[torch.rand(ids.shape, generator=source) < 0.2] = -1
     ids[tokens // 2 : tokens // 2 + tokens // 4] = -1
-    weighs = scores.nan_to_num(nan=0.0).clamp(min=0)
-    weights = weighs.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
+    weight_basis = scores.nan_to_num(nan=0.0).clamp(min=0)
+    weights = weight_basis.gather(-1, ids.clamp(min=0)).masked_fill(ids < 0, 0.0)
     decode = torch.rand(tokens, generator=source) < 0.8
-    return RouterWork(scores, weighs, ids, weights, decode)
+    return RouterWork(scores, weight_basis, ids, weights, decode)
 
 
-def check(found: tuple[torch.Tensor, torch.Tensor, int], wanted: Routed) -> None:
-    ids, weights, active = found
+def given_of(work: RouterWork) -> dict[str, Any]:
+    return {
+        "weight_basis": work.weight_basis,
+        "own": work.expert_ids,
+        "own_weights": work.weights,
+        "acting": work.decode,
+    }
+
+
+def check(result: tuple[torch.Tensor, torch.Tensor, int], wanted: Routed) -> None:
+    ids, weights, active = result
     assert torch.equal(ids, wanted.expert_ids)
     torch.testing.assert_close(weights, wanted.weights, rtol=2e-6, atol=1e-9)
     assert active >= len(set(ids.flatten().tolist()) - {-1})
@@ -76,7 +85,7 @@ def test_takes_what_the_policy_takes(
     on_host: Build, policy: Oea, tokens: int, experts: int, top_k: int, ties: bool
 ) -> None:
     work = drawn(tokens, experts, top_k, tokens, ties)
-    given = {"weighs": work.weighs, "own": work.expert_ids, "own_weights": work.weights, "acting": work.decode}
+    given = given_of(work)
     check(run_on_host(on_host, policy, work.scores, top_k, given, order=int(ties) * 5), policy.route(work))
 
 
@@ -104,7 +113,7 @@ def test_from_logits(on_host: Build, policy: Oea, renormalise: bool) -> None:
 def test_any_batch(on_host: Build, seed: int, tokens: int, k0: int, p: float) -> None:
     work = drawn(tokens, 48, 6, seed, ties=bool(seed % 2))
     policy = Oea(str(k0), p=p, kmax=[None, 7][seed % 2], maxp=[None, 9, 48][seed % 3])
-    given = {"weighs": work.weighs, "own": work.expert_ids, "own_weights": work.weights, "acting": work.decode}
+    given = given_of(work)
     check(run_on_host(on_host, policy, work.scores, 6, given), policy.route(work))
 
 
@@ -123,14 +132,14 @@ def test_any_batch(on_host: Build, seed: int, tokens: int, k0: int, p: float) ->
         ({"scores": torch.zeros(513, 12)}, "513 tokens, not up to 512"),
         ({"own": torch.zeros(5, 6, dtype=torch.int32)}, r"own: \[5, 6\] torch.int32 .* not \[5, 6\] torch.int64"),
         ({"own": torch.zeros(5, 5, dtype=torch.int64)}, r"own: \[5, 5\] torch.int64 .* not \[5, 6\]"),
-        ({"weighs": torch.zeros(5, 11)}, r"weighs: \[5, 11\]"),
+        ({"weight_basis": torch.zeros(5, 11)}, r"weight_basis: \[5, 11\]"),
         ({"acting": torch.ones(5)}, r"acting: \[5\] torch.float32 .* not \[5\] torch.bool"),
         ({"acting": torch.ones(4, dtype=torch.bool)}, r"acting: \[4\]"),
     ],
 )
 def test_what_the_kernel_would_misread_is_told(change: dict[str, Any], says: str) -> None:
     work = drawn(5, 12, 6, 0, False)
-    given = {"weighs": work.weighs, "own": work.expert_ids, "own_weights": work.weights, "acting": work.decode}
+    given = given_of(work)
     cuda.check(Rule(((2, 3),)), work.scores, 6, given)
     given |= {name: value for name, value in change.items() if name in given}
     with pytest.raises(ValueError, match=says):
