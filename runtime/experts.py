@@ -48,7 +48,8 @@ class Experts(torch.nn.Module):
             "down", torch.zeros(num_rows, shape.hidden, shape.intermediate, device=device, dtype=dtype)
         )
         for row, expert in enumerate(local_experts):
-            self._put(row, weights.routed(layer, expert))
+            if expert >= 0:
+                self._put(row, weights.routed(layer, expert))
         if together:
             self._put(num_rows - 1, weights.shared(layer))
         if self.apart:

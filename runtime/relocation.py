@@ -54,14 +54,14 @@ def plan_waves(old: list[int], new: list[int], num_ranks: int, spare: int) -> li
             trial, result = [*wave, slot], list(after)
             result[slot] = new[slot]
             lost = now[slot]
-            while lost not in result:
+            while lost >= 0 and lost not in result:
                 arriving = next(other for other in pending if other not in trial and new[other] == lost)
                 trial.append(arriving)
                 result[arriving] = lost
                 lost = now[arriving]
             used = [0] * num_ranks
             for chosen in trial:
-                used[chosen // per_rank] += 1
+                used[chosen // per_rank] += new[chosen] >= 0
             if max(used) <= spare:
                 wave, after = trial, result
         if not wave:
@@ -79,6 +79,8 @@ def plan_moves(now: list[int], new: list[int], wave: list[int], per_rank: int) -
     given: dict[int, int] = {}
     moves = []
     for target in wave:
+        if new[target] < 0:
+            continue
         holders = [slot for slot, expert in enumerate(now) if expert == new[target]]
         own = [slot for slot in holders if slot // per_rank == target // per_rank]
         source = own[0] if own else min(holders, key=lambda slot: (given.get(slot // per_rank, 0), slot))
@@ -152,7 +154,7 @@ class Relocation:
                 now[slot] = new[slot]
             table = torch.tensor([now], device=old.physical_to_logical.device)
             there = Placement(table, old.num_experts, old.num_ranks, old.num_nodes)
-            steps = plan_pieces(moves, self.per_rank, self._parts[1], bytes_per_step)
+            steps = plan_pieces(moves, self.per_rank, self._parts[1], bytes_per_step) or [[]]
             self._waves.append(Wave(moves, steps, balancer.on(there)))
         self.num_steps = sum(len(wave.steps) for wave in self._waves)
         self._wave, self._step = 0, 0

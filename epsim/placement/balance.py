@@ -10,12 +10,12 @@ from epsim.placement.base import Placement
 def even_shares(placement: Placement) -> torch.Tensor:
     """[L, E, R] float64: the share of a logical expert's assignments that each rank serves; sums to 1 over ranks."""
     slots = placement.physical_to_logical
-    shape = (placement.num_layers, placement.num_experts, placement.num_ranks)
+    shape = (placement.num_layers, placement.num_experts + 1, placement.num_ranks)  # the first row: empty slots
     held = torch.zeros(shape, dtype=torch.float64, device=slots.device)
     layer = torch.arange(placement.num_layers, device=slots.device)[:, None].expand_as(slots)
     rank = placement.rank_of_slot.expand_as(slots)
-    held.index_put_((layer, slots, rank), torch.ones((), dtype=torch.float64, device=slots.device), accumulate=True)
-    return held / placement.copies[:, :, None]
+    held.index_put_((layer, slots + 1, rank), torch.ones((), dtype=torch.float64, device=slots.device), accumulate=True)
+    return held[:, 1:] / placement.copies[:, :, None]
 
 
 def even_rank_loads(counts: torch.Tensor, placement: Placement) -> torch.Tensor:

@@ -71,10 +71,10 @@ class Placement:
         num_layers, num_physical = slots.shape
         if num_physical % self.num_ranks:
             raise ValueError(f"{num_physical} slots do not divide among {self.num_ranks} ranks")
-        if num_physical and not bool(((slots >= 0) & (slots < self.num_experts)).all()):
-            raise ValueError(f"a slot names an expert outside 0..{self.num_experts - 1}")
-        copies = torch.zeros(num_layers, self.num_experts, dtype=torch.int64, device=slots.device)
-        copies.scatter_add_(1, slots, torch.ones_like(slots))
+        if num_physical and not bool(((slots >= -1) & (slots < self.num_experts)).all()):
+            raise ValueError(f"a slot names an expert outside 0..{self.num_experts - 1} (or -1 for an empty slot)")
+        number = torch.zeros(num_layers, self.num_experts + 1, dtype=torch.int64, device=slots.device)
+        copies = number.scatter_add_(1, slots + 1, torch.ones_like(slots))[:, 1:].contiguous()  # column 0: empty slots
         if bool((copies == 0).any()):
             layer, expert = (int(i) for i in (copies == 0).nonzero()[0])
             raise ValueError(
@@ -95,6 +95,12 @@ class Placement:
         return self.num_physical // self.num_ranks
 
     @property
+    def filled_slots(self) -> torch.Tensor:
+        """[L, R] int64: how many slots of a rank hold an expert."""
+        filled = (self.physical_to_logical >= 0).view(self.num_layers, self.num_ranks, -1)
+        return filled.sum(-1)
+
+    @property
     def rank_of_slot(self) -> torch.Tensor:
         """[P] int64."""
         return torch.arange(self.num_physical, device=self.physical_to_logical.device) // self.slots_per_rank
@@ -113,16 +119,13 @@ class Placement:
 
     def logical_to_physical(self) -> torch.Tensor:
         """[L, E, C] int64: the slots of each logical expert, ascending, padded with -1 to C = the most copies."""
-        slots = self.physical_to_logical
-        num_layers, num_physical = slots.shape
-        table = torch.full((num_layers, self.num_experts, int(self.copies.max())), -1, device=slots.device)
-        order = slots.argsort(dim=1, stable=True)
-        expert = slots.gather(1, order)
-        first = self.copies.cumsum(1) - self.copies
-        place = torch.arange(num_physical, device=slots.device) - first.gather(1, expert)
-        layer = torch.arange(num_layers, device=slots.device)[:, None].expand_as(order)
-        table[layer, expert, place] = order
-        return table
+        layer, slot = (self.physical_to_logical >= 0).nonzero(as_tuple=True)
+        row, order = (layer * self.num_experts + self.physical_to_logical[layer, slot]).sort(stable=True)
+        number = self.copies.flatten()
+        index = torch.arange(len(row), device=row.device) - (number.cumsum(0) - number)[row]
+        table = torch.full((len(number), int(number.max())), -1, device=row.device)
+        table[row, index] = slot[order]
+        return table.view(*self.copies.shape, -1)
 
 
 class PlacementPolicy(Protocol):

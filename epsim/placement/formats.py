@@ -8,6 +8,9 @@ vllm: JSON for `eplb_config.expert_map_path` of vLLM-Ascend (vllm_ascend/eplb/co
 trtllm: YAML for `moe_config.load_balancer` (tensorrt_llm's MoeLoadBalancerConfig), layers by the model's number;
     layer_updates_per_iter 0 keeps the placement as it is.
 epsim: JSON with everything, the placement's version among it.
+
+Only the epsim format can hold empty slots (-1). SGLang and vLLM-Ascend would take -1 for the last expert, and need the
+same number of experts on every rank. TensorRT-LLM needs an expert in each of its num_slots.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ def write_placement(
     if len(layers) != placement.num_layers:
         raise ValueError(f"{len(layers)} layer numbers given for a placement of {placement.num_layers} layers")
     path = Path(path)
+    if format_name != "epsim":
+        _check_full(placement, layers, f"the {format_name} format")
     if format_name == "trtllm":
         text = yaml.dump(_to_trtllm(placement, layers), Dumper=yaml.CSafeDumper, default_flow_style=None, width=10**6)
     elif format_name == "sglang":
@@ -59,6 +64,16 @@ def write_placement(
         text = json.dumps(_to_vllm(placement) if format_name == "vllm" else _to_epsim(placement, layers))
     with whole_file(path) as temporary:
         temporary.write_text(text + "\n")
+
+
+def _check_full(placement: Placement, layers: Sequence[int], target: object) -> None:
+    short = (placement.filled_slots < placement.slots_per_rank).nonzero().tolist()
+    if short:
+        layer, rank = short[0]
+        raise ValueError(
+            f"{target}: layer {layers[layer]}, rank {rank} has {int(placement.filled_slots[layer, rank])} experts in "
+            f"{placement.slots_per_rank} slots, and only the epsim format can hold empty slots"
+        )
 
 
 def _to_epsim(placement: Placement, layers: Sequence[int]) -> dict[str, Any]:
@@ -141,6 +156,8 @@ def read_placement(
         placement = Placement(slots, experts, ranks, nodes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    if given is not content:
+        _check_full(placement, layers, path)
     if given.get("version", placement.version) != placement.version:
         raise ValueError(f"{path}: the content is not the one of version {given['version']}: the file was changed")
     return placement, layers
@@ -167,7 +184,9 @@ def _rows(content: Mapping[str, Any]) -> tuple[list[list[int]], tuple[int, ...],
         return rows, tuple(range(len(rows))), {}
     if "layer_list" in content:
         devices = [layer["device_list"] for layer in content["layer_list"]]
-        rows = [[expert for device in layer for expert in device["device_expert"]] for layer in devices]
+        held = [[device["device_expert"] for device in layer] for layer in devices]
+        most = max(len(experts) for layer in held for experts in layer)
+        rows = [[e for experts in layer for e in (*experts, *[-1] * (most - len(experts)))] for layer in held]
         return rows, tuple(range(len(rows))), {"num_ranks": len(devices[0])}
     assignments: dict[int, list[int]] = content["initial_global_assignments"]
     layers = tuple(sorted(assignments))

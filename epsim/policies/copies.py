@@ -26,10 +26,16 @@ class Copies:
     def __init__(self, placement: Placement, backend: Backend = "auto") -> None:
         self.placement = placement
         self.backend = backend
-        self.slot = placement.physical_to_logical.argsort(dim=1, stable=True)
-        self.expert = placement.physical_to_logical.gather(1, self.slot)
-        self.number = placement.copies
-        self.first = self.number.cumsum(1) - self.number
+        self.number, slots = placement.copies, placement.physical_to_logical
+        self.has_empty = bool((slots < 0).any())
+        self.held = torch.where(slots < 0, placement.num_experts, slots) if self.has_empty else slots
+        self.slot = self.held.argsort(dim=1, stable=True)
+        self.expert = self.held.gather(1, self.slot)
+        ends = self.number.cumsum(1)
+        self.first = ends - self.number
+        self.start = torch.cat([self.first, ends[:, -1:]], dim=1).gather(1, self.expert)
+        after = torch.arange(1, slots.shape[1] + 1, device=slots.device)
+        self.last = after == self.start + self.padded(self.number).gather(1, self.expert)
         self.redundant = bool((self.number > 1).any())
         self.rank_of_slot = placement.rank_of_slot
         self.node_of_rank = placement.node_of_rank
@@ -43,10 +49,14 @@ class Copies:
                 self._made[make] = make(self)
             return self._made[make]  # type: ignore[return-value]
 
-    def per_slot(self, per_expert: torch.Tensor) -> torch.Tensor:
-        """[..., L, E] -> [..., L, P]: what a slot's expert has."""
-        slots = self.placement.physical_to_logical
-        return per_expert.gather(-1, slots.expand(*per_expert.shape[:-1], slots.shape[-1]))
+    def padded(self, per_expert: torch.Tensor, empty: int = 0) -> torch.Tensor:
+        """[..., E] -> what `held` and `expert` can index: if the placement has empty slots, one more value for them."""
+        return torch.nn.functional.pad(per_expert, (0, 1), value=empty) if self.has_empty else per_expert
+
+    def per_slot(self, per_expert: torch.Tensor, empty: int = 0) -> torch.Tensor:
+        """[..., L, E] -> [..., L, P]: the value of a slot's expert; `empty` for an empty slot."""
+        slots = self.held.expand(*per_expert.shape[:-1], self.held.shape[-1])
+        return self.padded(per_expert, empty).gather(-1, slots)
 
     def per_rank(self, per_slot: torch.Tensor) -> torch.Tensor:
         """[..., P] -> [..., R]: the sum over a rank's slots."""

@@ -22,7 +22,7 @@ def gathered_quotas(rank_counts: torch.Tensor, loads: torch.Tensor, copies: Copi
     num_ranks, num_physical = copies.placement.num_ranks, copies.placement.num_physical
     expert = copies.expert[:, None, :].expand(*lead, num_ranks, num_physical)
     room = loads.gather(-1, copies.slot.expand(loads.shape))
-    left = rank_counts
+    left = copies.padded(rank_counts)
     taken = torch.zeros_like(expert)
     source = torch.arange(num_ranks, device=loads.device)
     rank = copies.rank_of_slot[copies.slot]

@@ -118,8 +118,8 @@ class LplbIpm(Sampled):
 def _fractions(counts: torch.Tensor, layer: torch.Tensor, copies: Copies) -> torch.Tensor:
     """counts [B, E] float64, layer [B] -> [B, P] float64."""
     lp = copies.once(program)
-    expert, column = copies.placement.physical_to_logical[layer], lp.column[layer]
-    alone = column < 0
+    expert, column = copies.held[layer], lp.column[layer]
+    counts, alone = copies.padded(counts), column < 0
     mean = (counts.sum(1, keepdim=True) / copies.placement.num_ranks).clamp(min=1 / copies.placement.num_ranks)
     fixed = copies.per_rank(counts.gather(1, expert) * alone)
     asked = counts.gather(1, lp.replicated[layer]) * (1 - lp.unused[layer, copies.placement.num_ranks :])
@@ -127,6 +127,7 @@ def _fractions(counts: torch.Tensor, layer: torch.Tensor, copies: Copies) -> tor
     x = interior_point(lp.matrix[layer], lp.unused[layer], target, lp.cost)
     accepted = (counts.sum(1) > 0) & x.isfinite().all(1) & (x[:, -1] < MOST_INFEASIBLE)
     part = x.gather(1, column.clamp(min=0)).double().nan_to_num().clamp(min=0).masked_fill(alone, 1)
+    part = part.masked_fill(expert == copies.number.shape[1], 0)  # of an empty slot
     whole = torch.zeros_like(counts).scatter_add_(1, expert, part).gather(1, expert)
     usable = accepted[:, None] & (whole > 0)
     return torch.where(usable, part / whole, copies.once(even_fractions)[layer])

@@ -17,11 +17,10 @@ from epsim.traces.trace import Level
 def held_by_rank(copies: Copies) -> torch.Tensor:
     """[L, E, R] bool: which rank has a copy of which expert."""
     placement = copies.placement
-    slots = placement.physical_to_logical
-    shape = (placement.num_layers, placement.num_ranks, placement.num_experts)
-    by_rank = torch.zeros(shape, dtype=torch.bool, device=slots.device)
-    by_rank.scatter_(2, slots.reshape(placement.num_layers, placement.num_ranks, -1), True)
-    return by_rank.transpose(1, 2).contiguous()
+    slots = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
+    shape = (placement.num_layers, placement.num_ranks, placement.num_experts + 1)  # the first: empty slots
+    by_rank = torch.zeros(shape, dtype=torch.bool, device=slots.device).scatter_(2, slots + 1, True)
+    return by_rank[..., 1:].transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +40,12 @@ class OneCopy(Systematic):
         # Without tokens an expert's share is of nothing: its first copy has it.
         first = copies.slot.gather(1, copies.first)
         rank = torch.where(rank >= 0, rank, first // copies.placement.slots_per_rank)
-        mine = copies.per_slot(rank) == copies.rank_of_slot
+        mine = copies.per_slot(rank, empty=-1) == copies.rank_of_slot
         # Two copies of an expert on one rank: the first of them.
         ordered = mine.gather(-1, copies.slot.expand_as(mine))
         number = ordered.cumsum(-1)
         before = number - ordered.to(number.dtype)
-        start = before.gather(-1, copies.first.gather(1, copies.expert).expand_as(before))
+        start = before.gather(-1, copies.start.expand_as(before))
         single = ordered & (before == start)
         return torch.zeros(mine.shape, dtype=torch.float64, device=mine.device).scatter_(
             -1, copies.slot.expand_as(mine), single.to(torch.float64)

@@ -26,9 +26,7 @@ def fixed_point(fractions: torch.Tensor, copies: Copies) -> torch.Tensor:
     slot = copies.slot.expand(fractions.shape)
     rounded = (fractions.gather(-1, slot) * ONE).round().to(torch.int64).clamp(0, ONE)
     upper = _upper(rounded, copies).clamp(max=ONE)
-    last = copies.expert[:, 1:] != copies.expert[:, :-1]
-    upper[..., :-1].masked_fill_(last, ONE)
-    upper[..., -1:] = ONE
+    upper.masked_fill_(copies.last, ONE)
     return torch.empty_like(upper).scatter_(-1, slot, _differences(upper, copies))
 
 
@@ -37,8 +35,9 @@ def systematic_quotas(rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Co
     upper = cumulative(fixed, copies)[..., None, :]
     *lead, num_layers, num_ranks, num_experts = rank_counts.shape
     expert = copies.expert[:, None, :].expand(*lead, num_layers, num_ranks, -1)
-    number = rank_counts.gather(-1, expert)
-    offset = offsets(num_ranks, num_experts, fixed.device).gather(1, copies.expert.reshape(1, -1).expand(num_ranks, -1))
+    number = copies.padded(rank_counts).gather(-1, expert)
+    offset = copies.padded(offsets(num_ranks, num_experts, fixed.device))
+    offset = offset.gather(1, copies.expert.reshape(1, -1).expand(num_ranks, -1))
     offset = offset.reshape(num_ranks, *copies.expert.shape).transpose(0, 1)
     # ceil((upper * number - offset) / 2^20); in two parts, since the product may pass 2^63.
     below = upper * (number >> BITS) + ((upper * (number & (ONE - 1)) - offset + (ONE - 1)) >> BITS)
@@ -87,9 +86,8 @@ def cumulative(fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 def _upper(parts: torch.Tensor, copies: Copies) -> torch.Tensor:
     total = parts.cumsum(-1)
-    start = copies.first.gather(1, copies.expert)
     before = total - parts
-    return total - before.gather(-1, start.expand(parts.shape))
+    return total - before.gather(-1, copies.start.expand(parts.shape))
 
 
 def _differences(upper: torch.Tensor, copies: Copies, by_rank: bool = False) -> torch.Tensor:

@@ -31,7 +31,8 @@ class Memory:
     """One GPU's memory. total: bytes. kept_share: of it kept free for KV cache, activations, embeddings and buffers.
 
     Attention is data-parallel, as expert-parallel serving has it: every GPU holds attention, dense layers and the
-    shared expert whole, and its own slots of the routed experts.
+    shared expert whole, and its own slots of the routed experts. Engines allocate the same number of slots on every GPU
+    and in every layer, so an empty slot takes as much memory as a filled one.
     """
 
     model: ModelSpec

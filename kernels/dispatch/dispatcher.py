@@ -86,7 +86,8 @@ class Dispatcher:
         """
         num_ranks, num_experts, num_slots = structure.num_ranks, structure.num_experts, structure.num_physical
         slots = structure.physical_to_logical
-        if bool((slots.sort(1).values.diff(dim=1) != 0).all()):
+        ordered = slots.sort(1).values
+        if not bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any()):
             rule = replace(
                 rule, split="even", objective="tokens"
             )  # nothing to split, no draw to make: as BoundStack.split
@@ -115,14 +116,15 @@ class Dispatcher:
         if not 1 <= top_k <= self.sizes.threads:
             raise ValueError(f"top-{top_k}: the kernels take 1 to {self.sizes.threads}")
 
-        order = slots.argsort(dim=1, stable=True)
-        expert = slots.gather(1, order)
+        held = torch.where(slots < 0, num_experts, slots)  # empty slots come last, each with a number of 0 copies
+        order = held.argsort(dim=1, stable=True)
+        expert = held.gather(1, order)
         first = torch.searchsorted(expert, torch.arange(num_experts + 1).expand(len(slots), -1).contiguous())
         index = torch.arange(num_slots) - first.gather(1, expert)
-        number = first.diff(dim=1).gather(1, expert)
+        number = torch.nn.functional.pad(first.diff(dim=1), (0, 1)).gather(1, expert)
         nodes = node_of_rank.cpu()
         node = torch.stack((torch.searchsorted(nodes, nodes), torch.searchsorted(nodes, nodes, right=True)))
-        tables = {"first": first, "copies": torch.stack((order, expert, index, number), -1)}
+        tables = {"first": first, "copies": torch.stack((order, expert % num_experts, index, number), -1)}
         if nearest is not None:
             tables["nearest"] = nearest
         self._held = {name: self._table(table) for name, table in tables.items()}

@@ -46,8 +46,8 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
   wait_for_earlier();
   for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
-    if (copy.number == 1)
-      ends.end[p] = a.follow == GATHERED ? static_cast<u32>(a.own[copy.expert]) : ONE;
+    if (copy.number <= 1)  // 0: an empty slot
+      ends.end[p] = copy.number == 0 ? 0 : a.follow == GATHERED ? static_cast<u32>(a.own[copy.expert]) : ONE;
     else if (a.follow == GATHERED)
       ends.end[p] = a.ends[p];
     else
@@ -57,7 +57,7 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
   if (a.follow == GATHERED) return;
   for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
-    if (copy.number == 1) continue;
+    if (copy.number <= 1) continue;
     u32 sum = 0;
     for (int q = p - copy.index; q <= p && sum < ONE; ++q) sum += ends.part[q];
     ends.end[p] = copy.index + 1 == copy.number || sum > ONE ? ONE : sum;

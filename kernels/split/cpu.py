@@ -202,7 +202,7 @@ def _solve_range(
     num_physical = tables.source.shape[1]
     fixed = np.empty(num_ranks)
     load = np.empty(num_ranks)
-    values = np.empty(num_experts + num_physical)  # the experts' loads, then the copies'
+    values = np.zeros(num_experts + num_physical + 1)  # the experts' loads, then the copies', and 0 for empty slots
     demands = np.empty(num_experts)
     by_rank = np.empty((4, num_ranks), np.int32)
     seen_rank, seen_expert = np.empty(num_ranks, np.int32), np.empty(num_experts, np.int32)

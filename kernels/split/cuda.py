@@ -79,7 +79,8 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
         mask = np.zeros(num, np.uint32)
         np.bitwise_or.at(mask, owner, np.left_shift(np.uint32(1), (rank % NEAR).astype(np.uint32)))
         source = t.source[at]
-        place = np.where(source < num_experts, even_copies + source, source - num_experts)
+        expert = np.where(source < 0, num_experts, source)  # the last expert's load is followed by a 0
+        place = np.where(source < num_experts, even_copies + expert, source - num_experts)
         place[twin[:, 0]] |= TWIN
         fixed_expert = t.fixed_expert[fixed[0] : fixed[-1]]
         counts = (num, len(rank), t.num_paired[at], len(starts) - 1, pair_waves, len(twin), 0, 0)

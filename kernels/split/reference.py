@@ -27,9 +27,10 @@ class SplitProgram:
             row.SetCoefficient(self.peak, -1)
         self.split = []
         for slot, expert in enumerate(physical_to_logical.tolist()):
-            part = self.solver.NumVar(0, no_limit, "")
+            part = self.solver.NumVar(0, no_limit if expert >= 0 else 0, "")
             per_rank[slot // slots_per_rank].SetCoefficient(part, 1)
-            per_expert[expert].SetCoefficient(part, 1)
+            if expert >= 0:
+                per_expert[expert].SetCoefficient(part, 1)
             self.split.append(part)
 
     def solve(self) -> tuple[float, torch.Tensor]:

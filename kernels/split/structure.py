@@ -32,7 +32,7 @@ class Tables(NamedTuple):
     copy_rank, copy_expert: a copy's rank and the place of its expert. copy_share: its part of the expert's slots.
     copy_until: the part of the slots of the expert's copies up to this one, 1.0 for the last.
     rank_start [L, R + 1], rank_copy: the copies on a rank.
-    source [L, P]: where a slot's load is found in (the loads of E experts, then those of the layer's copies).
+    source [L, P]: where a slot's load is found in (the loads of E experts, then those of the layer's copies), -1 for an empty slot.
     twin_start [L + 1], twin [_, 3]: slots whose expert has more slots on the same rank: slot, its place among them, how
         many they are.
     """
@@ -87,16 +87,16 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     num_layers, num_physical = slots.shape
     if num_ranks < 1 or num_physical % num_ranks:
         raise ValueError(f"{num_physical} slots do not divide among {num_ranks} ranks")
-    num_experts = int(slots.max()) + 1 if num_experts is None else num_experts
-    if slots.min() < 0 or slots.max() >= num_experts:
-        raise ValueError(f"a slot names an expert outside 0..{num_experts - 1}")
+    num_experts = max(int(slots.max()) + 1, 1) if num_experts is None else num_experts
+    if slots.min() < -1 or slots.max() >= num_experts:
+        raise ValueError(f"a slot names an expert outside 0..{num_experts - 1} (or -1 for an empty slot)")
     if num_experts > num_physical:
         raise ValueError(f"{num_experts} experts, with ids up to {num_experts - 1}, do not fit {num_physical} slots")
 
-    # One key per slot, (layer, expert, rank): equal keys are slots of one copy.
-    layer = np.repeat(np.arange(num_layers), num_physical)
-    rank = np.tile(np.arange(num_physical) // (num_physical // num_ranks), num_layers)
-    key = (layer * num_experts + slots.ravel()) * num_ranks + rank
+    # One key per filled slot, (layer, expert, rank): equal keys are slots of one copy.
+    filled = np.flatnonzero(slots.ravel() >= 0)
+    held, (layer, slot) = slots.ravel()[filled], np.divmod(filled, num_physical)
+    key = (layer * num_experts + held) * num_ranks + slot // (num_physical // num_ranks)
     copies, copy_of_slot, mates = np.unique(key, return_inverse=True, return_counts=True)
     owner, on_rank = np.divmod(copies, num_ranks)
     num_copies = np.bincount(owner, minlength=num_layers * num_experts)
@@ -132,7 +132,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     upto = mates[moved].cumsum()
     first_of_expert = np.concatenate(([0], num_copies[experts].cumsum()[:-1]))[place[owner[moved]]]
     upto -= (upto - mates[moved])[first_of_expert]
-    num_slots = np.bincount(slots.ravel() + layer * num_experts)[owner[moved]]
+    num_slots = np.bincount(held + layer * num_experts)[owner[moved]]
 
     slot_order = np.argsort(copy_of_slot, kind="stable")
     slot_place = np.empty(len(key), dtype=np.int64)
@@ -140,6 +140,8 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     slot_mates = mates[copy_of_slot]
     twins = np.flatnonzero(slot_mates > 1)
     slot_copy = new_copy[copy_of_slot]
+    source = np.full(slots.shape, -1)
+    source.ravel()[filled] = np.where(slot_copy < 0, held, num_experts + slot_copy)
     tables = Tables(
         fixed_start=_narrow(_starts_by_rank(fixed_place, num_layers, num_ranks)),
         fixed_expert=_narrow(fixed_expert[np.argsort(fixed_place, kind="stable")]),
@@ -156,9 +158,9 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
             _starts_by_rank(copy_layer * num_ranks + copy_rank, num_layers, num_ranks) - layer_copies[:-1, None]
         ),
         rank_copy=_narrow(by_rank - layer_copies[copy_layer[by_rank]]),
-        source=_narrow(np.where(slot_copy < 0, slots.ravel(), num_experts + slot_copy).reshape(slots.shape)),
+        source=_narrow(source),
         twin_start=_narrow(_starts(layer[twins], num_layers)),
-        twin=_narrow(np.stack((twins % num_physical, slot_place[twins], slot_mates[twins]), axis=1)),
+        twin=_narrow(np.stack((slot[twins], slot_place[twins], slot_mates[twins]), axis=1)),
     )
     return SplitStructure(torch.from_numpy(slots.copy()), num_ranks, num_experts, tables)
 

@@ -24,10 +24,12 @@ def solve_reference(
     peak = model.new_int_var(0, a * sum(number) + b * slots_per_rank, "")
     per_rank, per_expert, parts = defaultdict(list), defaultdict(list), []
     for slot, expert in enumerate(physical_to_logical.tolist()):
-        part, active = model.new_int_var(0, number[expert], ""), model.new_bool_var("")
-        model.add(part <= number[expert] * active)
+        most = number[expert] if expert >= 0 else 0
+        part, active = model.new_int_var(0, most, ""), model.new_bool_var("")
+        model.add(part <= most * active)
         per_rank[slot // slots_per_rank].append(a * part + b * active)
-        per_expert[expert].append(part)
+        if expert >= 0:
+            per_expert[expert].append(part)
         parts.append(part)
     for costs in per_rank.values():
         model.add(sum(costs) <= peak)

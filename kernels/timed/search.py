@@ -206,6 +206,7 @@ def _solve_range(
     num_ranks = tables.fixed_start.shape[1] - 1
     num_experts = counts.shape[1]
     num_physical = tables.source.shape[1]
+    slots_per_rank = num_physical // num_ranks
     most = 0
     for at in range(tables.layer_copies.size - 1):
         most = max(most, tables.layer_copies[at + 1] - tables.layer_copies[at])
@@ -218,7 +219,7 @@ def _solve_range(
     decided = np.empty((2, levels), np.int64)
     mark = np.zeros(1, np.int64)
     fixed_tokens, fixed_active = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
-    values = np.empty(num_experts + most, np.int64)
+    values = np.zeros(num_experts + most + 1, np.int64)  # the last is 0, for empty slots
     for b in range(counts.shape[0]):
         at = layer[b]
         first_expert, first_copy = tables.expert_start[at], tables.layer_copies[at]
@@ -290,7 +291,13 @@ def _solve_range(
             high = own
             best[:] = trial
         t.usable[:] = True
-        low = rounded_up(p, relaxed(p, root, low, t.usable, s), num_physical // num_ranks)
+        most_filled = 0
+        for r in range(num_ranks):
+            num_filled = 0
+            for q in range(r * slots_per_rank, (r + 1) * slots_per_rank):
+                num_filled += tables.source[at, q] >= 0
+            most_filled = max(most_filled, num_filled)
+        low = rounded_up(p, relaxed(p, root, low, t.usable, s), most_filled)
         bound[b] = min(low, high)
         used = 0
         few = undecided_copies <= few_copies
@@ -303,7 +310,7 @@ def _solve_range(
                 high = cost_of(p, s.trial, s)
                 best[:] = s.trial
             else:
-                low = rounded_up(p, target + 1, num_physical // num_ranks)
+                low = rounded_up(p, target + 1, most_filled)
                 if status == NONE:
                     bound[b] = min(low, high)
             target = low + (high - 1 - low) // 2

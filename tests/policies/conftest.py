@@ -19,10 +19,11 @@ Problem = tuple[Placement, TokenBlock]
 def random_placement(
     rng: np.random.Generator, layers: int, experts: int, redundant: int, ranks: int, nodes: int
 ) -> Placement:
-    """Every expert once, then copies of random experts until at least `redundant` and ranks divide the slots."""
+    """Every expert once, then copies of random experts, or empty slots, until at least `redundant` and ranks divide the
+    slots."""
     physical = -(-(experts + redundant) // ranks) * ranks
     slots = np.tile(np.arange(experts), (layers, 1))
-    slots = np.concatenate([slots, rng.integers(0, experts, (layers, physical - experts))], axis=1)
+    slots = np.concatenate([slots, rng.integers(-1, experts, (layers, physical - experts))], axis=1)
     return Placement(torch.from_numpy(rng.permuted(slots, axis=1)), experts, ranks, nodes)
 
 

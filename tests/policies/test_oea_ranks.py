@@ -124,9 +124,9 @@ def test_one_copy_wakes_one_copy_each_and_the_fewest_of_a_rank(seed: int) -> Non
     per_slot = fractions * copies.per_slot(counts)
     holds = held_by_rank(copies).numpy()
     for step, layer in itertools.product(range(3), range(2)):
-        slots = placement.physical_to_logical[layer]
-        per_expert = torch.zeros(10, dtype=torch.float64).index_add_(0, slots, fractions[step, layer])
-        assert (per_expert == 1).all()
+        slots = placement.physical_to_logical[layer] + 1  # 0: empty
+        per_expert = torch.zeros(11, dtype=torch.float64).index_add_(0, slots, fractions[step, layer])
+        assert per_expert.tolist() == [0, *[1] * 10]
         needed = counts[step, layer].nonzero().flatten().tolist()
         most = next(m for m in range(11) if fits(needed, holds[layer], m))
         by_rank = (per_slot[step, layer] > 0).reshape(4, -1).sum(1)

@@ -29,9 +29,10 @@ def random_fractions(seed: int, steps: int, copies: Copies) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.rand(steps, *copies.slot.shape, generator=generator, dtype=torch.float64) - 0.4
     weight = weight.clamp(min=0) + 1e-12 * torch.rand(weight.shape, generator=generator, dtype=torch.float64)
-    experts = copies.placement.physical_to_logical.expand_as(weight)
-    whole = torch.zeros(steps, *copies.number.shape, dtype=torch.float64).scatter_add_(-1, experts, weight)
-    return weight / whole.gather(-1, experts)
+    slots = copies.placement.physical_to_logical.expand_as(weight) + 1  # 0: empty
+    num_layers, num_experts = copies.number.shape
+    whole = torch.zeros(steps, num_layers, num_experts + 1, dtype=torch.float64).scatter_add_(-1, slots, weight)
+    return torch.where(slots > 0, weight / whole.gather(-1, slots), 0)
 
 
 def batch_of(block: TokenBlock, layers: int) -> Batch:

@@ -37,9 +37,10 @@ def test_fractions_conserve_and_the_peak_of_lplb_is_never_above_evens(
         fractions = policy.fractions(counts, copies)
         assert fractions.shape == (4, 2, placement.num_physical)
         assert float(fractions.min()) >= 0
-        index = placement.physical_to_logical.expand(fractions.shape)
-        whole = torch.zeros(counts.shape, dtype=torch.float64).scatter_add_(-1, index, fractions)
-        assert torch.allclose(whole, torch.ones_like(whole), atol=1e-9)
+        index = placement.physical_to_logical.expand(fractions.shape) + 1  # 0: empty
+        whole = torch.zeros(4, 2, experts + 1, dtype=torch.float64).scatter_add_(-1, index, fractions)
+        assert torch.equal(whole[..., 0], torch.zeros(4, 2, dtype=torch.float64))
+        assert torch.allclose(whole[..., 1:], torch.ones(4, 2, experts, dtype=torch.float64), atol=1e-9)
     even = peak(Even().fractions(counts, copies), counts, copies)
     assert bool((peak(Lplb().fractions(counts, copies), counts, copies) <= even * (1 + 1e-12)).all())
 

@@ -39,10 +39,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def random_placement(rng: np.random.Generator, layers: int, experts: int, ranks: int, spare: int) -> Placement:
-    """Every expert once and copies drawn with replacement, some of them twice on a rank; in up to 3 nodes."""
+    """Every expert once and copies drawn with replacement, some of them twice on a rank; some slots are empty; in up to
+    3 nodes."""
     physical = -(-(experts + spare) // ranks) * ranks
     slots = np.tile(np.arange(experts), (layers, 1))
     more = np.minimum(rng.geometric(0.2, (layers, physical - experts)) - 1, experts - 1)
+    more = np.where(rng.random(more.shape) < 0.2, -1, more)
     slots = rng.permuted(np.concatenate([slots, more], axis=1), axis=1)
     return Placement(torch.from_numpy(slots), experts, ranks, int(rng.integers(1, min(ranks, 3) + 1)))
 

@@ -74,8 +74,10 @@ def assert_same(left: Solution, right: Solution) -> None:
 
 
 def random_structure(num_ranks: int, num_experts: int, rng: np.random.Generator) -> SplitStructure:
-    num_slots = num_ranks * (-(-num_experts // num_ranks) + 4)
+    """Some copies of an expert on one rank; some empty slots."""
+    num_slots = num_ranks * (-(-num_experts // num_ranks) + 5)
     more = np.minimum(rng.geometric(0.08, num_slots - num_experts) - 1, num_experts - 1)
+    more[rng.random(len(more)) < 0.2] = -1
     slots = np.concatenate((np.arange(num_experts), more))
     return prepare(torch.from_numpy(np.stack([rng.permutation(slots) for _ in range(3)])), num_ranks, num_experts)
 

@@ -26,16 +26,17 @@ def rank_loads(structure: SplitStructure, split: torch.Tensor) -> torch.Tensor:
 
 def even_split(structure: SplitStructure, loads: torch.Tensor) -> torch.Tensor:
     """One layer: [B, E] -> [B, P], every physical expert of an expert alike."""
-    slots = structure.physical_to_logical[0]
-    return (loads.double() / torch.bincount(slots, minlength=structure.num_experts))[:, slots]
+    slots = structure.physical_to_logical[0] + 1  # 0: empty
+    each = loads.double() / torch.bincount(slots, minlength=structure.num_experts + 1)[1:]
+    return torch.nn.functional.pad(each, (1, 0))[:, slots]
 
 
 def check(structure: SplitStructure, loads: torch.Tensor, layer: torch.Tensor, found: Solution) -> None:
     """Within [0, load], conserved, the peak as stated, and proven."""
-    slots = structure.physical_to_logical[layer]
-    loads = loads.double()
+    slots = structure.physical_to_logical[layer] + 1
+    loads = torch.nn.functional.pad(loads.double(), (1, 0))  # an empty slot has none
     assert ((found.split >= 0) & (found.split <= loads.gather(1, slots))).all()
-    served = torch.zeros_like(loads).scatter_add_(1, slots, found.split)
+    served = torch.zeros_like(loads).scatter_add_(1, slots, found.split.double())
     torch.testing.assert_close(served, loads, rtol=1e-13, atol=0)
     torch.testing.assert_close(rank_loads(structure, found.split).amax(1), found.peak, rtol=1e-13, atol=0)
     assert (found.bound <= found.peak).all()
@@ -49,7 +50,7 @@ def problems(draw: st.DrawFn, most_ranks: int = 8) -> tuple[SplitStructure, torc
     num_ranks = draw(st.integers(1, most_ranks))
     num_physical = num_ranks * draw(st.integers(1, 4))
     num_experts = draw(st.integers(1, num_physical))
-    extra = st.integers(0, num_experts - 1)
+    extra = st.integers(-1, num_experts - 1)  # -1: an empty slot
     slots = draw(st.permutations([*range(num_experts), *(draw(extra) for _ in range(num_physical - num_experts))]))
     load = st.one_of(st.just(0), st.integers(0, 20), st.integers(0, 10**9))
     loads = [draw(load) for _ in range(num_experts)]
@@ -61,7 +62,8 @@ def optimum_by_subsets(structure: SplitStructure, loads: torch.Tensor) -> tuple[
     num_ranks = structure.num_ranks
     ranks_of: dict[int, set[int]] = {}
     for slot, expert in enumerate(structure.physical_to_logical[0].tolist()):
-        ranks_of.setdefault(expert, set()).add(slot // (structure.num_physical // num_ranks))
+        if expert >= 0:
+            ranks_of.setdefault(expert, set()).add(slot // (structure.num_physical // num_ranks))
     means = set()
     for count in range(1, num_ranks + 1):
         for chosen in itertools.combinations(range(num_ranks), count):
@@ -89,8 +91,9 @@ def test_integral_split_reaches_the_optimum_rounded_up(problem: tuple[SplitStruc
     structure, loads = problem
     found = solve_gathered(structure, loads[None])
     assert found.split.dtype == torch.int64
-    served = torch.zeros_like(loads).scatter_add_(1, structure.physical_to_logical, found.split[0])
-    assert torch.equal(served, loads)
+    served = torch.zeros(1, structure.num_experts + 1, dtype=torch.int64)
+    served.scatter_add_(1, structure.physical_to_logical + 1, found.split[0])
+    assert torch.equal(served, torch.nn.functional.pad(loads, (1, 0)))  # an empty slot has none
     assert (found.split >= 0).all()
     optimum, _ = optimum_by_subsets(structure, loads)
     assert int(found.peak) == math.ceil(optimum)
@@ -127,7 +130,8 @@ def test_a_start_of_extreme_numbers(num_ranks: int, part: float) -> None:
 
 
 def random_problem(generator: torch.Generator) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """physical_to_logical [P], the number of ranks, and loads [E]: random graphs, chains, rings, or cliques."""
+    """physical_to_logical [P], the number of ranks, and loads [E]: random graphs with empty slots, chains,
+    rings, or cliques."""
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=generator))
@@ -144,7 +148,7 @@ def random_problem(generator: torch.Generator) -> tuple[torch.Tensor, int, torch
     else:
         num_physical = num_ranks * draw(1, 6)
         num_experts = draw(max(1, num_physical // 3), num_physical)
-        extra = torch.randint(num_experts, (num_physical - num_experts,), generator=generator)
+        extra = torch.randint(-1, num_experts, (num_physical - num_experts,), generator=generator)
         slots = torch.cat((torch.arange(num_experts), extra))[torch.randperm(num_physical, generator=generator)]
     loads = 10 ** (torch.rand(int(slots.max()) + 1, dtype=torch.float64, generator=generator) * draw(0, 9))
     loads[torch.rand(len(loads), generator=generator) < draw(0, 3) / 10] = 0

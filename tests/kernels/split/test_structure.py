@@ -28,12 +28,27 @@ def test_tables_of_a_small_placement() -> None:
     assert tables.twin[:4].tolist() == [[0, 0, 2], [1, 1, 2], [7, 0, 2], [8, 1, 2]]
 
 
+def test_an_empty_slot_is_in_no_table_but_source() -> None:
+    """Rank 0: expert 0, 1 and an empty slot. Rank 1: an empty slot, 1 twice. Rank 2: empty, then full in layer 1."""
+    structure = prepare(torch.tensor([[0, 1, -1, -1, 1, 1, -1, -1, -1], [-1, 0, -1, -1, -1, -1, 1, 1, 0]]), 3)
+    tables = structure.tables
+    assert tables.fixed_start.tolist() == [[0, 1, 1, 1], [1, 1, 1, 2]]
+    assert tables.fixed_expert.tolist() == [0, 1]
+    assert tables.expert.tolist() == [1, 0]
+    assert tables.copy_start.tolist() == [0, 2, 0, 2]
+    assert tables.copy_rank.tolist() == [0, 1, 0, 2]
+    assert tables.copy_share.tolist() == [1 / 3, 2 / 3, 1 / 2, 1 / 2]
+    assert tables.source.tolist() == [[0, 2, -1, -1, 3, 3, -1, -1, -1], [-1, 2, -1, -1, -1, -1, 1, 1, 3]]
+    assert tables.twin.tolist() == [[4, 0, 2], [5, 1, 2], [6, 0, 2], [7, 1, 2]]
+
+
 @pytest.mark.parametrize(
     ("slots", "num_ranks", "num_experts", "message"),
     [
         ([[0, 1, 2]], 2, None, "3 slots do not divide among 2 ranks"),
         ([[0, 1]], 0, None, "2 slots do not divide among 0 ranks"),
-        ([[0, -1]], 2, None, r"outside 0\.\.0"),
+        ([[0, -2]], 2, None, r"outside 0\.\.0 \(or -1 for an empty slot\)"),
+        ([[-1, -1]], 2, None, "layer 0 has no slot for expert 0"),
         ([[0, 4]], 2, 4, r"outside 0\.\.3"),
         ([[0, 2**40]], 2, None, "with ids up to 1099511627776, do not fit 2 slots"),
         ([[0, 1, 2, 3], [0, 1, 3, 3]], 2, None, "layer 1 has no slot for expert 2"),

@@ -31,9 +31,10 @@ def rank_costs(structure: SplitStructure, split: torch.Tensor, a: float, b: floa
 
 def check(structure: SplitStructure, counts: torch.Tensor, a: float, b: float, found: TimedSolution) -> None:
     """Every token once, costs as stated, bounded, and none dearer than the token form's."""
-    slots = structure.physical_to_logical.expand(found.split.shape)
+    slots = structure.physical_to_logical.expand(found.split.shape) + 1
     assert bool((found.split >= 0).all())
-    assert torch.equal(torch.zeros_like(counts).scatter_add_(-1, slots, found.split), counts)
+    counted = torch.nn.functional.pad(counts, (1, 0))  # an empty slot has no tokens
+    assert torch.equal(torch.zeros_like(counted).scatter_add_(-1, slots, found.split), counted)
     cost = rank_costs(structure, found.split, a, b)
     torch.testing.assert_close(found.cost, cost, rtol=1e-8, atol=0)
     assert bool((found.bound <= found.cost).all())
@@ -46,11 +47,12 @@ def check(structure: SplitStructure, counts: torch.Tensor, a: float, b: float, f
 def problems(
     draw: st.DrawFn, ranks: int, slots: int, redundant: int, largest: int = 10**6
 ) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """Slots [P], ranks, counts [E]: at most so many ranks, slots a rank and redundant slots; experts may be twins."""
+    """Slots [P], ranks, counts [E]: at most so many ranks, slots a rank and redundant slots; experts may be twins; some
+    slots may be empty."""
     num_ranks = draw(st.integers(1, ranks))
     num_physical = num_ranks * draw(st.integers(1, slots))
     num_experts = draw(st.integers(max(1, num_physical - redundant), num_physical))
-    extra = [draw(st.integers(0, num_experts - 1)) for _ in range(num_physical - num_experts)]
+    extra = [draw(st.integers(-1, num_experts - 1)) for _ in range(num_physical - num_experts)]
     placed = draw(st.permutations([*range(num_experts), *extra]))
     number = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 30), st.integers(0, largest))
     counts = [draw(number) for _ in range(num_experts)]
@@ -60,7 +62,7 @@ def problems(
 def copies_in_question(slots: torch.Tensor, num_ranks: int) -> int:
     """(expert, rank) pairs of experts on several ranks."""
     rank = torch.arange(len(slots)) // (len(slots) // num_ranks)
-    pairs = {(int(e), int(r)) for e, r in zip(slots, rank)}
+    pairs = {(int(e), int(r)) for e, r in zip(slots, rank) if e >= 0}
     experts = [expert for expert, _ in pairs]
     return sum(experts.count(expert) > 1 for expert in experts)
 
