@@ -61,7 +61,7 @@ def blocks_of(bound: BoundStack, block: TokenBlock) -> Iterator[Block]:
 def test_loads_stay(text: str, seed: int, ranks: int, redundant: int, empty: int) -> None:
     rng = np.random.default_rng(seed)
     block = drawn(seed, ranks=ranks, tokens=100)
-    before = random_placement(rng, 2, 12, redundant, ranks, min(ranks, 2))
+    before = random_placement(rng, 2, 12, redundant, ranks, 2 - ranks % 2)
     setting = Setting(7, 0.5, 4, (3, 5), rows=True, tile=8, phase="decode", num_scores=12)
     bound = bind(parse_stack(text), before, setting)
     more = bind(parse_stack(text), spread(before, empty, rng), setting)
