@@ -49,7 +49,7 @@ def compare_command(
     found = [(condition, *holds(condition, sides, rows)) for condition in conditions]
     results = combined(sides, rows, shlex.join(["epsim", *sys.argv[1:]]))
     if out is not None:
-        from epsim.report import write_report
+        from epsim.report.write import write_report
 
         write_report(results, out)
     if json_output:

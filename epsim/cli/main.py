@@ -163,7 +163,7 @@ def replay_command(
             progress=advance,
         )
     if out is not None:
-        from epsim.report import write_report
+        from epsim.report.write import write_report
 
         write_report(results, out)
     if json_output:

@@ -149,7 +149,7 @@ def tune_command(
     with _progress() as progress:
         results = tune(recorded, options, timing, trace_name=Path(trace).name, progress=progress)
     if out is not None:
-        from epsim.report import write_report
+        from epsim.report.write import write_report
 
         write_report(results, out)
     if json_output:

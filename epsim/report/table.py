@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,15 @@ def print_table(results: Results) -> None:
     for keys, reason in reasons(results):
         console.print(Text(f"no value for {keys}: {reason}", style="dim"))
     console.print(Text(results["verdict"], style="bold"))
+
+
+def summary_text(results: Results) -> str:
+    """The table of stacks and the verdict, as `print_table` prints them."""
+    text = io.StringIO()
+    console = Console(file=text, width=PIPE_WIDTH, highlight=False)
+    console.print(_table(headers(results), rows(results), num_left=1))
+    console.print(Text(printable(results["verdict"])), end="")
+    return text.getvalue()
 
 
 def print_comparison(rows: Sequence[Row], sides: Sequence[Side], verdict: str) -> None:

@@ -8,11 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from epsim.files import check_source, whole_file
-from epsim.placement.base import Cluster
-from epsim.traces.trace import TraceMeta
+
+if TYPE_CHECKING:
+    from epsim.placement.base import Cluster
+    from epsim.traces.trace import TraceMeta
 
 Results: TypeAlias = dict[str, Any]
 
@@ -47,6 +49,11 @@ def described_cluster(cluster: Cluster) -> Results:
         "redundant": cluster.num_redundant,
         "groups": cluster.num_groups,
     }
+
+
+def kind_of(results: Mapping[str, Any]) -> str:
+    """replay, run, tune, comparison or sweep."""
+    return next((kind for kind in ("sweep", "comparison", "tune", "run") if kind in results), "replay")
 
 
 def results_schema() -> dict[str, Any]:

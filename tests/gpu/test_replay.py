@@ -10,7 +10,7 @@ from epsim.kernels.split import cuda
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import Device, ReplayOptions, replay
-from epsim.report import write_report
+from epsim.report.write import write_report
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
 

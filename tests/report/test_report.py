@@ -17,10 +17,9 @@ import pytest
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
-from epsim.report import write_report
 from epsim.report.content import cells, headers, key_headers, key_rows, reasons, rows
 from epsim.report.table import print_table
-from epsim.report.write import write_pages
+from epsim.report.write import write_pages, write_report
 from epsim.results import Results
 from epsim.score.formulas import METRICS
 from epsim.score.verdict import verdict

@@ -16,7 +16,7 @@ from epsim.kernels.reader import ReadBytes
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
-from epsim.report import write_report
+from epsim.report.write import write_report
 from epsim.results import check_results, read_results
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock
