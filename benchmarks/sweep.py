@@ -76,7 +76,7 @@ def sweep(grid: Path, out: Path, options: list[str]) -> dict[str, Any]:
 
 def one_by_one(grid: Path, out: Path) -> dict[str, Any]:
     """The same cells in one process, with the threads of one worker; makes the trace, too."""
-    from epsim.cli.main import named_stack
+    from epsim.policies.stack import named_stack
     from epsim.sweep.cells import plan_cells
     from epsim.sweep.drive import keep_cell, locked_folder
     from epsim.sweep.grid import read_grid

@@ -59,6 +59,23 @@ def check_target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
+def check_out(out: str | os.PathLike[str] | None) -> None:
+    """Makes the folder that results go to, before any work. Raises ValueError if it cannot be written; None is fine."""
+    if out is None:
+        return
+    folder = Path(out)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out {out}: is a file; give a folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out}: not writable; give another folder")
+    for name in ("results.json", "report.md", "report.html"):
+        check_target(folder / name)
+
+
 def temporary_beside(target: Path) -> Path:
     """A new empty file in the folder of target, which may be renamed over it."""
     try:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from epsim.placement.base import Cluster, Placement, PlacementPolicy
+from epsim.placement.formats import write_placement
 from epsim.score.steps import step_keys
 from epsim.traces.store import SMALL_BLOCK, StoredTrace
 from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TraceMeta
@@ -18,6 +21,17 @@ BLOCK_BYTES = SMALL_BLOCK
 
 Progress: TypeAlias = Callable[[int], None]
 """Called with the number of steps just finished."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan(Placement):
+    """A placement for the layers of a trace, which can be written to a file. layers: the model's number of each."""
+
+    layers: tuple[int, ...] = ()
+
+    def write(self, path: str | os.PathLike[str], format: str = "epsim") -> None:
+        """format: epsim, sglang, vllm or trtllm. Raises ValueError if the format cannot hold the placement."""
+        write_placement(self, path, format, self.layers)
 
 
 def to_counts(block: Block, num_experts: int) -> CountsBlock:

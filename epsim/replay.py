@@ -10,11 +10,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-import epsim
 from epsim.cost.layer_time import LayerTiming
 from epsim.kernels.split import Backend, SplitStructure, cuda, prepare, solve_peak
 from epsim.kernels.split.solver import REFUSED
 from epsim.models.spec import load_model
+from epsim.options import PlanningOptions
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements, to_counts
@@ -30,14 +30,15 @@ from epsim.score.verdict import verdict
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
+from epsim.version import VERSION
 
 COUNTS_BYTES = 32 * 2**20
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
+@dataclass(frozen=True)
+class ReplayOptions(PlanningOptions):
     """policies: (name or "", stack) in the order of the report; the first is what the others are compared with.
 
     shared_cost: None takes the trace's; plan_share: part of the trace that placements are planned on where there is no
@@ -47,18 +48,15 @@ class ReplayOptions:
 
     cluster: Cluster
     policies: tuple[tuple[str, PolicyStack], ...]
-    seed: int = 0
     shared_cost: float | None = None
-    plan_share: float = 0.5
     command: str = ""
     device: Device = "cpu"
     timing: LayerTiming | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.policies:
             raise ValueError("no policy to replay: give --policy STACK at least once")
-        if not 0 < self.plan_share < 1:
-            raise ValueError(f"--plan-share {self.plan_share}: give a share between 0 and 1, both excluded")
         names = [name or str(stack) for name, stack in self.policies]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
@@ -198,7 +196,7 @@ def replay(
             "history": _history_words(num_planned, history_name, history_keys, scored.keys),
             **({} if timing is None else {"timing": timing.words()}),
             **_expert_bytes(meta, timing),
-            "version": epsim.__version__,
+            "version": VERSION,
             "command": options.command,
         },
         "scored": described_steps,

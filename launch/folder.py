@@ -26,7 +26,7 @@ def routed_file(number: int) -> str:
 def clear(options: RunOptions) -> None:
     """Removes what an earlier run wrote into the run's folder, whose ranks and stacks may be others, and nothing else.
     Raises ValueError where the trace or another input is among it."""
-    out = options.out
+    out = options.folder
     found = [out / RESULTS, out / PREDICTED, *out.glob("routed-*.parquet")]
     found += [path for path in (out / TELEMETRY).glob("rank-*") if WRITTEN.fullmatch(path.name)]
     going = {path.resolve() for path in found if path.exists()}
@@ -60,5 +60,5 @@ def write_routed(prepared: Prepared, blocks: Sequence[TokenBlock], text: str) ->
         source = f"routed by {prepared.options.model}, fed with {text}, in `epsim run` under {stack}"
         scores = prepared.meta.num_experts if block.scores is not None else 0
         meta = dataclasses.replace(prepared.meta, source=source, notes=(), num_scores=scores)
-        with TraceWriter(prepared.options.out / routed_file(number), meta) as writer:
+        with TraceWriter(prepared.options.folder / routed_file(number), meta) as writer:
             writer.append(block)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from epsim.cli.main import MOST_SLOTS
-from epsim.files import check_target, reason
+from epsim.files import check_out
+from epsim.options import MOST_SLOTS, AnyPath, PlanningOptions, about, command_words
+
+if TYPE_CHECKING:
+    from epsim.policies.stack import PolicyStack
 
 LAUNCHERS = ("inline", "torchrun", "ray")
 EXCHANGES = ("auto", "deep_ep", "torch")
@@ -16,83 +21,121 @@ CONTEXT = 64
 DTYPES = ("auto", "float32", "bfloat16")
 ONLY_BFLOAT16 = "on GPUs experts compute in bfloat16; leave --dtype out, or give --device cpu"
 
+Policies: TypeAlias = "str | PolicyStack | Sequence[str | PolicyStack]"
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """policies: as given to --policy. steps: None for all that the trace has after those planned on.
 
-    ranks: None for as many as the launcher makes. layers: the first so many of the trace's, None for all.
-    hardware: what times are predicted for, None for no prediction of them.
-    text, sequence, context: of a trained model: the file it reads (None: held-out text of the corpus), the most tokens
-    of a sequence in a step that is no decode step (None: as many as the model reads), and the tokens that a decode
-    step's sequences have read before. launcher: what started, or is to start, the ranks.
-    timeout: seconds that the rank furthest behind may stay in one phase before it is taken to hang.
-    """
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(PlanningOptions):
+    """Options of a run. Policies are kept as texts and paths as strings, so that a command line can hold them."""
 
-    trace: str
-    model: str
-    policies: tuple[str, ...]
-    out: Path
-    steps: int | None = None
-    ranks: int | None = None
-    nodes: int = 1
-    redundant: int = 0
-    groups: int = 1
-    layers: int | None = None
-    history: str | None = None
-    plan_share: float = 0.5
-    seed: int = 0
-    exchange: str = "auto"
-    device: str = "auto"
-    dtype: str = "auto"
-    timeout: float = 20.0
-    hardware: str | None = None
-    text: str | None = None
-    sequence: int | None = None
-    context: int = CONTEXT
-    launcher: str = LAUNCHERS[0]
+    trace: AnyPath = field(
+        kw_only=False,
+        metadata=about(
+            "A trace of tokens (Parquet), any readable recording, or `sample`.",
+            metavar="TRACE",
+            argument=True,
+            kind=str,
+        ),
+    )
+    model: str = field(
+        metadata=about(
+            "deepseek-v3-layer, qwen3-30b-a3b-layer, tiny (fits any trace), or a trained model's folder.",
+            metavar="SPEC",
+        )
+    )
+    policies: Policies = field(
+        kw_only=False,
+        metadata=about(
+            'A policy stack, e.g. "eplb+lplb"; repeatable.',
+            flag="--policy",
+            metavar="[NAME=]STACK",
+            kind=tuple[str, ...],
+        ),
+    )
+    out: AnyPath = field(metadata=about("The folder for results.json and telemetry.", metavar="DIR", kind=str))
+    steps: int | None = field(
+        default=None,
+        metadata=about("Number of steps to run, after those that placements are planned on. Default: all.", least=1),
+    )
+    ranks: int | None = field(
+        default=None,
+        metadata=about("Processes, one for each GPU if there are GPUs.", least=1, most=MOST_SLOTS),
+    )
+    nodes: int = field(default=1, metadata=about("Nodes (hosts) that placements are made for.", most=MOST_SLOTS))
+    redundant: int = field(
+        default=0,
+        metadata=about("Redundant experts: copies in each layer beside the logical experts.", most=MOST_SLOTS),
+    )
+    groups: int = field(default=1, metadata=about("Expert groups of the model's router.", most=MOST_SLOTS))
+    layers: int | None = field(default=None, metadata=about("Run only the first layers of the trace.", least=1))
+    history: AnyPath | None = field(
+        default=None, metadata=about("Plan placements on this trace and run all of TRACE.", metavar="TRACE", kind=str)
+    )
+    exchange: str = field(default="auto", metadata=about("auto, deep_ep or torch.", choices=EXCHANGES))
+    device: str = field(default="auto", metadata=about("auto, cpu or cuda.", choices=DEVICES))
+    dtype: str = field(
+        default="auto", metadata=about("auto (bfloat16 on GPUs, else float32), float32 or bfloat16.", choices=DTYPES)
+    )
+    timeout: float = field(
+        default=20.0,
+        metadata=about(
+            "Stop the run when the slowest rank stays in one phase for longer.", metavar="SECONDS", least=1, most=3600
+        ),
+    )
+    hardware: str | None = field(
+        default=None,
+        metadata=about(
+            "Also predict layer times: h100, ..., a .toml file, or the folder that `epsim calibrate` wrote.",
+            metavar="H",
+        ),
+    )
+    text: AnyPath | None = field(
+        default=None, metadata=about("Trained model: the text that it reads.", metavar="FILE", kind=str)
+    )
+    sequence: int | None = field(
+        default=None,
+        metadata=about("Trained model: the most tokens of one sequence in a prefill step.", least=1),
+    )
+    context: int = field(
+        default=CONTEXT,
+        metadata=about("Trained model: tokens that the sequences of a decode step have read before.", least=1),
+    )
+    launcher: str = field(
+        default=LAUNCHERS[0], metadata=about("inline (one process), torchrun or ray.", choices=LAUNCHERS)
+    )
 
     def __post_init__(self) -> None:
-        known_values = {"exchange": EXCHANGES, "device": DEVICES, "dtype": DTYPES, "launcher": LAUNCHERS}
-        for name, known in known_values.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"--{name} {getattr(self, name)}: choose {', '.join(known)}")
-        for name in ("steps", "ranks", "layers", "sequence", "context"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} {value}: give at least 1")
-        for name in ("ranks", "nodes", "redundant", "groups"):
-            if (getattr(self, name) or 0) > MOST_SLOTS:
-                raise ValueError(f"--{name} {getattr(self, name)}: give at most {MOST_SLOTS}")
-        if not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"--seed {self.seed}: give 0 to 2^63 - 1")
+        policies = (self.policies,) if not isinstance(self.policies, (tuple, list)) else self.policies
+        object.__setattr__(self, "policies", tuple(map(str, policies)))
+        for name in ("trace", "out", "history", "text"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        super().__post_init__()
         if (self.device, self.dtype) == ("cuda", "float32"):
             raise ValueError(f"--dtype float32: {ONLY_BFLOAT16}")
-        if not 1 <= self.timeout <= 3600:
-            raise ValueError(f"--timeout {self.timeout:g}: give 1 to 3600 seconds")
         if not self.policies:
             raise ValueError("no policy to run: give --policy STACK at least once")
 
+    @property
+    def folder(self) -> Path:
+        """`out` as a path."""
+        return Path(self.out)
+
     def make_out(self) -> None:
         """Makes the run's folder. Raises ValueError, in one line, where results cannot be written there."""
-        out = self.out
-        try:
-            if not out.parts:
-                raise ValueError("--out names no folder: give one")
-            if out.exists() and not out.is_dir():
-                raise ValueError(f"--out {out}: is a file; give a folder")
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
-        check_target(out / "results.json")
+        if not self.folder.parts:
+            raise ValueError("--out names no folder: give one")
+        check_out(self.out)
 
     def arguments(self) -> list[str]:
-        """The command line of `epsim run` and its worker; the trace first, defaults left out."""
-        found = [self.trace]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "policies":
-                found += [part for policy in value for part in ("--policy", policy)]
-            elif field.name != "trace" and value != field.default:
-                found += [f"--{field.name.replace('_', '-')}", str(value)]
-        return found
+        """The command line of the worker; the trace first, defaults left out."""
+        return command_words(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions(RunOptions):
+    """A run, and what the launcher alone needs to know."""
+
+    gpus: int | None = field(default=None, metadata=about("ray: number of ranks, each on a GPU."))
+    cpus: int | None = field(default=None, metadata=about("ray: number of ranks, each on a CPU."))
+    restarts: int = field(default=2, metadata=about("ray: how often a failed run is started again."))

@@ -20,7 +20,7 @@ from epsim.models.spec import ModelSpec
 from epsim.placement.base import Cluster, Placement
 from epsim.planning import plan_placements
 from epsim.policies.base import Dense
-from epsim.policies.stack import PolicyStack
+from epsim.policies.stack import PolicyStack, named_stacks
 from epsim.replay import ReplayOptions, planned_steps
 from epsim.runtime.job import Job, JobStack
 from epsim.traces.importing import open_trace
@@ -84,11 +84,9 @@ class Prepared:
 
 def prepare(options: RunOptions, num_ranks: int) -> Prepared:
     """Raises ValueError or FileNotFoundError in one line for all that a user can have wrong."""
-    from epsim.cli.main import named_stack
-
     if options.ranks not in (None, num_ranks):
         raise ValueError(f"--ranks {options.ranks}, but {num_ranks} processes were started: give --ranks {num_ranks}")
-    policies = tuple(named_stack(text) for text in options.policies)
+    policies = named_stacks(options.policies)
     for _, stack in policies:
         if not isinstance(stack.reader, Dense):
             raise ValueError(f"{str(stack)!r}: a run reads experts whole: leave {stack.reader.name} out")
@@ -113,7 +111,7 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
     meta = dataclasses.replace(meta, num_scores=num_scores if acting is not None else 0)
     cluster.num_physical(meta.num_experts)
     shape, notes = fitting_shape(options.model, meta)
-    planning = ReplayOptions(cluster, policies, options.seed, plan_share=options.plan_share)
+    planning = ReplayOptions(cluster, policies, seed=options.seed, plan_share=options.plan_share)
     first = planned_steps(trace, planning, history)
     last = trace.num_steps
     if options.steps is not None:

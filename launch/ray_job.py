@@ -62,7 +62,7 @@ class RankActor:
         """What this rank wrote, by its path below the run's folder."""
         names = [RESULTS, PREDICTED] if rank == 0 else []
         names.append(os.fspath(rank_file(Path(TELEMETRY), rank)))
-        return {name: (options.out / name).read_bytes() for name in names}
+        return {name: (options.folder / name).read_bytes() for name in names}
 
 
 def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: int) -> Results:
@@ -91,11 +91,11 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
                 actor.run.remote(options, member, gpus_of(seats, seat.node)): member.rank
                 for actor, member, seat in zip(actors, members, seats, strict=True)
             }
-            lookout = Lookout(for_watch(store, attempt), num_ranks, options.out / TELEMETRY)
+            lookout = Lookout(for_watch(store, attempt), num_ranks, options.folder / TELEMETRY)
             fault = _first_fault(ray, running, lookout, stops)
             if fault is None:
                 _fetch(ray, actors, seats, options)
-                return read_results(options.out / RESULTS)
+                return read_results(options.folder / RESULTS)
             for actor in actors:
                 ray.kill(actor)
             if fault.code == BAD_INPUT:
@@ -301,6 +301,6 @@ def _fetch(ray: Any, actors: Sequence[Any], seats: Sequence[Seat], options: RunO
         if seat.node == here:
             continue
         for name, content in ray.get(actor.files.remote(options, rank)).items():
-            path = options.out / name
+            path = options.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)

@@ -47,9 +47,9 @@ def run_torchrun(options: RunOptions) -> Results:
     num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS
     prepare(options, num_ranks)
     clear(options)
-    clear_logs(options.out)
+    clear_logs(options.folder)
     store = serve("127.0.0.1")
-    logs = options.out / LOGS
+    logs = options.folder / LOGS
     environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     # Workers end by themselves as soon as they know the fault; those that cannot are not waited for.
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))
@@ -67,7 +67,7 @@ def run_torchrun(options: RunOptions) -> Results:
         logs_specs=DefaultLogsSpecs(log_dir=os.fspath(logs), redirects=Std.ALL),
     )
     faults = for_watch(store, 0)
-    lookout = Lookout(faults, num_ranks, options.out / TELEMETRY)
+    lookout = Lookout(faults, num_ranks, options.folder / TELEMETRY)
     killer = threading.Thread(target=_end_those_that_cannot, args=(lookout, faults, num_ranks), daemon=True)
     killer.start()
     arguments = ["-m", "epsim.launch.worker", *options.arguments()]
@@ -84,7 +84,7 @@ def run_torchrun(options: RunOptions) -> Results:
         sys.exit(fault.code)
     finally:
         logging.disable(logging.NOTSET)
-    return read_results(options.out / RESULTS)
+    return read_results(options.folder / RESULTS)
 
 
 def _end_those_that_cannot(lookout: Lookout, faults: Any, num_ranks: int) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import epsim
 from epsim.files import message_line
 from epsim.launch.folder import PREDICTED, RESULTS, TELEMETRY, clear, phases_of_steps, write_routed
 from epsim.launch.measured import Measured, measure
@@ -26,6 +25,7 @@ from epsim.launch.member import Member, choose_device, choose_dtype
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import Prepared, is_folder, prepare
 from epsim.launch.store import for_group, for_watch
+from epsim.options import parse_words
 from epsim.placement.base import Placement
 from epsim.policies.apply import bind
 from epsim.policies.registry import KINDS
@@ -38,6 +38,7 @@ from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.trial import Trial, TrialClock
 from epsim.traces.store import slice_steps
 from epsim.traces.trace import TokenBlock
+from epsim.version import VERSION
 
 Progress = Callable[[int], None]
 
@@ -52,7 +53,7 @@ def run_rank(options: RunOptions, member: Member, progress: Progress = lambda st
     clock.phase = "setup"
     served = member.store(member.serves_store)
     store = for_watch(member.store(), member.attempt) if member.num_ranks > 1 else None
-    watch = Watch(store, member.rank, member.num_ranks, clock, options.out / TELEMETRY, options.timeout)
+    watch = Watch(store, member.rank, member.num_ranks, clock, options.folder / TELEMETRY, options.timeout)
     watch.start(member.signals)
     try:
         results = _run(options, member, device, clock, watch, served, progress)
@@ -101,7 +102,7 @@ def _run(
     exchange = model.layers[0][0].exchange
     watch.holds = exchange.holds_interpreter
     described = description(prepared, job, place, exchange.name, exchange.why)
-    folder = options.out / TELEMETRY
+    folder = options.folder / TELEMETRY
     described["input"] = model.text
     # What a router of its own chose before a restart is not kept: then all is run again.
     first = _resume_at(prepared, member, folder) if recorders is None else 0
@@ -135,7 +136,7 @@ def _close(model: Model, place: Place) -> None:
 def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: str) -> dict[str, Any]:
     """What a reader of telemetry and results should know of the job."""
     return {
-        "version": epsim.__version__,
+        "version": VERSION,
         "shape": job.shape.name,
         "hidden": job.shape.hidden,
         "ranks": place.num_ranks,
@@ -278,7 +279,7 @@ def _finish(
 ) -> Results | None:
     """Rank 0 gathers all ranks' telemetry, from wherever they run, and writes the results, results.json last; where a
     router of its own chose the experts, also what it chose, a trace for each stack."""
-    folder = prepared.options.out / TELEMETRY
+    folder = prepared.options.folder / TELEMETRY
     own = read_rank(folder, member.rank)
     tables: list[Any] = [own]
     if member.num_ranks > 1:
@@ -296,8 +297,8 @@ def _finish(
         blocks = iter([chosen])
     measured = measure(joined(tables), job, blocks, place.dtype.itemsize, job.seed, prepared.timing)
     results = results_of(prepared, measured, described, predicted=False)
-    write_results(results_of(prepared, measured, described, predicted=True), prepared.options.out / PREDICTED)
-    write_results(results, prepared.options.out / RESULTS)
+    write_results(results_of(prepared, measured, described, predicted=True), prepared.options.folder / PREDICTED)
+    write_results(results, prepared.options.folder / RESULTS)
     return results
 
 
@@ -327,7 +328,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
             "shared_cost": prepared.shape.shared_cost,
             "history": words,
             **({} if prepared.timing is None else {"timing": prepared.timing.words()}),
-            "version": epsim.__version__,
+            "version": VERSION,
             "command": shlex.join(["epsim", "run", *options.arguments()]),
         },
         "scored": measured.scored,
@@ -341,11 +342,9 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry under torchrun. A user's mistake: one line, exit code 2; a fault: one line, exit code 1."""
-    from epsim.cli.run import parse_arguments
-
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        options = parse_words(RunOptions, sys.argv[1:] if arguments is None else arguments)
         options = dataclasses.replace(options, launcher="torchrun")
         member = Member.from_environment()
         results = run_rank(options, member)

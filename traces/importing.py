@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 import dataclasses
 import os
 import shutil
@@ -13,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from epsim.models.known import find_model
-from epsim.traces.options import ImportOptions
+from epsim.traces.options import ImportOptions, check_phase
 from epsim.traces.readers import read_recording
 from epsim.traces.readers.base import Recording
 from epsim.traces.readers.document import naming
-from epsim.traces.select import take_layers
+from epsim.traces.select import select_steps, take_layers
 from epsim.traces.store import StoredTrace, TraceWriter, slice_steps
 from epsim.traces.trace import Array, Block, TokenBlock, TraceMeta
 
@@ -46,10 +47,12 @@ def import_trace(sources: Sources, target: str | os.PathLike[str], options: Impo
     return StoredTrace(target)
 
 
-def open_trace(sources: Sources, options: ImportOptions | None = None) -> StoredTrace:
+def open_trace(sources: Sources | StoredTrace, options: ImportOptions | None = None) -> StoredTrace:
     """A trace from our Parquet as it is, from `sample` (the bundled one), or from any readable recording, imported into
     a temporary file that is deleted at exit. Of the options, our Parquet takes model, phase and shared_cost; others
     must agree with it. Raises as import_trace."""
+    if isinstance(sources, StoredTrace):
+        return _as_stated(copy.copy(sources), options)
     paths = _as_list(sources)
     if len(paths) == 1:
         if str(paths[0]) == SAMPLE and not Path(SAMPLE).exists():
@@ -57,6 +60,13 @@ def open_trace(sources: Sources, options: ImportOptions | None = None) -> Stored
         if _is_parquet(Path(paths[0])):
             return _as_stated(StoredTrace(paths[0]), options)
     return import_trace(paths, temporary_path(), options)
+
+
+def selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:
+    """The steps that --only and --min-tokens leave, in a temporary file; the trace itself if they leave all."""
+    if only is None and min_tokens <= 1:
+        return trace
+    return select_steps(trace, temporary_path(), None if only is None else check_phase("--only", only), min_tokens)
 
 
 def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace:

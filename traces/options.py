@@ -1,16 +1,19 @@
-"""What a user may say about a file that the file itself does not."""
+"""What a user may say about a recording that the file itself does not tell."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import Any
 
 from epsim.models.known import SCORE_RULES, ScoreRule
-from epsim.traces.trace import MAX_EXPERTS, MAX_RANKS, MAX_SHARED_COST, PHASES, Phase
+from epsim.options import Options, SeedOptions, about, parameters
+from epsim.traces.limits import MAX_EXPERTS, MAX_RANKS, MAX_SHARED_COST, PHASES, Phase
 
-MOST = {"--top-k": MAX_EXPERTS, "--experts": MAX_EXPERTS, "--ranks": MAX_RANKS}
 DEFAULT_BATCH = 64
 DEFAULT_RANKS = 16
 DEFAULT_STEP_TOKENS = 1024
+MAX_DRAWN = 1 << 24
 
 
 def check_phase(option: str, phase: str) -> Phase:
@@ -21,41 +24,109 @@ def check_phase(option: str, phase: str) -> Phase:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ImportOptions:
-    """Options of an import; None: taken from the file or the model, else asked for or defaulted with a note.
+@dataclass(frozen=True, kw_only=True)
+class SharedCostOptions(Options):
+    shared_cost: float | None = field(
+        default=None,
+        metadata=about(
+            "Work of the shared expert for one token, in units of one routed assignment; 0 if there is none. "
+            "Default: the trace's.",
+            least=0,
+            most=MAX_SHARED_COST,
+        ),
+    )
 
-    top_k, num_experts: routed experts a token chooses, and a layer has. model: its name; a known one fills in top_k,
-    num_experts, shared_cost and score_rule. shared_cost: see TraceMeta. batch: places of the decode batch into which
-    recordings by sequence are composed. ranks: source ranks among which composed or dealt tokens live.
-    step_tokens: tokens a step, for token logs that know neither steps nor sequences. score_rule: from router logits
-    to choices (`router_logits`).
-    """
 
-    top_k: int | None = None
-    num_experts: int | None = None
-    model: str | None = None
-    phase: Phase | None = None
-    shared_cost: float | None = None
-    batch: int | None = None
-    ranks: int | None = None
-    step_tokens: int | None = None
-    score_rule: ScoreRule | None = None
+@dataclass(frozen=True, kw_only=True)
+class RecordingOptions(Options):
+    """What a recording is. None: taken from the file or the model, else asked for, or set to a default and noted."""
+
+    top_k: int | None = field(
+        default=None,
+        metadata=about("Experts that each token chooses, if the recording does not tell.", least=1, most=MAX_EXPERTS),
+    )
+    num_experts: int | None = field(
+        default=None,
+        metadata=about(
+            "Experts in each layer, if the recording does not tell.", flag="--experts", least=1, most=MAX_EXPERTS
+        ),
+    )
+    model: str | None = field(
+        default=None,
+        metadata=about("The model's name. A known name also gives top-k, experts, shared cost and score rule."),
+    )
+    phase: Phase | None = field(default=None, metadata=about("prefill, decode, mixed or training.", choices=PHASES))
+    batch: int | None = field(
+        default=None,
+        metadata=about("For recordings by sequence: number of sequences in a composed decode batch.", least=1),
+    )
 
     def __post_init__(self) -> None:
-        options = {"--top-k": self.top_k, "--experts": self.num_experts, "--batch": self.batch}
-        options |= {"--ranks": self.ranks, "--step-tokens": self.step_tokens}
-        for name, value in options.items():
-            most = MOST.get(name, 2**31)
-            if value is not None and not 1 <= value <= most:
-                raise ValueError(f"{name} {value}: give 1 or more" + (f", at most {most}" if value > most else ""))
+        super().__post_init__()
         if self.top_k is not None and self.num_experts is not None and self.top_k > self.num_experts:
             raise ValueError(f"--top-k {self.top_k} is larger than --experts {self.num_experts}")
-        if self.phase is not None:
-            check_phase("--phase", self.phase)
-        if self.score_rule is not None and self.score_rule not in SCORE_RULES:
-            raise ValueError(f"--score-rule {self.score_rule}: give one of {', '.join(SCORE_RULES)}")
-        if self.shared_cost is not None and not 0 <= self.shared_cost <= MAX_SHARED_COST:
-            raise ValueError(f"--shared-cost {self.shared_cost}: give a number from 0 to {MAX_SHARED_COST:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions(RecordingOptions):
+    """How a recording is read."""
+
+    step_tokens: int | None = field(
+        default=None, metadata=about("For token logs without steps: number of tokens in a step.", least=1)
+    )
+    score_rule: ScoreRule | None = field(
+        default=None,
+        metadata=about(
+            f"For router logits: how the model turns them into scores ({', '.join(SCORE_RULES)}).", choices=SCORE_RULES
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.batch is not None and self.step_tokens is not None:
             raise ValueError("--batch composes sequences, --step-tokens cuts a stream: give one of them")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(ReadOptions, SharedCostOptions):
+    """Options of an import."""
+
+    ranks: int | None = field(
+        default=None, metadata=about("Source ranks that composed tokens are spread over.", least=1, most=MAX_RANKS)
+    )
+
+    @classmethod
+    def of(cls, given: Options, **changed: Any) -> ImportOptions:
+        """What a wider set of options says about a recording. changed: in place of the given ones."""
+        names = {entry.name for entry in parameters(cls)}
+        return cls(**{name: value for name, value in vars(given).items() if name in names} | changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesisOptions(SeedOptions):
+    """How a trace is drawn. spread: standard deviation of the mixture's random walk, 0 mixes all topics evenly. phase:
+    None takes that of the recordings. The same seed gives the same trace."""
+
+    num_steps: int = field(
+        default=100, metadata=about("Number of steps to draw.", flag="--steps", least=1, most=MAX_DRAWN)
+    )
+    tokens_per_step: int = field(
+        default=1024, metadata=about("Tokens in each step.", flag="--step-tokens", least=1, most=MAX_DRAWN)
+    )
+    num_ranks: int = field(
+        default=DEFAULT_RANKS,
+        metadata=about("Source ranks that the tokens are spread over.", flag="--ranks", least=1, most=MAX_RANKS),
+    )
+    drift: float = field(
+        default=0.1,
+        metadata=about(
+            "How far the mixture of topics moves between steps: 0 keeps it, 1 draws it anew.", least=0, most=1
+        ),
+    )
+    spread: float = 1.0
+    phase: Phase | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.spread < math.inf:
+            raise ValueError(f"--spread {self.spread}: give a finite number >= 0")

@@ -179,6 +179,7 @@ class StoredTrace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.name = self.path.name
         check_source(self.path)
         try:
             with pq.ParquetFile(self.path) as file:
@@ -209,6 +210,9 @@ class StoredTrace:
             raise ValueError(f"{self.path}: its description of the trace is damaged: {one_line(error)}") from None
         if not whole:
             raise ValueError(f"{self.path}: its description does not fit its content (damaged)")
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     def group_starts(self) -> Ints:
         """Places among the steps at which row groups begin, and the number of steps at the end."""

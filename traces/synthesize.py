@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,45 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from epsim.traces.compose import deal
-from epsim.traces.options import DEFAULT_RANKS
+from epsim.traces.options import SynthesisOptions
 from epsim.traces.store import SMALL_BLOCK, StoredTrace, TraceWriter
-from epsim.traces.trace import MAX_RANKS, Ints, Phase, TokenBlock, TraceMeta
+from epsim.traces.trace import Ints, TokenBlock, TraceMeta
 
-MAX_DRAWN = 1 << 24
 MAX_STEP_IDS = 1 << 29
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class SynthesisOptions:
-    """num_steps steps of tokens_per_step tokens on num_ranks source ranks. drift in 0..1: 0 keeps one mixture, 1 draws
-    each step's anew; spread: standard deviation of the walk, 0 mixes topics evenly. phase: as stated, else that of the
-    sources. The same seed gives the same trace."""
-
-    num_steps: int = 100
-    tokens_per_step: int = 1024
-    num_ranks: int = DEFAULT_RANKS
-    drift: float = 0.1
-    spread: float = 1.0
-    seed: int = 0
-    phase: Phase | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("--steps", self.num_steps),
-            ("--step-tokens", self.tokens_per_step),
-            ("--ranks", self.num_ranks),
-        ):
-            most = MAX_RANKS if name == "--ranks" else MAX_DRAWN
-            if not 1 <= value <= most:
-                raise ValueError(f"{name} {value}: give 1 to {most}")
-        if not 0 <= self.drift <= 1:
-            raise ValueError(f"--drift {self.drift}: give 0 (none) to 1 (each step anew)")
-        if not 0 <= self.spread < math.inf:
-            raise ValueError(f"--spread {self.spread}: give a finite number >= 0")
-        if self.seed < 0:
-            raise ValueError(f"--seed {self.seed}: give 0 or more")
 
 
 def synthesize(

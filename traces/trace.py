@@ -5,27 +5,29 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-Level: TypeAlias = Literal["counts", "rank_counts", "tokens"]
-Origin: TypeAlias = Literal["recorded", "drawn", "composed"]
-Phase: TypeAlias = Literal["prefill", "decode", "mixed", "training", "unknown"]
+from epsim.traces.limits import (
+    LEVELS,
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    MAX_RANKS,
+    MAX_SHARED_COST,
+    MAX_STEP_NUMBERS,
+    ORIGINS,
+    PHASES,
+    Level,
+    Origin,
+    Phase,
+)
+
+__all__ = ["LEVELS", "MAX_EXPERTS", "MAX_RANKS", "MAX_SHARED_COST", "PHASES", "Level", "Origin", "Phase"]
+
 Array: TypeAlias = npt.NDArray[np.generic]
 Ints: TypeAlias = npt.NDArray[np.int64]
-
-LEVELS: tuple[Level, ...] = ("counts", "rank_counts", "tokens")
-PHASES: tuple[Phase, ...] = ("prefill", "decode", "mixed", "training", "unknown")
-ORIGINS: tuple[Origin, ...] = ("recorded", "drawn", "composed")
-
-# Beyond these a file is damaged or hostile: they keep ids within int16, and one step within memory.
-MAX_EXPERTS = 2**15 - 1
-MAX_LAYERS = 2**16
-MAX_RANKS = 2**16
-MAX_STEP_NUMBERS = 2**28
-MAX_SHARED_COST = 1e6
 
 
 @dataclass(frozen=True, slots=True)

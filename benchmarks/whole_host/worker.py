@@ -25,8 +25,9 @@ from runtime_slices import Move, relocation
 
 from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
+from epsim.calibrate.options import Request
 from epsim.calibrate.router import router_table
-from epsim.calibrate.run import Request, calibrate
+from epsim.calibrate.run import calibrate
 from epsim.files import message_line, whole_file
 from epsim.launch.prepare import spec_of
 from whole_host.cases import ON_CPU, ON_GPU, Host, layers, routed

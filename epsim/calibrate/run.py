@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from epsim.calibrate.folder import (
     write_table,
 )
 from epsim.calibrate.machine import Machine
+from epsim.calibrate.options import PARTS, Request
 from epsim.calibrate.router import router_table
 from epsim.cards import known_cards
 from epsim.cost.calibrated import CollectiveCost, ExchangeTable, PolicyTable, load_calibration
@@ -30,28 +30,10 @@ from epsim.cost.router_time import RouterTable
 from epsim.machines.hardware import Hardware, load_hardware
 from epsim.models.spec import ModelSpec, load_model
 
-PARTS = ("experts", "exchange", "all-reduce", "router", "policies")
 MODELS = {"cuda": ("deepseek-v3-bf16", "qwen3-30b-a3b"), "cpu": ("epsim-small",)}
 COLLECTIVES = "collectives.json"
 Say = Callable[[str], None]
 Made = TypeVar("Made")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """models: names or files of `load_model`, none for a choice by device. parts: none for all. base: the shipped
-    hardware whose figures stand where nothing is measured, "" for the one that the device's name tells."""
-
-    out: Path
-    device: str = "auto"
-    models: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    base: str = ""
-
-    def __post_init__(self) -> None:
-        wrong = next((part for part in self.parts if part not in PARTS), None)
-        if wrong is not None:
-            raise ValueError(f"--part {wrong}: choose {', '.join(PARTS)}")
 
 
 def calibrate(request: Request, say: Say, machine: Machine | None = None) -> list[str]:

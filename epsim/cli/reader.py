@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from epsim.cli.options import command
+
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build what the channel reader needs.")
 
 
-@app.command("build")
+@command(app, "build")
 def build_command(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder with *.safetensors.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The sketch to write (safetensors).")],

@@ -1,52 +1,22 @@
-"""Options and commands that need to know what time costs: --hardware of `epsim replay`, `epsim reproduce`."""
+"""`epsim reproduce`: published tables beside predictions."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from epsim.cost.layer_time import LayerTiming
+from epsim.cli.options import command
 
-HardwareOption = Annotated[
-    str | None,
-    typer.Option(
-        "--hardware",
-        metavar="H",
-        help="h100, h200, h800, b200 or a .toml file: predict layer times and gains for --model, or the trace's model.",
-    ),
-]
-OverlapOption = Annotated[bool, typer.Option("--overlap", help="With --hardware: overlap the two halves of a batch.")]
-ExpertTableOption = Annotated[
-    Path | None, typer.Option("--expert-table", metavar="JSON", help="With --hardware: measured expert times.")
-]
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Published tables beside predictions.")
 
 
-def timing_of(
-    hardware: str | None, model: str, nodes: int, phase: str, overlap: bool, table: Path | None
-) -> LayerTiming | None:
-    """None without --hardware. Raises ValueError in one line."""
-    if hardware is None:
-        if overlap or table is not None:
-            raise ValueError("--overlap and --expert-table say how times are predicted: give --hardware")
-        return None
-    from epsim.cost.layer_time import load_timing
-
-    if model == "unknown":
-        raise ValueError("--hardware needs to know the model, which the trace does not tell: give --model")
-    return load_timing(hardware, model, nodes, phase, overlap, table)
-
-
-reproduce_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Published tables beside predictions.")
-
-
-@reproduce_app.callback()
+@app.callback()
 def _reproduce() -> None: ...
 
 
-@reproduce_app.command("waterfill-lplb")
+@command(app, "waterfill-lplb")
 def waterfill_lplb_command(
     recordings: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="DeepSeek-V3's recordings: prefill_*.json and decode_*.json.")
@@ -62,7 +32,7 @@ def waterfill_lplb_command(
     show_waterfill_lplb(recordings, hardware, steps, layers, seed)
 
 
-@reproduce_app.command("deepep")
+@command(app, "deepep")
 def deepep_command() -> None:
     """DeepEP's published bandwidths and latencies on H800 beside the exchange model under their conditions."""
     from epsim.reproduce.show import show_deepep
@@ -70,7 +40,7 @@ def deepep_command() -> None:
     show_deepep()
 
 
-@reproduce_app.command("public-tables")
+@command(app, "public-tables")
 def public_tables_command(
     hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="h100, h200 or b200.")] = "h200",
 ) -> None:

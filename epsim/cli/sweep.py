@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from epsim.cli.traces import working
+from epsim.cli.options import working
 
 if TYPE_CHECKING:
     from epsim.sweep.pools import Pool
@@ -34,8 +34,8 @@ def sweep_command(
     ] = 2,
 ) -> None:
     """Replay every combination of a grid; resumable: run it again after a kill and finished cells are not repeated."""
-    from epsim.cli.main import named_stack
     from epsim.parallel import cores
+    from epsim.policies.stack import named_stack
     from epsim.sweep.cells import plan_cells
     from epsim.sweep.collect import collect
     from epsim.sweep.drive import check_folder, locked_folder, run_sweep

@@ -4,6 +4,7 @@ a policy that has a `first` argument takes it without its key too."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -14,6 +15,8 @@ from epsim.policies.joint import WaterfillJoint
 from epsim.policies.registry import KINDS
 from epsim.policies.splits import Lplb
 from epsim.traces.trace import LEVELS, Level
+
+MAX_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +169,20 @@ def _item_text(kind: str, policy: Any) -> str:
     values = {key: getattr(policy, key) for key in _parameters(kind, policy)}
     given = [f"{key}={value}" for key, value in values.items() if value != getattr(default, key)]
     return f"{policy.name}({','.join(given)})" if given else policy.name
+
+
+def named_stacks(policies: str | PolicyStack | Sequence[str | PolicyStack]) -> tuple[tuple[str, PolicyStack], ...]:
+    """One or several policies as (name, stack); the name is "" if none is given."""
+    given = (policies,) if isinstance(policies, str | PolicyStack) else policies
+    return tuple(("", policy) if isinstance(policy, PolicyStack) else named_stack(policy) for policy in given)
+
+
+def named_stack(text: str) -> tuple[str, PolicyStack]:
+    """`NAME=STACK` or `STACK` -> (name or "", stack). An equals sign inside parentheses belongs to the stack."""
+    head, equals, tail = text.partition("=")
+    if not equals or "(" in head:
+        return "", parse_stack(text)
+    name = head.strip()
+    if not name or set(name) & set("+.,") or not name.isprintable() or len(name) > MAX_NAME:
+        raise ValueError(f"--policy {text!r}: a name has 1 to {MAX_NAME} printable characters, without + . and ,")
+    return name, parse_stack(tail)

@@ -5,64 +5,27 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from epsim.files import check_target, whole_file
+from epsim.files import whole_file
 from epsim.kernels.reader.store import load_sketches
 from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import generate
 from epsim.quality.hook import Reroute, check_rules, contiguous_ranks, keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
+from epsim.quality.options import NGRAM, EvaluateOptions
 from epsim.quality.reader import Reading, reading_of, reads
 from epsim.quality.reader_measure import batch_bytes
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model, model_folder
 
 MIXED = "mixed"
-NGRAM = 4
 CALIBRATION = 32
 """Sequences of training text that a reader's threshold is fitted on."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateOptions:
-    """policy: a stack; its router and its reader act on the model. sketch: a file of `epsim reader build` for the
-    reader, None to build in memory. sequences of `length` tokens a domain are read in batches of each of `batch_sizes`,
-    which divide `sequences`; `generations` continuations of `generated` tokens a domain.
-    ranks: among which the experts lie in contiguous shares, for policies that look at ranks."""
-
-    policy: str = "topk"
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    domains: tuple[str, ...] = ()
-    sequences: int = 64
-    length: int = 256
-    generations: int = 16
-    generated: int = 512
-    ranks: int = 1
-    seed: int = 0
-    cache: Path | None = None
-    device: str | None = None
-    out: Path | None = None
-    sketch: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("sequences", 1), ("generations", 0), ("ranks", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} {getattr(self, name)}: give at least {least}")
-        if self.generations > self.sequences:
-            raise ValueError(f"--generations {self.generations}: there are {self.sequences} sequences to continue")
-        if self.out is not None:
-            check_target(self.out)
-        wrong = [b for b in self.batch_sizes if b < 1 or self.sequences % b]
-        if wrong or not self.batch_sizes:
-            raise ValueError(f"--batch-size {wrong[:1] or 'none'}: give divisors of {self.sequences}, the sequences")
-        if self.length < 2 or self.generated < NGRAM:
-            raise ValueError(f"--length needs at least 2 tokens and --generated at least {NGRAM}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,56 +7,23 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from epsim.files import check_target, whole_file
+from epsim.files import whole_file
 from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import Decoder, small_batch_experts
 from epsim.quality.evaluate import MIXED, evaluation_text
 from epsim.quality.hook import Reroute, check_rules, reroute_of
 from epsim.quality.meter import Meter
+from epsim.quality.options import GenerateOptions
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
 
 COUNTED = 32
 """Steps of the untimed continuation whose active experts are counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """stacks: only their routers act; the model's own choice, `topk`, comes first whether named or not. `batch` prompts
-    of `prompt` held-out tokens, of all domains in turn, are continued by `num_tokens` in each of `rounds`. experts: who
-    computes them: `kernel` (`epsim.kernels.experts`, up to 64 rows) or `model`, transformers' own way."""
-
-    stacks: tuple[str, ...] = ()
-    batch: int = 16
-    prompt: int = 64
-    num_tokens: int = 256
-    rounds: int = 5
-    seed: int = 0
-    cache: Path | None = None
-    device: str | None = None
-    experts: str = "kernel"
-    out: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("batch", self.batch, 1),
-            ("prompt", self.prompt, 1),
-            ("tokens", self.num_tokens, 2),
-            ("rounds", self.rounds, 1),
-            ("seed", self.seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"--{name} {value}: give at least {least}")
-        if self.experts not in ("kernel", "model"):
-            raise ValueError(f"--experts {self.experts}: give kernel or model")
-        if self.out is not None:
-            check_target(self.out)
 
 
 @dataclass(frozen=True, slots=True)

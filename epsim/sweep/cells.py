@@ -10,15 +10,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import epsim
 from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.placement.base import Cluster
 from epsim.replay import ReplayOptions
 from epsim.sweep.grid import DEFAULTS, FILL, Grid, NamedStack, Values
 from epsim.sweep.sources import TRACES, Making, Opening, Source, content_key, find_source, imported
-from epsim.traces.options import DEFAULT_RANKS, ImportOptions
-from epsim.traces.synthesize import SynthesisOptions
+from epsim.traces.options import DEFAULT_RANKS, ImportOptions, SynthesisOptions
 from epsim.traces.trace import TraceMeta
+from epsim.version import VERSION
 
 FORMAT = 1
 READING = ("top_k", "experts", "model", "phase", "shared_cost", "batch", "step_tokens", "score_rule")
@@ -222,7 +221,7 @@ class _Traces:
         return self._imported[known]
 
     def _target(self, content: Values) -> Path:
-        return self._out / TRACES / f"{content_key({**content, 'version': epsim.__version__})}.parquet"
+        return self._out / TRACES / f"{content_key({**content, 'version': VERSION})}.parquet"
 
 
 @contextmanager
@@ -245,7 +244,9 @@ def _reading(point: Values, drawing: bool = False) -> ImportOptions:
 
 def drawing_of(point: Values) -> SynthesisOptions:
     seed = int(point["draw_seed"] if "draw_seed" in point else point["seed"])
-    return SynthesisOptions(point["steps"], point["step_tokens"], DEFAULT_RANKS, point["drift"], seed=seed)
+    return SynthesisOptions(
+        num_steps=point["steps"], tokens_per_step=point["step_tokens"], drift=point["drift"], seed=seed
+    )
 
 
 def _cell(
@@ -262,7 +263,7 @@ def _cell(
     history_name = "" if history is None else Path(point["history"]).name
     content = {
         "format": FORMAT,
-        "version": epsim.__version__,
+        "version": VERSION,
         "trace": trace_name,
         "digests": [source.digest for source in traces.sources(point)],
         "reading": asdict(_reading(point)),
@@ -277,10 +278,10 @@ def _cell(
     options = ReplayOptions(
         _cluster(point),
         named,
-        point["seed"],
         point.get("shared_cost"),
-        point["plan_share"],
         command_of(point, [given for given, _ in policies], trace_name),
+        seed=point["seed"],
+        plan_share=point["plan_share"],
         timing=None if timing is None else timing.timing,
     )
     axes = {key: value for key, value in point.items() if key != "draw"}

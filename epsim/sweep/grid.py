@@ -13,8 +13,8 @@ from epsim.files import check_source, reason
 from epsim.models.known import SCORE_RULES
 from epsim.policies.stack import PolicyStack
 from epsim.sweep.fields import FLAG, MAX_SEED, Field, check_keys, number, text, texts_of, values_of, whole
-from epsim.traces.options import MOST
-from epsim.traces.synthesize import MAX_DRAWN
+from epsim.traces.limits import MAX_EXPERTS
+from epsim.traces.options import MAX_DRAWN
 from epsim.traces.trace import MAX_SHARED_COST, PHASES
 
 if sys.version_info >= (3, 11):
@@ -45,8 +45,8 @@ TRACE_AXES: Mapping[str, Field] = {
     "model": text(),
     "phase": text(known=PHASES),
     "shared_cost": number(0, MAX_SHARED_COST),
-    "top_k": whole(1, MOST["--top-k"]),
-    "experts": whole(1, MOST["--experts"]),
+    "top_k": whole(1, MAX_EXPERTS),
+    "experts": whole(1, MAX_EXPERTS),
     "batch": whole(1, 2**31),
     "history": text(),
 }

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import epsim
 from epsim.traces.importing import SAMPLE, import_trace, open_trace, sample_path
-from epsim.traces.options import ImportOptions
+from epsim.traces.options import ImportOptions, SynthesisOptions
 from epsim.traces.select import select_steps
 from epsim.traces.store import StoredTrace
-from epsim.traces.synthesize import SynthesisOptions, synthesize
+from epsim.traces.synthesize import synthesize
 from epsim.traces.trace import Phase
+from epsim.version import VERSION
 
 CHUNK = 1 << 22
 TRACES = "traces"
@@ -86,7 +86,7 @@ def imported(source: Source, reading: ImportOptions, out: Path) -> Opening:
     """The source as a trace of ours: itself, or imported into the sweep's folder `out`, once."""
     if source.ours:
         return Opening(source.path, reading)
-    key = content_key({"digest": source.digest, "reading": asdict(reading), "version": epsim.__version__})
+    key = content_key({"digest": source.digest, "reading": asdict(reading), "version": VERSION})
     target = out / TRACES / f"{key}.parquet"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

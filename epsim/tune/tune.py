@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import epsim
 from epsim.cost.layer_time import LayerTiming
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting
@@ -32,6 +31,7 @@ from epsim.tune.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair
 from epsim.tune.scorer import Part, Problem
 from epsim.tune.steps import WindowSums, evenly
 from epsim.tune.systems import Setup, sglang_lacks, vllm_lacks
+from epsim.version import VERSION
 
 FEWEST_STEPS = 6
 PLAN_SHARE, CHOOSE_SHARE = 0.3, 0.35
@@ -265,7 +265,7 @@ def _results(
             "history": found.split,
             "timing": timing.words(),
             "expert_bytes": timing.model.expert_bytes,
-            "version": epsim.__version__,
+            "version": VERSION,
             "command": options.command,
         },
         "scored": finals.described,

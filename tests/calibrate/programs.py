@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from epsim.calibrate.machine import Machine
-from epsim.calibrate.run import Request, calibrate
+from epsim.calibrate.options import Request
+from epsim.calibrate.run import calibrate
 
 
 def measure(rank: int, out: str, model: str) -> list[str]:

@@ -19,7 +19,8 @@ from epsim.calibrate.experts import drawn_counts, received_of
 from epsim.calibrate.fit import fit_tiles, non_negative, num_rows
 from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine
-from epsim.calibrate.run import Request, calibrate
+from epsim.calibrate.options import Request
+from epsim.calibrate.run import calibrate
 from epsim.cli.main import main
 from epsim.cost.calibrated import (
     CollectiveCost,

@@ -237,7 +237,7 @@ def test_version_and_interrupt() -> None:
         (["--ranks", "4", "--policy", "eplb", "--seed", "-1"], "--seed"),
         (["--ranks", "4", "--policy", "eplb", "--seed", str(2**63)], "--seed"),
         (["--ranks", "4", "--policy", "eplb", "--shared-cost", "1e308"], "--shared-cost"),
-        (["--ranks", "4", "--policy", "a\x1b[31m=eplb"], "can be printed"),
+        (["--ranks", "4", "--policy", "a\x1b[31m=eplb"], "printable characters"),
         (["--ranks", "4", "--policy", "x" * 99 + "=eplb"], "1 to 60"),
         (["--ranks", "4", "--policy", "eplb" * 9999], "unknown policy"),
         (["--ranks", "4", "--policy", "eplb", "--out", "/dev/null/x"], "--out"),

@@ -58,7 +58,7 @@ def test_a_trained_model_runs(make_trace: Callable[..., StoredTrace], tmp_path: 
     from epsim.traces.model.config import ModelShape, build_model
 
     torch.manual_seed(0)
-    shape = ModelShape(300, num_layers=2, hidden=64, num_heads=2, num_experts=8, top_k=2, intermediate=32)
+    shape = ModelShape(vocabulary=300, num_layers=2, hidden=64, num_heads=2, num_experts=8, top_k=2, intermediate=32)
     build_model(shape).save_pretrained(tmp_path / "model")
     trace = make_trace("tokens", steps=6, tokens=90, shared_cost=1.0, phase="decode")
     command: list[str | Path] = [*EPSIM, "run", trace.path, "--model", tmp_path / "model", "--redundant", "2"]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from epsim.cli.run import parse_arguments
+from epsim.launch.options import LaunchOptions
+from epsim.options import parse_words
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 
@@ -148,6 +149,6 @@ def test_ray_job_asks_for_as_many_gpus_as_ranks() -> None:
         assert mounts == {volume["name"] for volume in group["template"]["spec"]["volumes"]}
     program, command, *arguments = shlex.split(manifest["spec"]["entrypoint"])
     assert (program, command) == ("epsim", "run")
-    parse_arguments(arguments)
+    parse_words(LaunchOptions, arguments)
     assert arguments[arguments.index("--gpus") + 1] == str(gpus)
     assert arguments[arguments.index("--launcher") + 1] == "ray"

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from epsim.cli.run import parse_arguments
 from epsim.launch import torchrun
 from epsim.launch.folder import clear, clear_logs
 from epsim.launch.inline import run_inline
@@ -24,6 +23,7 @@ from epsim.launch.prepare import prepare
 from epsim.launch.store import connect, serve
 from epsim.launch.worker import first_difference, work_of
 from epsim.models.shapes import SHAPES, LayerShape
+from epsim.options import parameters, parse_words
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]
@@ -34,13 +34,16 @@ CONFIG = {
 
 def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
     options = RunOptions(
-        "some trace.parquet", "tiny", ("best=eplb+lplb(counts=gathered)", "contiguous"), tmp_path / "a b", 5, 4, 2, 8,
-        3, 1, "other.parquet", 0.25, 7, "torch", "cpu", "bfloat16", 9.5, "h200", "a text", 100, 32, "ray",
+        "some trace.parquet", ("best=eplb+lplb(counts=gathered)", "contiguous"), model="tiny", out=tmp_path / "a b",
+        steps=5, ranks=4, nodes=2, redundant=8, groups=3, layers=1, history="other.parquet", plan_share=0.25, seed=7,
+        exchange="torch", device="cpu", dtype="bfloat16", timeout=9.5, hardware="h200", text="a text", sequence=100,
+        context=32, launcher="ray",
     )  # fmt: skip
-    assert parse_arguments(options.arguments()) == options
-    plain = RunOptions("sample", "tiny", ("eplb",), tmp_path)
+    assert len(options.arguments()) == 1 + 2 * (len(parameters(RunOptions)) - 1 + 1), "an option is left out"
+    assert parse_words(RunOptions, options.arguments()) == options
+    plain = RunOptions("sample", ("eplb",), model="tiny", out=tmp_path)
     assert plain.arguments() == ["sample", "--model", "tiny", "--policy", "eplb", "--out", str(tmp_path)]
-    assert parse_arguments(plain.arguments()) == plain
+    assert parse_words(RunOptions, plain.arguments()) == plain
 
 
 @pytest.mark.parametrize(
@@ -50,9 +53,9 @@ def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
         (["--device", "tpu"], "--device tpu: choose auto, cpu, cuda"),
         (["--launcher", "moon"], "--launcher moon: choose inline, torchrun, ray"),
         (["--steps", "0"], "--steps 0: give at least 1"),
-        (["--timeout", "0"], "--timeout 0: give 1 to 3600 seconds"),
+        (["--timeout", "0"], "--timeout 0.0: give at least 1"),
         (["--steps", "many"], "--steps"),
-        (["--seed", "-1"], "--seed -1: give 0 to 2"),
+        (["--seed", "-1"], "--seed -1: give at least 0"),
         (["--redundant", "1000000000"], "--redundant 1000000000: give at most 65536"),
         (["--ranks", "1000000000"], "--ranks 1000000000: give at most 65536"),
         (["--context", "0"], "--context 0: give at least 1"),
@@ -62,7 +65,7 @@ def test_the_workers_command_line_says_the_same(tmp_path: Path) -> None:
 )
 def test_options_that_make_no_sense(arguments: list[str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        parse_arguments(["sample", "--model", "tiny", "--policy", "eplb", "--out", "x", *arguments])
+        parse_words(RunOptions, ["sample", "--model", "tiny", "--policy", "eplb", "--out", "x", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -108,25 +111,25 @@ def test_a_model_that_is_none(make_trace: TraceMaker, tmp_path: Path, config: st
     model.mkdir()
     (model / "config.json").write_text(config)
     with pytest.raises(ValueError, match=words):
-        prepare(RunOptions(str(trace.path), str(model), ("eplb",), tmp_path / "out"), 2)
+        prepare(RunOptions(str(trace.path), ("eplb",), model=str(model), out=tmp_path / "out"), 2)
 
 
 def test_a_router_policy_finds_no_decode_step(make_trace: TraceMaker, tmp_path: Path) -> None:
     trace = make_trace("tokens", phase="prefill")
     with pytest.raises(ValueError, match=r"router oea acts on decode steps, and .* is of phase prefill"):
-        prepare(RunOptions(str(trace.path), "tiny", ("eplb+oea(k0=1)",), tmp_path), 2)
+        prepare(RunOptions(str(trace.path), ("eplb+oea(k0=1)",), model="tiny", out=tmp_path), 2)
 
 
 def test_steps_without_a_token(make_trace: TraceMaker, tmp_path: Path) -> None:
     trace = make_trace("tokens", steps=3, tokens=0)
     with pytest.raises(ValueError, match="no token in the 2 steps to run"):
-        prepare(RunOptions(str(trace.path), "tiny", ("contiguous", "eplb"), tmp_path, plan_share=0.3), 2)
+        prepare(RunOptions(str(trace.path), ("contiguous", "eplb"), model="tiny", out=tmp_path, plan_share=0.3), 2)
 
 
 def test_times_are_predicted_for_the_layers_that_run(make_trace: TraceMaker, tmp_path: Path) -> None:
     """Weights of the shape, nothing beside the layers, the kernels that runs use."""
     trace = make_trace("tokens", shared_cost=0.5)
-    timing = prepare(RunOptions(str(trace.path), "tiny", ("eplb",), tmp_path, hardware="h200"), 2).timing
+    timing = prepare(RunOptions(str(trace.path), ("eplb",), model="tiny", out=tmp_path, hardware="h200"), 2).timing
     assert timing is not None
     assert (timing.kernels, timing.hardware.name, timing.model.moe_layers) == ("normal", "H200", 2)
     assert (timing.model.expert_bytes, timing.model.shared_cost) == (3 * 64 * 32 * 2, 0.5)
@@ -138,7 +141,7 @@ def test_a_shared_expert_as_wide_as_gpus_take_it(
     make_trace: TraceMaker, tmp_path: Path, cost: float, width: int
 ) -> None:
     trace = make_trace("tokens", shared_cost=cost)
-    prepared = prepare(RunOptions(str(trace.path), "tiny", ("eplb",), tmp_path), 2)
+    prepared = prepare(RunOptions(str(trace.path), ("eplb",), model="tiny", out=tmp_path), 2)
     assert prepared.shape.shared_intermediate == width
     noted = [f"shared cost {width / 32:g} of tiny, not the trace's {cost:g}"] if width != cost * 32 else []
     assert list(prepared.notes) == noted
@@ -157,7 +160,7 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
     for name in (*written, *others):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    there = RunOptions("sample", "tiny", ("eplb",), tmp_path)
+    there = RunOptions("sample", ("eplb",), model="tiny", out=tmp_path)
     for inputs in ({"trace": "routed-11.parquet"}, {"history": "telemetry"}, {"text": "results.json"}, {"trace": "."}):
         path: dict[str, Any] = {name: str(tmp_path / at) for name, at in inputs.items()}
         with pytest.raises(ValueError, match="is of the run there, which goes first: give another folder"):
@@ -203,13 +206,13 @@ def test_where_no_store_can_be() -> None:
 def test_counts_are_too_coarse_to_run(make_trace: TraceMaker, tmp_path: Path) -> None:
     trace = make_trace("counts")
     with pytest.raises(ValueError, match=r"needs tokens, the trace holds counts only: draw tokens .* synthesize"):
-        prepare(RunOptions(str(trace.path), "tiny", ("eplb",), tmp_path), 2)
+        prepare(RunOptions(str(trace.path), ("eplb",), model="tiny", out=tmp_path), 2)
 
 
 def test_tokens_go_to_the_ranks_that_a_replay_gives_them(make_trace: TraceMaker, tmp_path: Path) -> None:
     """Four source ranks folded to two; the first layers alone; the steps after those planned on."""
     trace = make_trace("tokens", steps=6, ranks=4, tokens=8)
-    options = RunOptions(str(trace.path), "tiny", ("eplb",), tmp_path, steps=2, layers=1)
+    options = RunOptions(str(trace.path), ("eplb",), model="tiny", out=tmp_path, steps=2, layers=1)
     prepared = prepare(options, 2)
     (block,) = prepared.blocks()
     assert block.steps.tolist() == [3, 4]
@@ -236,7 +239,7 @@ def test_where_results_cannot_be_written(tmp_path: Path, out: str, words: str) -
     (tmp_path / "given").touch()
     (tmp_path / "taken" / "results.json").mkdir(parents=True)
     folder = tmp_path / out if out in ("given", "taken") else Path(out)
-    options = RunOptions("sample", "tiny", ("contiguous",), folder, layers=1, steps=1)
+    options = RunOptions("sample", ("contiguous",), model="tiny", out=folder, layers=1, steps=1)
     with pytest.raises(ValueError, match=words):
         options.make_out()
     with pytest.raises(ValueError, match=words):
@@ -245,7 +248,7 @@ def test_where_results_cannot_be_written(tmp_path: Path, out: str, words: str) -
 
 def test_ranks_tell_other_work_by_its_fingerprint(make_trace: TraceMaker, tmp_path: Path) -> None:
     def print_of(trace: StoredTrace, **more: Any) -> str:
-        return prepare(RunOptions(str(trace.path), "tiny", ("eplb",), tmp_path, **more), 2).fingerprint
+        return prepare(RunOptions(str(trace.path), ("eplb",), model="tiny", out=tmp_path, **more), 2).fingerprint
 
     one, other = make_trace("tokens"), make_trace("tokens", seed=1, name="other.parquet")
     assert print_of(one) == print_of(one)
@@ -293,6 +296,8 @@ def test_a_job_stopped_before_its_ranks_met(
     for name in ("EPSIM_STORE", "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):  # set for workers
         monkeypatch.setenv(name, os.environ.get(name, ""))
     with pytest.raises(SystemExit) as ended:
-        torchrun.run_torchrun(RunOptions(str(make_trace("tokens").path), "tiny", ("eplb",), tmp_path, ranks=2))
+        torchrun.run_torchrun(
+            RunOptions(str(make_trace("tokens").path), ("eplb",), model="tiny", out=tmp_path, ranks=2)
+        )
     assert ended.value.code == 128 + stopping
     assert capsys.readouterr().err == f"epsim: stopped by {stopping.name} in phase setup, before ranks had met\n"

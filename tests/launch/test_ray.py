@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from epsim.cli.run import parse_arguments
 from epsim.launch.options import RunOptions
 from epsim.launch.ray_job import Seat, Stopped, _join_cluster, _placement_group, by_node, gpus_of, seated, with_ranks
+from epsim.options import parse_words
 from epsim.results import read_results
 from epsim.runtime.beats import INTERVAL
 from epsim.runtime.telemetry import read_telemetry
@@ -47,7 +47,7 @@ def test_what_ray_reserves(given: dict[str, Any], gpus: int | None, cpus: int | 
     """The command that results name does the same again."""
     asked = with_ranks(options(launcher="ray", **given), gpus, cpus)
     assert (asked.ranks, asked.device) == (ranks, device)
-    assert with_ranks(parse_arguments(asked.arguments()), None, None) == asked
+    assert with_ranks(parse_words(RunOptions, asked.arguments()), None, None) == asked
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_one_rank_in_this_process(make_trace: TraceMaker, tmp_path: Path) -> Non
     assert results["run"]["exchange"] == "torch"
     assert (results["run"]["device"], results["run"]["dtype"]) == ("CPU", "float32")
     with pytest.raises(ValueError, match="--ranks 2: inline is one process, one rank; give --launcher torchrun"):
-        run_inline(RunOptions("sample", "tiny", ("eplb",), tmp_path / "x", ranks=2))
+        run_inline(RunOptions("sample", ("eplb",), model="tiny", out=tmp_path / "x", ranks=2))
 
 
 @pytest.mark.parametrize("holds", [False, True])
@@ -71,7 +71,7 @@ def test_the_watch_knows_what_the_exchange_holds(
     monkeypatch.setattr(worker, "Watch", Seen)
     monkeypatch.setattr(TorchExchange, "holds_interpreter", holds)
     trace = make_trace("tokens", steps=2, tokens=8)
-    run_inline(RunOptions(str(trace.path), "tiny", ("contiguous",), tmp_path / "out", device="cpu"))
+    run_inline(RunOptions(str(trace.path), ("contiguous",), model="tiny", out=tmp_path / "out", device="cpu"))
     assert [watch.beat().holds for watch in made] == [holds]
 
 
@@ -148,7 +148,7 @@ def test_a_trained_models_router_chooses(make_trace: TraceMaker, tmp_path: Path)
     from epsim.traces.model.config import ModelShape, build_model
 
     torch.manual_seed(0)
-    shape = ModelShape(300, num_layers=2, hidden=32, num_heads=2, num_experts=8, top_k=2, intermediate=16)
+    shape = ModelShape(vocabulary=300, num_layers=2, hidden=32, num_heads=2, num_experts=8, top_k=2, intermediate=16)
     model = build_model(shape)
     with torch.no_grad():
         for name, weights in model.named_parameters():

@@ -19,6 +19,7 @@ from epsim.policies.base import TopK
 from epsim.quality import evaluate
 from epsim.quality.decoding import generate
 from epsim.quality.hook import keep, reroute_of, rerouted
+from epsim.quality.options import EvaluateOptions
 from epsim.traces.model import tokens, train
 from epsim.traces.model.config import ModelShape, build_model
 from epsim.traces.record import record
@@ -224,12 +225,12 @@ def test_evaluate_from_the_cache(
 
 def test_mistakes(model: Any) -> None:
     with pytest.raises(ValueError, match=r"--batch-size \[3\]: give divisors of 64"):
-        evaluate.EvaluateOptions(batch_sizes=(1, 3))
+        EvaluateOptions(batch_sizes=(1, 3))
     with pytest.raises(ValueError, match="at least 2 tokens"):
-        evaluate.EvaluateOptions(length=1)
+        EvaluateOptions(length=1)
     text = {"a": np.zeros(20_000, dtype=np.uint16)}
     with pytest.raises(ValueError, match="no held-out text of domain 'b': there is a"):
-        evaluate.evaluate_model(model, keep, text, evaluate.EvaluateOptions(domains=("b",)))
+        evaluate.evaluate_model(model, keep, text, EvaluateOptions(domains=("b",)))
 
 
 @pytest.mark.parametrize(
@@ -244,11 +245,11 @@ def test_mistakes(model: Any) -> None:
 )
 def test_options_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        evaluate.EvaluateOptions(**change)
+        EvaluateOptions(**change)
 
 
 def test_no_more_tokens_than_positions(model: Any) -> None:
     text = {"a": np.zeros(20_000, dtype=np.uint16)}
     for change in ({"length": 257, "generations": 0}, {"length": 100, "generated": 193}):
         with pytest.raises(ValueError, match="257 tokens, but the model has 256 positions"):
-            evaluate.evaluate_model(model, keep, text, evaluate.EvaluateOptions(**change))  # type: ignore[arg-type]
+            evaluate.evaluate_model(model, keep, text, EvaluateOptions(**change))  # type: ignore[arg-type]

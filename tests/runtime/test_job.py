@@ -59,7 +59,7 @@ def test_counts_of_a_row_by_hand() -> None:
 
 
 def start(trace: StoredTrace, out: Path, *policies: str, **more: Any) -> tuple[Any, Any, RandomLayers, JobClock, Watch]:
-    prepared = prepare(RunOptions(str(trace.path), "tiny", policies, out, **more), 1)
+    prepared = prepare(RunOptions(str(trace.path), policies, model="tiny", out=out, **more), 1)
     job = prepared.job(prepared.plan())
     place = Place(0, 1, None, torch.device("cpu"), torch.float32)
     clock = JobClock(0, place.device, timed=True)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import epsim as package
-from epsim.cli.main import named_stack
+from epsim.policies.stack import named_stack
+from epsim.sweep import cells
 from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.grid import read_grid
 from epsim.sweep.work import Done, Failed, perform
@@ -195,7 +195,7 @@ def test_keys_follow_content(
         key(text + 'history = "trace.parquet"'),
     ]
     with monkeypatch.context() as patch:
-        patch.setattr(package, "__version__", "9.9.9")
+        patch.setattr(cells, "VERSION", "9.9.9")
         others.append(key())
     make_trace(seed=1, name=trace.path.name)
     others.append(key())

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 
-from epsim.cli.main import named_stack
 from epsim.files import CannotWriteError
+from epsim.policies.stack import named_stack
 from epsim.results import check_results, read_results
 from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.collect import collect

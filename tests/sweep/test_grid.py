@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from epsim.cli.main import named_stack
+from epsim.policies.stack import named_stack
 from epsim.sweep.grid import read_grid
 from epsim.traces.store import StoredTrace
 from tests.conftest import Epsim

@@ -241,9 +241,9 @@ def test_physical_ids_out_of_range(write_format: Write) -> None:
 def test_options_that_contradict_themselves() -> None:
     for options, message in [
         ({"top_k": 9, "num_experts": 8}, "--top-k 9 is larger than --experts 8"),
-        ({"batch": 0}, "--batch 0: give 1 or more"),
+        ({"batch": 0}, "--batch 0: give at least 1"),
         ({"batch": 4, "step_tokens": 4}, "give one of them"),
-        ({"score_rule": "x"}, "--score-rule x: give one of"),
+        ({"score_rule": "x"}, "--score-rule x: choose softmax"),
         ({"shared_cost": float("nan")}, "--shared-cost nan"),
     ]:
         with pytest.raises(ValueError, match=message):

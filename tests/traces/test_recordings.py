@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from epsim.traces.importing import open_trace
-from epsim.traces.options import ImportOptions
+from epsim.traces.options import ImportOptions, SynthesisOptions
 from epsim.traces.show import summarize
 from epsim.traces.store import StoredTrace
-from epsim.traces.synthesize import SynthesisOptions, inclusion, marginals, synthesize
+from epsim.traces.synthesize import inclusion, marginals, synthesize
 from epsim.traces.trace import RankCountsBlock, TokenBlock
 
 FOLDER = Path(__file__).resolve().parents[2] / "../shared/traces"

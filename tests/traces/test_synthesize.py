@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epsim.traces.options import SynthesisOptions
 from epsim.traces.store import StoredTrace, TraceWriter
-from epsim.traces.synthesize import SynthesisOptions, draw_tokens, inclusion, marginals, mixture_walk, synthesize
+from epsim.traces.synthesize import draw_tokens, inclusion, marginals, mixture_walk, synthesize
 from epsim.traces.trace import CountsBlock, TokenBlock, TraceMeta
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from epsim.options import Options, about
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(Options):
     """Every layer has `num_experts` routed experts and one shared expert of the same size, so that shared_cost is 1."""
 
     vocabulary: int = 8192
-    num_layers: int = 4
+    num_layers: int = field(default=4, metadata=about("Layers of the model.", flag="--layers", least=1))
     hidden: int = 512
     num_heads: int = 8
     num_experts: int = 64
@@ -22,8 +22,7 @@ class ModelShape:
     max_positions: int = 2048
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise ValueError(f"--layers {self.num_layers}: give at least one layer")
+        super().__post_init__()
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top-k {self.top_k} is outside 1..{self.num_experts}, the number of experts")
         if self.hidden % self.num_heads:
@@ -31,6 +30,8 @@ class ModelShape:
 
     def config(self, dense: bool = False) -> Any:
         """dense: each layer's experts are replaced by one MLP as wide as the experts that a token uses."""
+        from transformers import Qwen2MoeConfig
+
         return Qwen2MoeConfig(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
@@ -52,6 +53,8 @@ class ModelShape:
 
 def build_model(shape: ModelShape, dense: bool = False) -> Any:
     """A model of this shape with fresh weights in float32, drawn from torch's current seed."""
+    from transformers import Qwen2MoeForCausalLM
+
     config = shape.config(dense)
     config._attn_implementation = "sdpa"
     config._experts_implementation = "grouped_mm"

@@ -11,36 +11,13 @@ import numpy as np
 import torch
 
 from epsim.traces.model import tokens
+from epsim.traces.model.options import RecordOptions
 from epsim.traces.model.train import device_name, load_model
 from epsim.traces.overhead import Overhead, measure_overhead
 from epsim.traces.record import record
 from epsim.traces.store import StoredTrace
 
 COMMAND = "epsim model corpus && epsim model train && epsim model record --out sample.parquet"
-
-
-@dataclass(frozen=True, slots=True)
-class RecordOptions:
-    """cycles: each has one prefill step and two runs of prefill and decode steps, in small and in large batches, the
-    mixed and the single domains taking turns; so any part of the trace holds all kinds, on text of its own.
-
-    batches: sequences of the two runs; prompts: tokens of each prompt; continuations: sampled tokens of each run.
-    """
-
-    out: Path
-    cache: Path | None = None
-    seed: int = 0
-    cycles: int = 8
-    batches: tuple[int, int] = (16, 64)
-    prompts: tuple[int, int] = (128, 32)
-    continuations: tuple[int, int] = (33, 11)
-    num_source_ranks: int = 16
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("cycles", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} {getattr(self, name)}: give at least {least}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,26 +11,12 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from epsim.traces.model import corpus
+from epsim.traces.model.options import FetchOptions
 
 END = "<|end|>"
 END_ID = 0
 
 Tokens = npt.NDArray[np.uint16]
-
-
-@dataclass(frozen=True, slots=True)
-class FetchOptions:
-    """cache: where packages and tokens are kept (None: $EPSIM_CACHE or ~/.cache/epsim); megabytes: text a domain."""
-
-    cache: Path | None = None
-    megabytes: float = 20
-    vocabulary: int = 8192
-
-    def __post_init__(self) -> None:
-        if not 0 < self.megabytes < float("inf"):
-            raise ValueError(f"--megabytes {self.megabytes}: give a positive size")
-        if not 300 <= self.vocabulary <= 65_536:
-            raise ValueError(f"--vocabulary {self.vocabulary}: give 300 to 65536 tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from epsim.files import check_target, whole_file
 from epsim.traces.model import corpus, tokens
-from epsim.traces.model.config import ModelShape, build_model, count_parameters
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """steps of `batch` sequences of `length` tokens; learning rate warms up, then falls to a tenth along a cosine.
-
-    balance: weight of the class's own load-balancing loss, taken layer by layer.
-    dense: also train the dense twin, with the same text in the same order.
-    device: "cuda" or "cpu"; None takes the GPU where there is one. There it trains in bfloat16, with master weights in
-    float32.
-    """
-
-    cache: Path | None = None
-    seed: int = 0
-    steps: int = 4000
-    batch: int = 64
-    length: int = 512
-    learning_rate: float = 2e-3
-    weight_decay: float = 0.1
-    balance: float = 0.01
-    dense: bool = True
-    device: str | None = None
-    shape: ModelShape = field(default_factory=ModelShape)
-    report: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name} {getattr(self, name)}: give at least 1")
-        if self.seed < 0:
-            raise ValueError(f"--seed {self.seed}: give at least 0")
-        if self.learning_rate <= 0:
-            raise ValueError(f"--learning-rate {self.learning_rate}: give more than 0")
-        if self.length >= self.shape.max_positions:
-            raise ValueError(f"--length {self.length}: the model has {self.shape.max_positions} positions")
+from epsim.traces.model.config import build_model, count_parameters
+from epsim.traces.model.options import TrainOptions
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from epsim.traces.model import corpus
+from epsim.traces.model.options import FetchOptions
 
 pytest.importorskip("tokenizers")
 
@@ -81,9 +82,9 @@ def test_limit_on_text(cache: Path) -> None:
 
 
 def test_fetch_is_repeatable(cache: Path) -> None:
-    folder = tokens.fetch_corpus(tokens.FetchOptions(cache=cache, vocabulary=400))
+    folder = tokens.fetch_corpus(FetchOptions(cache=cache, vocabulary=400))
     first = tokens.load(cache)
-    tokens.fetch_corpus(tokens.FetchOptions(cache=cache, vocabulary=400))
+    tokens.fetch_corpus(FetchOptions(cache=cache, vocabulary=400))
     again = tokens.load(cache)
     assert first.domains == ["prose", "words"]
     assert first.vocabulary == 400
@@ -104,9 +105,9 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="run `epsim model corpus` first"):
         tokens.load(tmp_path)
     with pytest.raises(ValueError, match="--megabytes 0"):
-        tokens.FetchOptions(megabytes=0)
+        FetchOptions(megabytes=0)
     with pytest.raises(ValueError, match="--vocabulary 20"):
-        tokens.FetchOptions(vocabulary=20)
+        FetchOptions(vocabulary=20)
     monkeypatch.setattr("shutil.which", lambda tool: None)
     with pytest.raises(ValueError, match="apt-get is not installed"):
         corpus.download("tales", tmp_path)
@@ -145,7 +146,7 @@ def test_no_held_out_text_is_trained_on() -> None:
 
 @pytest.mark.parametrize("name", ["tokens.npz", "tokenizer.json"])
 def test_damaged_corpus(name: str, cache: Path) -> None:
-    folder = tokens.fetch_corpus(tokens.FetchOptions(cache=cache, vocabulary=400))
+    folder = tokens.fetch_corpus(FetchOptions(cache=cache, vocabulary=400))
     (folder / name).write_bytes((folder / name).read_bytes()[:100])
     with pytest.raises(ValueError, match=r"the corpus in .* is damaged .*run `epsim model corpus` again"):
         tokens.load(cache)
@@ -154,4 +155,4 @@ def test_damaged_corpus(name: str, cache: Path) -> None:
 @pytest.mark.parametrize("megabytes", [-1, float("nan"), float("inf")])
 def test_sizes_that_cannot_be(megabytes: float) -> None:
     with pytest.raises(ValueError, match="--megabytes"):
-        tokens.FetchOptions(megabytes=megabytes)
+        FetchOptions(megabytes=megabytes)

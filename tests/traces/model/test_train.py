@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models
 from epsim.policies.registry import KINDS
 from epsim.traces.model import sample, tokens, train
 from epsim.traces.model.config import ModelShape, build_model, count_parameters
+from epsim.traces.model.options import RecordOptions, TrainOptions
 from epsim.traces.record import record
 from epsim.traces.routers import shared_cost
 from epsim.traces.store import StoredTrace
@@ -28,7 +29,7 @@ from epsim.traces.trace import TokenBlock
 SHAPE = ModelShape(
     vocabulary=64, num_layers=2, hidden=32, num_heads=2, num_experts=16, top_k=4, intermediate=16, max_positions=64
 )
-OPTIONS = train.TrainOptions(
+OPTIONS = TrainOptions(
     steps=100, batch=16, length=24, learning_rate=1e-2, device="cpu", shape=SHAPE, dense=False, balance=0.02
 )
 
@@ -131,7 +132,7 @@ def test_sizes() -> None:
 
 
 def test_learning_rate() -> None:
-    options = train.TrainOptions(steps=1000, learning_rate=1.0)
+    options = TrainOptions(steps=1000, learning_rate=1.0)
     rates = [train.learning_rate(options, step) for step in range(1000)]
     assert rates[0] == pytest.approx(0.01)
     assert rates[99] == rates[100] == max(rates) == 1.0
@@ -164,8 +165,15 @@ def test_train_and_record_from_the_cache(text: tokens.Corpus, tmp_path: Path) ->
     again = train.heldout_loss(loaded, text.heldout, 24)
     assert {k: round(v, 4) for k, v in again.items()} == report["moe"]["heldout_cross_entropy"]
     done = sample.record_sample(
-        sample.RecordOptions(
-            tmp_path / "s.parquet", tmp_path, 0, 4, (4, 8), (16, 8), (4, 3), num_source_ranks=4, device="cpu"
+        RecordOptions(
+            tmp_path / "s.parquet",
+            cache=tmp_path,
+            cycles=4,
+            batches=(4, 8),
+            prompts=(16, 8),
+            continuations=(4, 3),
+            num_source_ranks=4,
+            device="cpu",
         )
     )
     assert done.num_steps == 4 * (4 + 3 + 1)
@@ -176,8 +184,8 @@ def test_train_and_record_from_the_cache(text: tokens.Corpus, tmp_path: Path) ->
 def test_the_recording_replays_with_every_split(trained: train.Trained, text: tokens.Corpus, tmp_path: Path) -> None:
     from epsim.cli.main import main
 
-    sample_options = sample.RecordOptions(
-        tmp_path / "s.parquet", None, 0, 6, (4, 8), (16, 8), (6, 5), num_source_ranks=4
+    sample_options = RecordOptions(
+        tmp_path / "s.parquet", cycles=6, batches=(4, 8), prompts=(16, 8), continuations=(6, 5), num_source_ranks=4
     )
     sample.record_model(trained.model, text.heldout, sample_options)
     trace = StoredTrace(tmp_path / "s.parquet")
@@ -228,15 +236,15 @@ def test_prompts_are_never_given_twice() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: train.TrainOptions(steps=0), "--steps 0"),
-        (lambda: train.TrainOptions(length=4096), "--length 4096"),
-        (lambda: train.TrainOptions(seed=-1), "--seed -1"),
-        (lambda: train.TrainOptions(learning_rate=0.0), "--learning-rate 0"),
-        (lambda: sample.RecordOptions(Path("x"), seed=-1), "--seed -1"),
+        (lambda: TrainOptions(steps=0), "--steps 0"),
+        (lambda: TrainOptions(length=4096), "--length 4096"),
+        (lambda: TrainOptions(seed=-1), "--seed -1"),
+        (lambda: TrainOptions(learning_rate=0.0), "--learning-rate 0"),
+        (lambda: RecordOptions(Path("x"), seed=-1), "--seed -1"),
         (lambda: ModelShape(num_layers=0), "--layers 0"),
         (lambda: ModelShape(top_k=65), "top-k 65"),
         (lambda: ModelShape(hidden=510), "hidden size 510"),
-        (lambda: sample.RecordOptions(Path("x"), cycles=0), "--cycles 0"),
+        (lambda: RecordOptions(Path("x"), cycles=0), "--cycles 0"),
     ],
 )
 def test_mistakes(make: Any, message: str) -> None:

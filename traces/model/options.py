@@ -1,0 +1,78 @@
+"""What fetching text, training the small model and recording it can be asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from epsim.options import Options, about
+from epsim.traces.model.config import ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(Options):
+    cache: Path | None = field(
+        default=None,
+        metadata=about("Folder where text and model are kept. Default: $EPSIM_CACHE or ~/.cache/epsim."),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOptions(CacheOptions):
+    device: str | None = field(default=None, metadata=about("cuda or cpu. Default: the GPU if there is one."))
+    seed: int = field(default=0, metadata=about("Seed of all random draws.", least=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptions(CacheOptions):
+    megabytes: float = field(default=20, metadata=about("Most text of each domain, in MB."))
+    vocabulary: int = field(default=8192, metadata=about("Tokens of the byte-pair tokenizer.", least=300, most=65_536))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.megabytes < float("inf"):
+            raise ValueError(f"--megabytes {self.megabytes}: give a positive size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(DeviceOptions):
+    """steps of `batch` sequences of `length` tokens. The learning rate warms up, then falls to a tenth along a cosine.
+
+    balance: weight of the class's own load-balancing loss, taken layer by layer. On a GPU the model is trained in
+    bfloat16, with master weights in float32. The dense model is trained on the same text in the same order.
+    """
+
+    steps: int = field(default=4000, metadata=about("Training steps.", least=1))
+    batch: int = field(default=64, metadata=about("Sequences in a step.", least=1))
+    length: int = field(default=512, metadata=about("Tokens in a sequence.", least=1))
+    learning_rate: float = field(default=2e-3, metadata=about("The highest learning rate."))
+    weight_decay: float = 0.1
+    balance: float = 0.01
+    dense: bool = field(
+        default=True, metadata=about("Also train a dense model of equal active size.", flag="--dense/--no-dense")
+    )
+    shape: ModelShape = field(default_factory=ModelShape)
+    report: Path | None = field(default=None, metadata=about("A JSON file for curves, losses and skew."))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learning_rate <= 0:
+            raise ValueError(f"--learning-rate {self.learning_rate}: give more than 0")
+        if self.length >= self.shape.max_positions:
+            raise ValueError(f"--length {self.length}: the model has {self.shape.max_positions} positions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordOptions(DeviceOptions):
+    """Each cycle has one prefill step and two runs of prefill and decode steps, in small and in large batches. The
+    mixed and the single domains take turns, so any part of the trace holds all kinds, on text of its own.
+
+    batches: sequences of the two runs; prompts: tokens of each prompt; continuations: sampled tokens of each run.
+    """
+
+    out: Path = field(kw_only=False, metadata=about("The trace to write (Parquet)."))
+    cycles: int = field(default=8, metadata=about("Rounds of prefill and decode; each adds 45 steps.", least=1))
+    batches: tuple[int, int] = (16, 64)
+    prompts: tuple[int, int] = (128, 32)
+    continuations: tuple[int, int] = (33, 11)
+    num_source_ranks: int = 16
