@@ -188,6 +188,7 @@ def replay(
     planned = num_history if any(p.needs_history for p in policies.values()) else 0
     return {
         "schema": SCHEMA_VERSION,
+        "kind": "replay",
         "trace": described_trace(trace_name, meta, planned, num_scored, shared_note),
         "setting": {
             **described_cluster(cluster),

@@ -321,6 +321,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
     planned = first if history is None else history.num_steps
     results: Results = {
         "schema": SCHEMA_VERSION,
+        "kind": "replay" if predicted else "run",
         "trace": described_trace(Path(options.trace).name, meta, planned, prepared.last - first, prepared.notes),
         "setting": {
             **described_cluster(cluster),

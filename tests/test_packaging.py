@@ -43,7 +43,7 @@ def test_wheel_holds_every_module_and_data_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     wanted = {
         "epsim/py.typed",
-        "epsim/results/results.schema.json",
+        "epsim/results/schemas/definitions.json",
         "epsim/report/page.css",
         "epsim/report/page.html",
         "epsim/report/page.js",

@@ -174,7 +174,7 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
             "trace": side.results["trace"]["name"],
             "origin": side.results["trace"]["origin"],
             "steps": side.results["trace"]["steps_scored"],
-            "measured": "run" in side.results,
+            "measured": side.results["kind"] == "run",
             "seed": side.results["setting"]["seed"],
             "version": side.results["setting"]["version"],
             "command": side.results["setting"]["command"],
@@ -189,6 +189,7 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
         trace = first["trace"]
     found: Results = {
         "schema": first["schema"],
+        "kind": "comparison",
         "trace": trace,
         "setting": first["setting"] | {"command": command},
         "stacks": stacks,

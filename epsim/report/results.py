@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from epsim.results import check_results, kind_of, read_results, write_results
+from epsim.results import check_results, read_results, write_results
 from epsim.score.verdict import label
 
 
@@ -105,7 +105,7 @@ class Results:
     @property
     def kind(self) -> str:
         """replay, run, tune, comparison or sweep."""
-        return kind_of(self.data)
+        return str(self.data["kind"])
 
     @property
     def verdict(self) -> str:

@@ -46,7 +46,7 @@ def print_comparison(rows: Sequence[Row], sides: Sequence[Side], verdict: str) -
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     for number, side in enumerate(sides, start=1):
         trace = side.results["trace"]
-        kind = "measured" if "run" in side.results else "replayed"
+        kind = "measured" if side.results["kind"] == "run" else "replayed"
         console.print(Text(printable(f"{number}: {side.name}: {trace['name']}, {trace['steps_scored']} steps, {kind}")))
     console.print(_table(comparison_headers(), comparison_rows(rows, [side.name for side in sides]), num_left=3))
     console.print(Text(printable(verdict), style="bold"))

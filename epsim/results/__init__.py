@@ -1,16 +1,19 @@
-"""results.json, schema 1: what a replay or a run found, written whole or not at all, and checked against its schema."""
+"""results.json: what a command found, as plain dictionaries; checked when it is written and when it is read.
+
+`kind` says which command wrote it. Each kind has a schema in epsim/results/schemas; docs/results.md describes them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from importlib import resources
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from epsim.files import check_source, whole_file
+from epsim.results.checks import KINDS, check_results, results_schema
 
 if TYPE_CHECKING:
     from epsim.placement.base import Cluster
@@ -18,12 +21,25 @@ if TYPE_CHECKING:
 
 Results: TypeAlias = dict[str, Any]
 
+__all__ = [
+    "KINDS",
+    "SCHEMA_VERSION",
+    "Results",
+    "as_text",
+    "check_results",
+    "described_cluster",
+    "described_trace",
+    "read_results",
+    "results_schema",
+    "write_results",
+]
+
 SCHEMA_VERSION = 1
 _NUMBERS = re.compile(r"\[\n[\s\d.,eE+nul-]*\]")
 
 
 def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes: Sequence[str]) -> Results:
-    """The entry `trace`. planned, scored: numbers of steps. notes: further ones than the trace's own."""
+    """The entry `trace`. planned, scored: numbers of steps. notes: added to the trace's own."""
     return {
         "name": name,
         "source": meta.source,
@@ -42,7 +58,7 @@ def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes
 
 
 def described_cluster(cluster: Cluster) -> Results:
-    """What the entry `setting` says of the ranks."""
+    """The part of the entry `setting` that describes the ranks."""
     return {
         "ranks": cluster.num_ranks,
         "nodes": cluster.num_nodes,
@@ -51,29 +67,8 @@ def described_cluster(cluster: Cluster) -> Results:
     }
 
 
-def kind_of(results: Mapping[str, Any]) -> str:
-    """replay, run, tune, comparison or sweep."""
-    return next((kind for kind in ("sweep", "comparison", "tune", "run") if kind in results), "replay")
-
-
-def results_schema() -> dict[str, Any]:
-    """The JSON schema of results.json (epsim/results/results.schema.json)."""
-    schema: dict[str, Any] = json.loads(resources.files("epsim.results").joinpath("results.schema.json").read_text())
-    return schema
-
-
-def check_results(results: Mapping[str, Any], where: str = "results") -> None:
-    """Raises ValueError that names the first place where results break the schema."""
-    import jsonschema
-
-    error = jsonschema.Draft202012Validator(results_schema()).iter_errors(results)
-    first = next(iter(error), None)
-    if first is not None:
-        raise ValueError(f"{where}: {first.json_path}: {first.message.splitlines()[0][:200]}")
-
-
 def read_results(path: Path) -> Results:
-    """Raises FileNotFoundError or ValueError in one line."""
+    """The content of a results.json. Raises FileNotFoundError or ValueError in one line."""
     check_source(path)
     try:
         results = json.loads(
@@ -82,9 +77,11 @@ def read_results(path: Path) -> Results:
         json.dumps(results, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a results.json ({str(error)[:200]}): make it again") from None
+    if isinstance(results, dict) and "kind" not in results:  # written before results had kinds
+        parts = ("sweep", "comparison", "tune", "run")
+        results["kind"] = next((part for part in parts if part in results), "replay")
     check_results(results, str(path))
-    assert isinstance(results, dict)
-    return results
+    return cast("Results", results)
 
 
 def _finite(text: str) -> float:
@@ -101,6 +98,7 @@ def _whole(text: str) -> int:
 
 
 def write_results(results: Results, path: Path) -> None:
+    """Writes the file whole or not at all. Raises ValueError where the results break the schema of their kind."""
     check_results(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
@@ -108,7 +106,7 @@ def write_results(results: Results, path: Path) -> None:
 
 
 def as_text(results: Results) -> str:
-    """As it is written: readable, lists of numbers on one line. Raises ValueError for a number that JSON lacks."""
+    """The text of results.json, with lists of numbers on one line. Raises ValueError for NaN and infinity."""
     text = json.dumps(results, indent=1, allow_nan=False)
     # A string holds no line break, so what is joined is never text.
     return _NUMBERS.sub(lambda found: "[" + " ".join(found[0][1:-1].split()) + "]", text) + "\n"

@@ -127,6 +127,7 @@ def combined(sweep: Sweep, command: str) -> Results:
     unfinished = [(sweep.plan.cells[key], reason) for key, reason in sweep.failed.items()]
     return {
         "schema": SCHEMA_VERSION,
+        "kind": "sweep",
         "trace": trace,
         "setting": {**first["setting"], "command": command},
         "stacks": stacks,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from epsim.files import CannotWriteError, reason, whole_file
-from epsim.results import Results, check_results
+from epsim.results import Results, check_results, read_results
 from epsim.sweep.cells import Cell, Plan
 from epsim.sweep.pools import Pool
 from epsim.sweep.sources import TRACES, Making
@@ -165,15 +165,12 @@ def keep_cell(out: Path, cell: Cell, results: Results) -> None:
 
 
 def finished_cells(out: Path) -> set[str]:
-    """Keys of the whole cells in the folder; what is left of others does not count."""
+    """Keys of the cells in the folder that are whole and keep to their schema; others do not count."""
     found = set()
     for path in (out / CELLS).glob("*.json"):
-        try:
-            content = json.loads(path.read_bytes())
-            if content["cell"]["key"] == path.stem and content["stacks"]:
+        with contextlib.suppress(ValueError, OSError):
+            if read_results(path).get("cell", {}).get("key") == path.stem:
                 found.add(path.stem)
-        except (ValueError, TypeError, KeyError, OSError, RecursionError):
-            continue
     return found
 
 

@@ -257,6 +257,7 @@ def _results(
     redundant = searched.picked[0].redundant if found.advised else searched.candidates[0].redundant
     return {
         "schema": SCHEMA_VERSION,
+        "kind": "tune",
         "trace": described_trace(trace_name, meta, searched.report.first, num_scored, found.trace_notes),
         "setting": {
             **described_cluster(dataclasses.replace(problem.base, num_redundant=redundant)),

@@ -196,7 +196,8 @@ def large_results() -> Results:
         "ranks": num_ranks, "nodes": 1, "redundant": 0, "groups": 1, "seed": 0, "shared_cost": 0.0, "history": "none",
         "version": "0", "command": "none",
     }  # fmt: skip
-    return {"schema": 1, "trace": trace, "setting": setting, "scored": scored, "stacks": entries, "verdict": "large"}
+    found = {"schema": 1, "kind": "replay", "trace": trace, "setting": setting, "scored": scored}
+    return found | {"stacks": entries, "verdict": "large"}
 
 
 def test_a_large_page_opens_at_once(driver: Any, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from epsim.files import whole_file
 from epsim.results import check_results, read_results, results_schema, write_results
 from epsim.score.formulas import METRICS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def some_results() -> dict[str, Any]:
@@ -25,7 +25,7 @@ def some_results() -> dict[str, Any]:
     setting: dict[str, Any] = {"ranks": 2, "nodes": 1, "redundant": 0, "groups": 1, "seed": 0, "shared_cost": 0.0}
     setting |= {"history": "none", "version": "0", "command": "epsim"}
     stack = {"stack": "eplb", "metrics": metrics, "versus_first": versus}
-    return {"schema": 1, "trace": trace, "setting": setting, "stacks": [stack], "verdict": "words"}
+    return {"schema": 1, "kind": "replay", "trace": trace, "setting": setting, "stacks": [stack], "verdict": "words"}
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_schema_requires_every_metric_and_documents_it() -> None:
-    assert set(results_schema()["$defs"]["metrics"]["required"]) == set(METRICS)
+    assert set(results_schema("definitions")["$defs"]["metrics"]["required"]) == set(METRICS)
     words = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     for key, metric in METRICS.items():
         assert f"| `{key}` | {metric.unit} | {metric.formula} |" in words
@@ -50,6 +50,19 @@ def test_schema_requires_every_metric_and_documents_it() -> None:
         (lambda r: r["stacks"][0]["metrics"]["max_over_mean"].pop("p99"), "max_over_mean"),
         (lambda r: r["stacks"][0]["metrics"]["peak"].pop("reason"), "peak"),
         (lambda r: r["setting"].update(ranks=0), "ranks"),
+        (lambda r: r.update(kind="sweeps"), "$.kind: 'sweeps' is not one of replay, run, tune, comparison, sweep"),
+        (lambda r: r.update(kind="run"), "'run' is a required property"),
+        (lambda r: r["stacks"].append(r["stacks"][0]), "$.stacks: the name 'eplb' is given twice"),
+        (
+            lambda r: r["stacks"][0].update(load_over_mean_by_rank=[1.0, 1.0, 1.0]),
+            "$.stacks[0].load_over_mean_by_rank: has 3 entries, but there are 2 ranks",
+        ),
+        (
+            lambda r: r["stacks"][0].update(load_over_mean_by_layer=[[[1.0, 1.0], [None]]]),
+            "$.stacks[0].load_over_mean_by_layer[0][1]: has 1 entries, but there are 2 ranks",
+        ),
+        (lambda r: r["stacks"][0].update(by_step={"peak": [1.0, 2.0]}), "$.trace.steps_scored: is 1, but there are 2"),
+        (lambda r: r["trace"].update(layers=[3, 4]), "$.trace.layers: has 2 entries, but num_layers is 1"),
     ],
 )
 def test_broken_results_are_refused(break_it: Any, where: str) -> None:

@@ -1,0 +1,139 @@
+"""Whether results keep to the schema of their kind (epsim/results/schemas), and whether their parts fit together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+KINDS = ("replay", "run", "tune", "comparison", "sweep")
+MOST = 1e30
+
+
+def results_schema(name: str) -> dict[str, Any]:
+    """The JSON schema of a kind, or `definitions`, which all kinds share."""
+    text = resources.files("epsim.results").joinpath(f"schemas/{name}.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
+
+def check_results(results: Mapping[str, Any], where: str = "results") -> None:
+    """Raises ValueError that names the first place where results break the schema, or contradict themselves."""
+    if not isinstance(results, Mapping):
+        raise ValueError(f"{where}: $: is no JSON object")
+    kind = results.get("kind")
+    if kind not in KINDS:
+        raise ValueError(f"{where}: $.kind: {str(kind)[:40]!r} is not one of {', '.join(KINDS)}")
+    error = next(_validator(kind).iter_errors(results), None)
+    if error is not None:
+        raise ValueError(f"{where}: {error.json_path}: {error.message.splitlines()[0][:200]}")
+    contradiction = next(_contradictions(results), None)
+    if contradiction is not None:
+        raise ValueError(f"{where}: {contradiction}")
+
+
+@lru_cache(maxsize=len(KINDS))
+def _validator(kind: str) -> Any:
+    import jsonschema
+    from referencing import Registry
+    from referencing.jsonschema import DRAFT202012
+
+    def items(validator: Any, schema: Any, instance: Any, parent: Any) -> Iterator[Any]:
+        # Lists of numbers are nearly all of a file: they are checked at once.
+        if schema.get("$ref") != "#/$defs/number_or_null" or not all(
+            value is None or (type(value) in (int, float) and abs(value) <= MOST) for value in instance
+        ):
+            yield from standard(validator, schema, instance, parent)
+
+    standard = jsonschema.Draft202012Validator.VALIDATORS["items"]
+    shared = DRAFT202012.create_resource(results_schema("definitions"))
+    validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"items": items})
+    return validator(results_schema(kind), registry=Registry().with_resource("definitions.json", shared))
+
+
+def _contradictions(results: Mapping[str, Any]) -> Iterator[str]:
+    """Results that keep to their schema -> where they contradict themselves, and how."""
+    trace, kind = results["trace"], results["kind"]
+    if trace.get("layers") and len(trace["layers"]) != trace["num_layers"]:
+        yield f"$.trace.layers: has {len(trace['layers'])} entries, but num_layers is {trace['num_layers']}"
+    yield from _lengths(results)
+    names = [entry.get("name") or entry["stack"] for entry in results["stacks"]]
+    if kind in ("replay", "run", "tune"):
+        yield from _twice(names, "$.stacks: the name")
+    if kind == "sweep":
+        yield from _of_sweep(results["sweep"], [entry["cell"] for entry in results["stacks"]])
+    if kind == "comparison":
+        files = [file["file"] for file in results["comparison"]["files"]]
+        for place, row in enumerate(results["comparison"]["rows"]):
+            for key in ("first_file", "second_file"):
+                if row[key] not in files:
+                    yield f"$.comparison.rows[{place}].{key}: {row[key][:80]!r} is not one of the files"
+
+
+def _lengths(results: Mapping[str, Any]) -> Iterator[str]:
+    trace, scored = results["trace"], results.get("scored")
+    ranks = ("ranks", results["setting"]["ranks"])
+    layers = ("layers", trace["num_layers"])
+    lists = [entry["by_step"][key] for entry in results["stacks"] for key in entry.get("by_step", ())]
+    lists = [scored["steps"]] if scored else lists
+    every: tuple[str, None] = ("", None)
+    stretches = ("stretches of steps", len(lists[0]) if lists else 0)
+    if stretches[1] > trace["steps_scored"]:
+        yield f"$.trace.steps_scored: is {trace['steps_scored']}, but there are {stretches[1]} stretches of steps"
+    if scored:
+        for key in ("busy_steps", "busy_layers"):
+            yield from _length(scored[key], [stretches], f"$.scored.{key}")
+        for place, hot in enumerate(scored["hot_experts"]):
+            if hot["layer"] >= trace["num_layers"]:
+                yield f"$.scored.hot_experts[{place}].layer: is {hot['layer']}, but there are {layers[1]} layers"
+    for place, entry in enumerate(results["stacks"]):
+        where = f"$.stacks[{place}]"
+        for key, values in entry.get("by_step", {}).items():
+            yield from _length(values, [stretches], f"{where}.by_step.{key}")
+        yield from _length(entry.get("max_over_mean_by_layer"), [layers], f"{where}.max_over_mean_by_layer")
+        yield from _length(entry.get("load_over_mean_by_rank"), [ranks], f"{where}.load_over_mean_by_rank")
+        yield from _length(entry.get("load_over_mean_by_step"), [stretches, ranks], f"{where}.load_over_mean_by_step")
+        yield from _length(
+            entry.get("load_over_mean_by_layer"), [layers, every, ranks], f"{where}.load_over_mean_by_layer"
+        )
+        if scored:
+            hot = ("hot experts", len(scored["hot_experts"]))
+            yield from _length(entry.get("hot_copies"), [hot], f"{where}.hot_copies")
+
+
+def _length(values: Any, sizes: Sequence[tuple[str, int | None]], where: str) -> Iterator[str]:
+    """sizes: (of what, how many) by axis; None for any number. Lists that are absent or empty are none."""
+    if not values:
+        return
+    what, number = sizes[0]
+    if number is not None and len(values) != number:
+        yield f"{where}: has {len(values)} entries, but there are {number} {what}"
+    if len(sizes) > 1:
+        for place, value in enumerate(values):
+            yield from _length(value, sizes[1:], f"{where}[{place}]")
+
+
+def _of_sweep(sweep: Mapping[str, Any], cells: Sequence[str]) -> Iterator[str]:
+    """cells: of each stack, its cell's key."""
+    keys = [cell["key"] for cell in sweep["cells"]]
+    yield from _twice(keys, "$.sweep.cells: the key")
+    known, used = set(keys), set(cells)
+    for place, key in enumerate(cells):
+        if key not in known:
+            yield f"$.stacks[{place}].cell: {key[:80]!r} is not the key of a cell"
+    for place, cell in enumerate(sweep["cells"]):
+        if cell["key"] not in used:
+            yield f"$.sweep.cells[{place}].key: no stack is of cell {cell['key'][:80]!r}"
+        for axis, values in sweep["axes"].items():
+            if cell.get(axis) is not None and cell[axis] not in values:
+                yield f"$.sweep.cells[{place}].{axis}: is not one of the values of this axis"
+
+
+def _twice(names: Sequence[str], what: str) -> Iterator[str]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            yield f"{what} {name[:80]!r} is given twice"
+        seen.add(name)
