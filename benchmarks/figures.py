@@ -98,6 +98,7 @@ def facts(load: Load) -> dict[str, Any]:
         for kind in ("nccl", "peer")
     }
     own = {row["batch"]: row["0.178"]["us"] for row in load("reader_speed")["rows"] if row["shape"] == "qwen3-30b-a3b"}
+    moe, dense = (model[form]["heldout_cross_entropy"] for form in ("moe", "dense"))
     proved = [row[kind] for row in solvers(load) if row["ours"] for kind in ("real", "pairs", "hard")]
     return {
         "split_gpu": {
@@ -142,7 +143,9 @@ def facts(load: Load) -> dict[str, Any]:
             {
                 "domain": domain,
                 "tokens": count / 1e6,
-                **{form: model[form]["heldout_cross_entropy"][domain] for form in ("moe", "dense")},
+                "moe": moe[domain],
+                "dense": dense[domain],
+                "difference": moe[domain] - dense[domain],
                 "skew": ", ".join(f"{layer['max_over_mean']:.2f}" for layer in model["skew"][domain]),
             }
             for domain, count in model["corpus_tokens"].items()
