@@ -10,10 +10,12 @@ import yaml
 
 from tests.docs.blocks import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("docs", "runtime", "launch", "kernels/*")
+NAMED = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
+PAGES = [ROOT / name for name in NAMED] + [page for name in FOLDERS for page in sorted(ROOT.glob(f"{name}/*.md"))]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
@@ -26,6 +28,18 @@ def test_links(path: Path) -> None:
             re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in re.findall(r"^#+ (.*)$", inside, re.M)
         }
         assert anchor in heads, target
+
+
+def test_files_that_pages_name_exist() -> None:
+    folders = "traces|epsim|kernels|runtime|launch|tests|benchmarks"
+    named = {
+        name
+        for page in PAGES
+        if page.name != "add-a-policy.md"
+        for name in re.findall(rf"`((?:{folders})/[\w./-]+\.\w+)`", page.read_text())
+    }
+    assert len(named) > 20
+    assert [name for name in sorted(named - {"epsim/cli/NAME.py"}) if not (ROOT / name).exists()] == []
 
 
 def test_citation_and_hooks_are_yaml() -> None:
