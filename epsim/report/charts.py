@@ -1,4 +1,4 @@
-"""What each figure draws, from results.json alone."""
+"""The figures of a page about policy stacks, drawn from results.json alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE, Figure, colour
-from epsim.report.frontiers import frontier_figures
-from epsim.report.sweeps import sweep_figures
 from epsim.results import Results
 from epsim.score.verdict import best_of, label
 
@@ -27,71 +25,67 @@ MOST_PLACEMENTS = 4
 MOST_MARKS = 128
 
 
-def figures(results: Results) -> list[Figure]:
-    """Those that the results have values for, in the page's order."""
-    frontiers = frontier_figures(results)
-    if "sweep" in results:
-        return sweep_figures(results) + frontiers
-    stacks = results["stacks"]
+def stack_figures(results: Results) -> list[Figure]:
+    """The figures that the results have values for, in the page's order."""
+    stacks, trace = results["stacks"], results["trace"]
     bars = (1.1 + 0.42 * len(stacks), 1.6 + 0.42 * len(stacks))
     lines = (2.8 + 0.19 * -(-len(stacks) // 2), 3.1 + 0.19 * len(stacks))
     hot = bool(results.get("scored", {}).get("hot_experts")) and _any(stacks, "hot_copies")
     every: list[tuple[bool, Drawing, str, str, str, tuple[float, float]]] = [
         (
             any(entry["metrics"][key]["mean"] for entry in stacks for key in CAUSES), _causes, "causes",
-            "What peak over mean is made of",
-            "x: product of the mean gaps + 1, by cause (1: perfectly balanced; of means, so near the mean peak over "
-            "mean, not equal to it); y: stacks", bars,
+            "Where the imbalance comes from",
+            "x: product of 1 + mean gap over the causes; 1 is perfect balance. It is close to the mean peak/mean, but "
+            "not equal to it, since it multiplies means; y: stacks", bars,
         ),
         (
-            _any(stacks, "load_over_mean_by_step"), _heat, "heat",
-            "Load of every rank over the steps, before and after",
-            "x: step; y: rank; colour: load over the mean load of the layer, mean over layers", (2.6, 3.6),
+            _any(stacks, "load_over_mean_by_step"), _heat, "heat", "Load of every rank over the steps",
+            "x: step; y: rank; colour: load over the mean load, averaged over layers", (2.6, 3.6),
         ),
         (
-            _any(stacks, "max_over_mean_quantiles"), _ecdf, "ecdf", "Distribution of peak over mean",
-            "x: peak over mean of a layer in a step; y: share of layers and steps with at most that", lines,
+            _any(stacks, "max_over_mean_quantiles"), _ecdf, "ecdf", "Distribution of peak/mean",
+            "x: peak/mean of one layer in one step; y: share of layers and steps with at most this value", lines,
         ),
         (
-            results["trace"]["steps_scored"] > 1 and _any(stacks, "by_step"), _steps, "steps",
-            "Peak over mean as the steps go by",
-            "x: step; y: peak over mean, mean over layers (and over a stretch of steps where there are many)", lines,
+            trace["steps_scored"] > 1 and _any(stacks, "by_step"), _steps, "steps", "Peak/mean by step",
+            "x: step; y: peak/mean, averaged over layers (in a long trace also over neighbouring steps)", lines,
         ),
         (
             any(len(entry.get("max_over_mean_by_tokens", [])) > 1 for entry in stacks), _tokens, "tokens",
-            "Peak over mean by batch size",
-            "x: tokens a rank in a step, by powers of two; y: peak over mean, mean over those steps and layers", lines,
-        ),
-        (
-            results["trace"]["num_layers"] > 1 and _any(stacks, "max_over_mean_by_layer"), _layers, "layers",
-            "Layer by layer",
-            "x: layer of the model; y: peak over mean, mean over steps", lines,
-        ),
-        (
-            _any(stacks, "load_over_mean_by_rank"), _ranks, "ranks", "Rank by rank",
-            "x: rank; y: load over the mean load, mean over steps and layers", lines,
-        ),
-        (
-            _any(stacks, "phases_us"), _phases, "phases", "Where the time of a layer goes",
-            "x: microseconds of a layer, mean over steps and layers, each phase its slowest rank's; y: stacks", bars,
-        ),
-        (
-            any(entry["metrics"]["kept_mass"]["mean"] is not None for entry in stacks), _kept, "kept",
-            "Quality kept against what is read",
-            "x: active experts of the busiest rank, bytes it reads, layer time (means); y: router probability kept",
+            "Peak/mean by batch size",
+            "x: tokens per rank in a step, in powers of two; y: peak/mean, averaged over these steps and their layers",
             lines,
         ),
         (
+            trace["num_layers"] > 1 and _any(stacks, "max_over_mean_by_layer"), _layers, "layers", "Peak/mean by layer",
+            "x: layer of the model; y: peak/mean, averaged over steps", lines,
+        ),
+        (
+            _any(stacks, "load_over_mean_by_rank"), _ranks, "ranks", "Load by rank",
+            "x: rank; y: load over the mean load, averaged over steps and layers", lines,
+        ),
+        (
+            _any(stacks, "phases_us"), _phases, "phases", "Time of a layer by phase",
+            "x: microseconds per layer, averaged over steps and layers; each phase is that of its slowest rank; "
+            "y: stacks", bars,
+        ),
+        (
+            any(entry["metrics"]["kept_mass"]["mean"] is not None for entry in stacks), _kept, "kept",
+            "Router probability kept, and what is read",
+            "x: active experts of the busiest rank, bytes it reads, time of a layer (means); y: router probability of "
+            "the experts used over that of the model's choice", lines,
+        ),
+        (
             hot, _hot, "hot", "The hottest experts and the ranks that hold their copies",
-            "x: rank; y: layer and expert, with its load over the mean expert's; a mark is a copy",
+            "x: rank; y: layer and expert, with its load over the mean expert's load; each mark is a copy",
             (3.4, 0.4 + 2.9 * len(_placements(results))),
         ),
     ]  # fmt: skip
     return [
         Figure(key, title, axes, partial(draw, results), *size, live=draw is _heat)
-        for there, draw, key, title, axes, size in every
-        if there
-    ] + frontiers
+        for has_values, draw, key, title, axes, size in every
+        if has_values
+    ]
 
 
 def _any(stacks: Sequence[Any], key: str) -> bool:
@@ -112,7 +106,7 @@ def _name(entry: dict[str, Any], narrow: bool = False) -> str:
 def _bars(
     axes: Axes, results: Results, parts: Sequence[tuple[str, Sequence[float]]], start: float, digits: int, narrow: bool
 ) -> None:
-    """Stacked bars, a stack's name over its bar. parts: (name, lengths by stack)."""
+    """Stacked bars with the stack's name above each. parts: (name, length by stack)."""
     stacks = results["stacks"]
     left = np.full(len(stacks), start)
     for number, (name, lengths) in enumerate(parts):
@@ -143,28 +137,29 @@ def _causes(results: Results, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
     left = np.ones(len(results["stacks"]))
     parts = []
-    # Causes multiply, so their bars are stacked as successive factors: each is drawn from the product so far.
+    # Causes multiply: each bar begins at the product of those before it.
     for key, cause in CAUSES.items():
         gaps = np.array([entry["metrics"][key]["mean"] or 0.0 for entry in results["stacks"]])
         if gaps.any():
             parts.append((cause, (left * gaps).tolist()))
         left = left * (1 + gaps)
     _bars(axes, results, parts, 1.0, 3, narrow)
-    axes.set_xlabel("peak / mean, as the product of mean gaps + 1")
+    axes.set_xlabel("peak/mean, as the product of 1 + mean gap")
     _bar_legend(canvas, axes, narrow)
 
 
 def _phases(results: Results, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
-    there = [entry.get("phases_us", {}) for entry in results["stacks"]]
-    parts = [(p, [one.get(p, {}).get("mean", 0.0) for one in there]) for p in PHASES if any(p in one for one in there)]
+    of_stacks = [entry.get("phases_us", {}) for entry in results["stacks"]]
+    known = [phase for phase in PHASES if any(phase in phases for phases in of_stacks)]
+    parts = [(phase, [phases.get(phase, {}).get("mean", 0.0) for phases in of_stacks]) for phase in known]
     _bars(axes, results, parts, 0.0, 1, narrow)
-    axes.set_xlabel("microseconds a layer")
+    axes.set_xlabel("microseconds per layer")
     _bar_legend(canvas, axes, narrow)
 
 
 def before_and_after(results: Results) -> tuple[int, int]:
-    """Places of the stacks that the heat map shows at first: the first, and the best of the others."""
+    """Indices of the stacks that the heat map shows at first: the first stack and the best one."""
     best = best_of(results["stacks"]) or 0
     return 0, best if best else min(1, len(results["stacks"]) - 1)
 
@@ -174,7 +169,7 @@ def _heat(results: Results, canvas: Canvas, narrow: bool) -> None:
 
     shown = list(dict.fromkeys(before_and_after(results)))
     maps = [np.array(results["stacks"][n].get("load_over_mean_by_step") or [[np.nan]], dtype=float).T for n in shown]
-    # One colour scale for all, so that before and after can be compared.
+    # The same colour scale for all, so that they can be compared.
     low, high = min(float(np.nanmin(m)) for m in maps), max(float(np.nanmax(m)) for m in maps)
     shape = (len(shown), 1) if narrow else (1, len(shown))
     every = canvas.subplots(*shape, squeeze=False).ravel()
@@ -194,7 +189,7 @@ def _heat(results: Results, canvas: Canvas, narrow: bool) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axes.grid(visible=False)
     bar = canvas.colorbar(image, ax=list(every))
-    bar.set_label("load / mean")
+    bar.set_label("load / mean load")
 
 
 def _ecdf(results: Results, canvas: Canvas, narrow: bool) -> None:
@@ -205,8 +200,8 @@ def _ecdf(results: Results, canvas: Canvas, narrow: bool) -> None:
             shares = np.linspace(0, 1, len(values))
             axes.plot(values, shares, DASHES[number % 4], color=colour(number), label=_name(entry, narrow))
     axes.set_ylim(0, 1)
-    axes.set_xlabel("peak / mean")
-    axes.set_ylabel("share at most that")
+    axes.set_xlabel("peak/mean")
+    axes.set_ylabel("share of layers and steps")
     _legend(canvas, axes, narrow)
 
 
@@ -219,7 +214,7 @@ def _steps(results: Results, canvas: Canvas, narrow: bool) -> None:
             at = (np.arange(len(values)) + 0.5) * steps / len(values)
             axes.plot(at, values, DASHES[number % 4], color=colour(number), linewidth=1.1, label=_name(entry, narrow))
     axes.set_xlabel("step")
-    axes.set_ylabel("peak / mean")
+    axes.set_ylabel("peak/mean")
     _legend(canvas, axes, narrow)
 
 
@@ -231,19 +226,24 @@ def _tokens(results: Results, canvas: Canvas, narrow: bool) -> None:
         places = [lows.index(size["low"]) for size in sizes]
         _line(axes, number, entry, places, [size["mean"] for size in sizes], narrow)
     axes.set_xticks(range(len(lows)), [f"{low:g}-{max(2 * low, 1):g}" for low in lows])
-    axes.set_xlabel("tokens a rank")
-    axes.set_ylabel("peak / mean")
+    axes.set_xlabel("tokens per rank")
+    axes.set_ylabel("peak/mean")
     _legend(canvas, axes, narrow)
 
 
 def _layers(results: Results, canvas: Canvas, narrow: bool) -> None:
     layers = results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
-    _lines(results, "max_over_mean_by_layer", layers, ("layer", "peak / mean"), canvas, narrow)
+    _lines(results, "max_over_mean_by_layer", layers, ("layer", "peak/mean"), canvas, narrow)
 
 
 def _ranks(results: Results, canvas: Canvas, narrow: bool) -> None:
     _lines(
-        results, "load_over_mean_by_rank", range(results["setting"]["ranks"]), ("rank", "load / mean"), canvas, narrow
+        results,
+        "load_over_mean_by_rank",
+        range(results["setting"]["ranks"]),
+        ("rank", "load / mean load"),
+        canvas,
+        narrow,
     )
 
 
@@ -275,7 +275,11 @@ def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 def _kept(results: Results, canvas: Canvas, narrow: bool) -> None:
     stacks = results["stacks"]
-    measures = [("active_experts", "active experts"), ("bytes_read", "bytes read"), ("layer_time_us", "layer us")]
+    measures = [
+        ("active_experts", "active experts"),
+        ("bytes_read", "bytes read"),
+        ("layer_time_us", "microseconds per layer"),
+    ]
     measures = [m for m in measures if any(entry["metrics"][m[0]]["mean"] is not None for entry in stacks)]
     shape = (len(measures), 1) if narrow and len(measures) > 1 else (1, len(measures))
     every = canvas.subplots(*shape, sharey=True, squeeze=False).ravel()
@@ -283,7 +287,7 @@ def _kept(results: Results, canvas: Canvas, narrow: bool) -> None:
         for number, entry in enumerate(stacks):
             kept = entry["metrics"]["kept_mass"]["mean"]
             value = entry["metrics"][key]["mean"]
-            if value is not None:  # without a router every token keeps its model's choice
+            if value is not None:  # without a router policy every token keeps the model's choice
                 axes.plot(
                     [value], [1.0 if kept is None else kept], MARKERS[number % 8], color=colour(number), markersize=7,
                     label=_name(entry, narrow),
@@ -294,13 +298,13 @@ def _kept(results: Results, canvas: Canvas, narrow: bool) -> None:
 
 
 def _placements(results: Results) -> list[tuple[str, list[list[int]]]]:
-    """Copies of the hot experts by distinct placement, with the names of its stacks."""
-    found: dict[str, tuple[list[str], list[list[int]]]] = {}
+    """(names of the stacks, ranks that hold copies of each hot expert) for each distinct placement."""
+    distinct: dict[str, tuple[list[str], list[list[int]]]] = {}
     for entry in results["stacks"]:
         copies = entry.get("hot_copies")
         if copies:
-            found.setdefault(str(copies), ([], copies))[0].append(label(entry))
-    first = list(found.values())[:MOST_PLACEMENTS]
+            distinct.setdefault(str(copies), ([], copies))[0].append(label(entry))
+    first = list(distinct.values())[:MOST_PLACEMENTS]
     return [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), copies) for names, copies in first]
 
 
@@ -309,7 +313,7 @@ def _hot(results: Results, canvas: Canvas, narrow: bool) -> None:
 
     hot, placements = results["scored"]["hot_experts"], _placements(results)
     layers = results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
-    names = [f"layer {layers[one['layer']]}, {one['expert']}: {one['load_over_mean']:.1f}x" for one in hot]
+    names = [f"layer {layers[e['layer']]}, expert {e['expert']}: {e['load_over_mean']:.1f}x" for e in hot]
     shape = (len(placements), 1) if narrow else (1, len(placements))
     every = canvas.subplots(*shape, sharey=True, squeeze=False).ravel()
     for number, (axes, (title, copies)) in enumerate(zip(every, placements, strict=True)):

@@ -1,4 +1,4 @@
-"""results.json side by side: predicted and measured, two policies, two traces, last week and today."""
+"""Compares results.json files: predicted and measured, two policies, two traces, last week and today."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epsim.score.verdict import label
 
 MEASURED, PREDICTED = "results.json", "predicted.json"
 WHOLE_STEPS = ("balancedness_vllm", "throughput_gain")
-"""Metrics with one value a step; the others have one a layer with tokens."""
+"""Metrics with one value per step. The others have one per layer with tokens."""
 EXACT = 1e-4
 SHAPED = {
     "max_over_mean_by_layer",
@@ -24,14 +24,14 @@ SHAPED = {
     "load_over_mean_by_layer",
     "by_step",
 }
-"""Detail that can be drawn together only where ranks, steps and layers are the same."""
+"""Lists that can be drawn together only if all files have the same ranks, steps and layers."""
 
 How: TypeAlias = Literal["paired", "unpaired", "none"]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One results.json under the name it was given."""
+    """One results.json and the name that the user gave it."""
 
     name: str
     results: Results
@@ -39,10 +39,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One metric's mean of two stacks; None where one has no value.
+    """The means of one metric of two stacks; None where a stack has no value.
 
-    difference: second less first, with its 95% interval low, high, None where the steps do not give one. how: whether
-    the interval is of the same steps, paired, or of two sets of steps.
+    difference: second minus first; low, high: its 95% interval, None where the steps do not give one. how: `paired` if
+    both have the same steps, `unpaired` if not, `none` without an interval.
     """
 
     stack: str
@@ -60,7 +60,7 @@ class Row:
 
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:
-    """A folder stands for its results.json, a run's folder given alone for what was predicted and what was measured.
+    """Reads files, or the results.json of folders. A run's folder alone gives its prediction and its measurement.
 
     Raises FileNotFoundError or ValueError in one line.
     """
@@ -71,10 +71,10 @@ def read_sides(paths: Sequence[Path]) -> list[Side]:
 
 
 def compare(sides: Sequence[Side]) -> list[Row]:
-    """Every later file against the first, stack by stack: those of the same name, or each file's only one. Of one file
-    alone, its other stacks against its first.
+    """Compares each later file with the first, stack by stack.
 
-    Raises ValueError where there is nothing to set side by side.
+    Stacks with the same name are compared; so are the only stacks of two files. In a single file, every other stack is
+    compared with the first. Raises ValueError where there is nothing to compare.
     """
     rows: list[Row] = []
     first = sides[0]
@@ -140,7 +140,7 @@ def _interval(first: Results, ours: Any, second: Results, theirs: Any, key: str)
 
 
 def _by_step(results: Results, entry: Any, key: str) -> tuple[Floats, Floats] | None:
-    """(sums, counts) of a metric by stretch of steps; None where the file does not have them."""
+    """(sums, counts) of a metric by stretch of steps; None where the file lacks them."""
     values, scored = entry.get("by_step", {}).get(key), results.get("scored")
     if not values or scored is None:
         return None
@@ -152,12 +152,12 @@ def _by_step(results: Results, entry: Any, key: str) -> tuple[Floats, Floats] | 
     sums = np.nan_to_num(means) * counts
     mean = entry["metrics"][key]["mean"]
     if not counts.sum() or abs(sums.sum() / counts.sum() - mean) > EXACT * max(abs(mean), EXACT):
-        return None  # a metric that not every layer with tokens has
+        return None  # some layers with tokens lack this metric
     return sums, counts
 
 
 def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Results:
-    """The comparison as results.json: every side's stacks, named with their file, and the rows as `comparison`."""
+    """The comparison as results.json: the stacks of all files, named with their file, and the rows."""
     first = sides[0].results
     stacks = []
     shapes = {(s.results["setting"]["ranks"], s.results["trace"]["steps_scored"], *_layers(s.results)) for s in sides}
@@ -166,7 +166,7 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
         for entry in side.results["stacks"]:
             name = label(entry) if len(sides) == 1 else f"{label(entry)} ({side.name})"
             kept = {key: value for key, value in entry.items() if key not in dropped}
-            # Of several files the rows say what differs from what; within its file a stack's own first is another.
+            # versus_first compares with the first stack of the same file; rows compare files.
             stacks.append(kept | {"name": name} | ({} if len(sides) == 1 else {"versus_first": {}}))
     files = [
         {
@@ -183,7 +183,7 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
         for side in sides
     ]
     trace = first["trace"] | {
-        "notes": [f"a comparison of {len(sides)} results: what is said of the trace is the first's"]
+        "notes": [f"a comparison of {len(sides)} results; trace and setting are those of the first"]
     }
     if len(sides) == 1:
         trace = first["trace"]
@@ -207,9 +207,9 @@ def _layers(results: Results) -> Sequence[int]:
 
 
 def words(rows: Sequence[Row]) -> str:
-    """Peak over mean of the pair where it differs most, then the layer's time likewise, where a pair has one."""
-    said = [_most(rows, "max_over_mean", "Peak over mean", 3), _most(rows, "layer_time_us", "Layer time (us)", 1)]
-    return " ".join(filter(None, said)) or "Peak over mean has no value on both sides."
+    """The pair whose peak/mean differs most, and the pair whose layer time differs most."""
+    sentences = [_most(rows, "max_over_mean", "Peak/mean", 3), _most(rows, "layer_time_us", "Layer time (us)", 1)]
+    return " ".join(filter(None, sentences)) or "No stack has a peak/mean in both files."
 
 
 def _most(rows: Sequence[Row], key: str, what: str, digits: int) -> str:
@@ -222,13 +222,12 @@ def _most(rows: Sequence[Row], key: str, what: str, digits: int) -> str:
     assert row.difference is not None
     who = row.stack if row.stack == row.second_stack else f"{row.second_stack} against {row.stack}"
     if row.difference == 0:
-        everyone = f"with each of {len(known)} stacks" if len(known) > 1 else f"with {who}"
+        everyone = f"for each of {len(known)} stacks" if len(known) > 1 else f"for {who}"
         return f"{what} is the same {everyone}."
     change = f"{row.difference / row.first:+.1%}"
     if row.low is not None and row.high is not None:
         change += f", 95% interval {row.low / row.first:+.1%} to {row.high / row.first:+.1%}, {row.how}"
-    most = "differs most with" if len(known) > 1 else "of"
-    told = (
-        "" if row.low is None or row.high is None or row.low * row.high > 0 else "; these steps do not tell them apart"
-    )
-    return f"{what} {most} {who}: {row.second:.{digits}f} against {row.first:.{digits}f} ({change}){told}."
+    most = "differs most for" if len(known) > 1 else "of"
+    clear = row.low is None or row.high is None or row.low * row.high > 0
+    doubt = "" if clear else "; the interval includes zero"
+    return f"{what} {most} {who}: {row.second:.{digits}f} against {row.first:.{digits}f} ({change}){doubt}."

@@ -1,4 +1,4 @@
-"""The rows of a comparison as cells, for terminal, Markdown and page."""
+"""The table of a comparison, for the terminal, report.md and report.html."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def comparison_headers() -> list[str]:
 
 
 def comparison_rows(rows: Sequence[Row], files: Sequence[str]) -> list[list[str]]:
-    """files: names in their order; a row names its two by their numbers."""
+    """files: their names in order. A row refers to its two files by number."""
     table = []
     for row in rows:
         stack = row.stack if row.stack == row.second_stack else f"{row.stack} -> {row.second_stack}"

@@ -1,4 +1,4 @@
-"""Conditions on results, for use in CI: NAME.KEY.STATISTIC, a comparison and a number (docs/commands.md)."""
+"""Conditions of `epsim compare --fail-if`: NAME.METRIC.STATISTIC, an operator and a number (docs/commands.md)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _SHAPE = re.compile(r"\s*(.+)\.([a-z_0-9]+)\.([a-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """name: of a stack in the last file; statistic: of OF_A_STACK, or of OF_A_PAIR against the first file."""
+    """A parsed condition on the stack `name` of the last file.
+
+    statistic: one of OF_A_STACK, or of OF_A_PAIR for the difference from the first file.
+    """
 
     text: str
     name: str
@@ -54,7 +57,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def holds(condition: Condition, sides: Sequence[Side], rows: Sequence[Row]) -> tuple[bool, float]:
-    """Whether it holds, and the value. Raises ValueError where there is no such stack, metric or value."""
+    """(whether the condition holds, the value). Raises ValueError where there is no such stack, metric or value."""
     last = sides[-1]
     stacks = {label(entry): entry for entry in last.results["stacks"]}
     by_text = {entry["stack"]: entry for entry in last.results["stacks"]}
@@ -79,7 +82,7 @@ def holds(condition: Condition, sides: Sequence[Side], rows: Sequence[Row]) -> t
             None,
         )
         value = None if row is None else getattr(row, condition.statistic)
-        why = "it is the first, or these results do not tell an interval"
+        why = "it is the first stack, or these results give no interval"
     if value is None:
         raise ValueError(f"{where}: has no value: {why}")
     return OPERATORS[condition.operator](value, condition.number), value

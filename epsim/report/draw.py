@@ -1,4 +1,4 @@
-"""Figures as SVG for the page, at two widths and in the page's colours, and as PNG for Markdown."""
+"""Draws a figure as SVG in two widths for the page, and as PNG for Markdown."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 WIDE, NARROW = 9.2, 3.7
-"""Inches; at 96 pixels an inch and 72 points, a narrow one fits a telephone."""
+"""Inches. At 96 pixels per inch the narrow form fits a telephone."""
 INK, FAINT = "#101112", "#c0c1c2"
-"""Stand-ins in the SVG for the page's own colours, which light and dark define."""
+"""Replaced in the SVG by colours that the page defines for its light and dark form."""
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d31")
-"""Okabe and Ito's colours, told apart by the colour-blind; the first stack has the ink's."""
+"""The colours of Okabe and Ito, which colour-blind readers can tell apart. The first stack is drawn in INK."""
 MARKERS, DASHES = "os^vDxP*", ("-", "--", "-.", ":")
 STYLE = {
     "font.size": 9,
@@ -47,10 +47,11 @@ STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """key: names files and anchors; axes: what they are, in words; draw(canvas, narrow) fills an empty canvas.
+    """One figure of a page.
 
-    height: inches of the wide form; narrow_height: of the other. live: drawn by the page's script, for any two stacks
-    and any layer; the PNG alone is made.
+    key: its name in files and links; axes: the axes in words; draw(canvas, narrow): fills an empty canvas. height,
+    narrow_height: inches of the wide and the narrow form. live: the page's script draws it for any two stacks and any
+    layer, so that only the PNG is made.
     """
 
     key: str
@@ -64,7 +65,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A figure's forms: <svg> elements whose text is text, escaped, and whose colours are the page's, and a PNG."""
+    """A figure as two <svg> elements, with escaped text and the page's colours, and as PNG."""
 
     figure: Figure
     wide: str
@@ -92,7 +93,7 @@ def _svg(canvas: Canvas, prefix: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = text.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
-    # Names within the drawing must not meet those of another on the same page.
+    # Two drawings on one page must not share names.
     text = re.sub(r'(\bid="|url\(#|xlink:href="#)', rf"\g<1>{prefix}", text)
     return re.sub(r"<svg ", '<svg aria-hidden="true" focusable="false" ', text, count=1)
 
@@ -105,11 +106,11 @@ def _canvas(figure: Figure, narrow: bool) -> Iterator[Canvas]:
     size = (NARROW, figure.narrow_height) if narrow else (WIDE, figure.height)
     style: Any = {**STYLE, "svg.hashsalt": figure.key}
     with warnings.catch_warnings(), mpl.rc_context(style):
-        # A font lacks some of the world's letters; the picture then shows boxes, and nobody is warned.
+        # Letters that the font lacks are drawn as boxes, without a warning.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
         canvas = Canvas(figsize=size, layout="constrained")
         figure.draw(canvas, narrow)
-        # Laid out once, where saving would do it, and a drawing nobody sees, each time.
+        # Saving would lay the figure out again each time.
         engine = canvas.get_layout_engine()
         assert engine is not None
         engine.execute(canvas)
@@ -118,5 +119,5 @@ def _canvas(figure: Figure, narrow: bool) -> Iterator[Canvas]:
 
 
 def colour(number: int) -> str:
-    """Of the stack at that place."""
+    """Of the stack with this index."""
     return INK if number == 0 else SERIES[(number - 1) % len(SERIES)]

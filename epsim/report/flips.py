@@ -1,4 +1,4 @@
-"""Under which conditions the verdict flips: by another measure, in some layers, at some times, at some batch sizes."""
+"""When another stack is better than the best one: by another metric, or in some layers, steps or batch sizes."""
 
 from __future__ import annotations
 
@@ -9,165 +9,172 @@ from epsim.results import Results
 from epsim.score.verdict import best_of, label
 
 MEASURES = (
-    ("max_over_mean", "p95", "95th percentile of peak over mean", False),
-    ("max_over_mean", "max", "largest peak over mean", False),
+    ("max_over_mean", "p95", "the 95th percentile of peak/mean", False),
+    ("max_over_mean", "max", "the largest peak/mean", False),
     ("layer_time_us", "mean", "mean layer time", False),
     ("throughput_gain", "mean", "throughput", True),
-    ("active_experts", "mean", "active experts of the busiest rank", False),
-    ("remote_node_share", "mean", "share leaving the node", False),
+    ("active_experts", "mean", "active experts on one rank", False),
+    ("remote_node_share", "mean", "the share of assignments that leave the node", False),
 )
-TUNE_CONDITIONS = ("does not pay", "limits")
-SAME = 1e-3
-"""A relative difference below this is none."""
+"""(metric, statistic, words, whether larger is better)."""
+TIE = 1e-3
+"""Values whose relative difference is smaller are equal."""
 
 
-def flips(results: Results) -> list[str]:
-    """One sentence a condition; none where there is one stack, or nothing to compare."""
+def flips_of_stacks(results: Results) -> list[str]:
+    """A sentence for each case; none where there is one stack, or nothing to compare."""
     stacks = results["stacks"]
-    if "sweep" in results:
-        return _cells(results)
-    if "tune" in results:  # which says so in its own words
-        return [line["text"] for line in results["tune"]["words"] if line["about"] in TUNE_CONDITIONS]
-    place = best_of(stacks)
-    if place is None or len(stacks) < 2 or len(results.get("comparison", {}).get("files", ())) > 1:
+    best = best_of(stacks)
+    if best is None or len(stacks) < 2:
         return []
-    said = [*_measures(stacks, place), *_layers(results, place), *_steps(results, place), *_tokens(stacks, place)]
-    if not said:
-        said = ["Nothing in these results turns it around: no other measure, layer, stretch of steps or batch size."]
+    sentences = [
+        *_by_metric(stacks, best),
+        *_by_layer(results, best),
+        *_by_step(results, best),
+        *_by_size(stacks, best),
+    ]
+    if not sentences:
+        sentences = [
+            f"{label(stacks[best])} is also best by every other metric, layer, step and batch size compared here."
+        ]
     if results["trace"]["origin"] == "drawn":
-        said.append("Tokens were drawn from recorded counts: what depends on single tokens may differ on real ones.")
+        sentences.append(
+            "Tokens were drawn from recorded counts. What depends on single tokens may differ on real ones."
+        )
     if "hindsight" in results["setting"]["history"]:
-        said.append("Placements were planned in hindsight: on steps not seen before they will do less well.")
-    return said
+        sentences.append(
+            "Placements were planned in hindsight, on the scored steps. On new steps they will do less well."
+        )
+    return sentences
 
 
-def _cells(results: Results) -> list[str]:
-    """Of a sweep: where in the grid which stack is ahead, where it is not the same everywhere."""
-    axes = results["sweep"]["axes"]
-    by_cell: dict[str, list[Any]] = {}
+def flips_by_cell(results: Results) -> list[str]:
+    """Which stack is best in which cells of a sweep, and how much it gains."""
+    axes, cells = results["sweep"]["axes"], results["sweep"]["cells"]
+    stacks_of = _stacks_of_cells(results)
+    won: dict[str, list[Any]] = {}
+    for cell in cells:
+        stacks = stacks_of[cell["key"]]
+        best = best_of(stacks)
+        if best is not None:
+            won.setdefault(stacks[best]["of"], []).append(cell)
+    if len(won) == 1:
+        return [f"{winner} is best in every cell." for winner in won] + _gains(results, stacks_of)
+    sentences = []
+    for winner, own in sorted(won.items(), key=lambda item: -len(item[1])):
+        # What its cells have in common, unless all cells have it.
+        common = {axis: [value for value in axes[axis] if value in [cell.get(axis) for cell in own]] for axis in axes}
+        parts = [f"{axis} {' or '.join(map(str, v))}" for axis, v in common.items() if 0 < len(v) < len(axes[axis])]
+        where = f", all with {', '.join(parts)}" if parts else ""
+        sentences.append(f"{winner} is best in {len(own)} of {len(cells)} cells{where}.")
+    return sentences + _gains(results, stacks_of)
+
+
+def _stacks_of_cells(results: Results) -> dict[str, list[Any]]:
+    stacks_of: dict[str, list[Any]] = {}
     for entry in results["stacks"]:
-        by_cell.setdefault(entry["cell"], []).append(entry)
-    ahead: dict[str, list[Any]] = {}
-    for cell in results["sweep"]["cells"]:
-        own = by_cell[cell["key"]]
-        place = best_of(own)
-        if place is not None:
-            ahead.setdefault(own[place]["of"], []).append(cell)
-    said = _apart(results, by_cell)
-    if len(ahead) < 2:
-        return [f"{winner} is ahead in every cell." for winner in ahead] + said
-    told_apart, said = said, []
-    for winner, cells in sorted(ahead.items(), key=lambda item: -len(item[1])):
-        # What all its cells share, where that is not what every cell has.
-        shared = {key: [value for value in axes[key] if value in {cell.get(key) for cell in cells}] for key in axes}
-        told = [f"{key} {' or '.join(map(str, own))}" for key, own in shared.items() if 0 < len(own) < len(axes[key])]
-        where = f", all with {', '.join(told)}" if told else ""
-        said.append(f"{winner} is ahead in {len(cells)} of {len(results['sweep']['cells'])} cells{where}.")
-    return said + told_apart
+        stacks_of.setdefault(entry["cell"], []).append(entry)
+    return stacks_of
 
 
-def _apart(results: Results, by_cell: dict[str, list[Any]]) -> list[str]:
-    """From where to where the best stack's gain over its cell's first goes, and in how many cells it is none."""
+def _gains(results: Results, stacks_of: dict[str, list[Any]]) -> list[str]:
+    """The range of the best stack's change from the first over cells, and where its interval includes zero."""
+    axes, cells = results["sweep"]["axes"], results["sweep"]["cells"]
     gains, doubtful = [], []
-    for cell in results["sweep"]["cells"]:
-        own = by_cell[cell["key"]]
-        place = best_of(own)
-        interval = own[place]["versus_first"].get("max_over_mean") if place else None
-        if place and interval and own[0]["metrics"]["max_over_mean"]["mean"]:
-            gains.append(interval["difference"] / own[0]["metrics"]["max_over_mean"]["mean"])
+    for cell in cells:
+        stacks = stacks_of[cell["key"]]
+        best = best_of(stacks)
+        interval = stacks[best]["versus_first"].get("max_over_mean") if best else None
+        base = stacks[0]["metrics"]["max_over_mean"]["mean"]
+        if interval and base:
+            gains.append(interval["difference"] / base)
             if interval["low"] is not None and interval["low"] <= 0 <= interval["high"]:
                 doubtful.append(cell)
     if not gains:
         return []
-    said = [f"Peak over mean of the best against the first stack: from {min(gains):+.1%} to {max(gains):+.1%} by cell."]
+    sentences = [f"Peak/mean of the best stack against the first: {min(gains):+.1%} to {max(gains):+.1%} by cell."]
     if doubtful:
-        axes = results["sweep"]["axes"]
-        shared = [f"{key} {doubtful[0][key]}" for key in axes if len(axes[key]) > 1 and _one(doubtful, key)]
-        where = f", all with {', '.join(shared)}" if shared else ""
-        count = f"{len(doubtful)} of {len(results['sweep']['cells'])}"
-        said.append(f"In {count} cells the steps do not tell the best from the first{where}.")
-    return said
+        varying = [axis for axis in axes if len(axes[axis]) > 1 and axis in doubtful[0]]
+        common = [axis for axis in varying if all(cell.get(axis) == doubtful[0][axis] for cell in doubtful)]
+        where = f", all with {', '.join(f'{axis} {doubtful[0][axis]}' for axis in common)}" if common else ""
+        sentences.append(f"The interval of that change includes zero in {len(doubtful)} of {len(cells)} cells{where}.")
+    return sentences
 
 
-def _one(cells: list[Any], key: str) -> bool:
-    """Whether all have the same value there."""
-    return all(key in cell and cell[key] == cells[0].get(key) for cell in cells)
-
-
-def _measures(stacks: list[dict[str, Any]], place: int) -> list[str]:
-    said = []
+def _by_metric(stacks: list[dict[str, Any]], best: int) -> list[str]:
+    sentences = []
     for key, statistic, words, larger in MEASURES:
         values = [entry["metrics"].get(key, {}).get(statistic) for entry in stacks]
-        known = [number for number, value in enumerate(values) if value is not None]
-        if place not in known or len(known) < 2:
+        known = [place for place, value in enumerate(values) if value is not None]
+        if best not in known or len(known) < 2:
             continue
-        first = max(known, key=lambda n: values[n] if larger else -values[n])
-        if first != place and _differ(values[first], values[place]):
-            theirs, own = _short(values[first], key), _short(values[place], key)
-            said.append(f"By {words}, {label(stacks[first])} is ahead: {theirs} against {own}.")
-    return said
+        winner = max(known, key=lambda place: values[place] if larger else -values[place])
+        if winner != best and _differ(values[winner], values[best]):
+            theirs, ours = _value(values[winner], key), _value(values[best], key)
+            sentences.append(f"By {words}, {label(stacks[winner])} is better: {theirs} against {ours}.")
+    return sentences
 
 
-def _layers(results: Results, place: int) -> list[str]:
+def _by_layer(results: Results, best: int) -> list[str]:
     stacks, layers = results["stacks"], results["trace"].get("layers")
     by_layer = [entry.get("max_over_mean_by_layer") or [] for entry in stacks]
-    ahead: dict[int, list[int]] = {}
-    for layer in range(len(by_layer[place])):
-        winner = _winner([values[layer] for values in by_layer if len(values) > layer], place)
+    won: dict[int, list[int]] = {}
+    for layer in range(len(by_layer[best])):
+        winner = _winner([values[layer] if values else None for values in by_layer], best)
         if winner is not None:
-            ahead.setdefault(winner, []).append(layers[layer] if layers else layer)
+            won.setdefault(winner, []).append(layers[layer] if layers else layer)
+    number_of_layers = len(by_layer[best])
     return [
-        f"In {len(found)} of {len(by_layer[place])} layers ({_list(found)}) {label(stacks[winner])} is ahead."
-        for winner, found in ahead.items()
+        f"In {len(own)} of {number_of_layers} layers ({_list(own)}), {label(stacks[winner])} is better."
+        for winner, own in won.items()
     ]
 
 
-def _steps(results: Results, place: int) -> list[str]:
+def _by_step(results: Results, best: int) -> list[str]:
     stacks = results["stacks"]
-    series = [entry.get("by_step", {}).get("max_over_mean") or [] for entry in stacks]
-    ahead: dict[int, int] = {}
-    for step in range(len(series[place])):
-        winner = _winner([values[step] for values in series if len(values) > step], place)
+    by_step = [entry.get("by_step", {}).get("max_over_mean") or [] for entry in stacks]
+    won: dict[int, int] = {}
+    for step in range(len(by_step[best])):
+        winner = _winner([values[step] if values else None for values in by_step], best)
         if winner is not None:
-            ahead[winner] = ahead.get(winner, 0) + 1
-    if not ahead:
+            won[winner] = won.get(winner, 0) + 1
+    if not won:
         return []
-    joined = "steps" if len(series[place]) == results["trace"]["steps_scored"] else "stretches of steps"
-    who = ", ".join(f"{label(stacks[winner])} in {found}" for winner, found in ahead.items())
-    return [f"In {sum(ahead.values())} of {len(series[place])} {joined} another stack is ahead: {who}."]
+    what = "steps" if len(by_step[best]) == results["trace"]["steps_scored"] else "stretches of steps"
+    who = ", ".join(f"{label(stacks[winner])} in {times}" for winner, times in won.items())
+    return [f"In {sum(won.values())} of {len(by_step[best])} {what}, another stack is better: {who}."]
 
 
-def _tokens(stacks: list[dict[str, Any]], place: int) -> list[str]:
-    said = []
+def _by_size(stacks: list[dict[str, Any]], best: int) -> list[str]:
+    sentences = []
     sizes = [{size["low"]: size for size in entry.get("max_over_mean_by_tokens", [])} for entry in stacks]
-    for low, size in sizes[place].items():
-        winner = _winner([one[low]["mean"] if low in one else None for one in sizes], place)
+    for low, size in sizes[best].items():
+        winner = _winner([own[low]["mean"] if low in own else None for own in sizes], best)
         if winner is not None:
-            theirs = sizes[winner][low]["mean"]
-            said.append(
-                f"At {low:g} to {size['high']:g} tokens a rank ({int(size['steps'])} steps) {label(stacks[winner])} is "
-                f"ahead: {theirs:.3f} against {size['mean']:.3f}."
+            sentences.append(
+                f"With {low:g} to {size['high']:g} tokens per rank ({int(size['steps'])} steps), "
+                f"{label(stacks[winner])} is better: {sizes[winner][low]['mean']:.3f} against {size['mean']:.3f}."
             )
-    return said
+    return sentences
 
 
-def _winner(values: list[float | None], place: int) -> int | None:
-    """The stack of the least value, where it is not the one at `place`."""
-    own = values[place] if place < len(values) else None
+def _winner(values: list[float | None], best: int) -> int | None:
+    """The stack with the lowest value, unless that is the best one or a tie with it."""
+    own = values[best]
     if own is None:
         return None
-    least, winner = min((value, n) for n, value in enumerate(values) if value is not None)
-    return winner if winner != place and _differ(least, own) else None
+    lowest, winner = min((value, place) for place, value in enumerate(values) if value is not None)
+    return winner if winner != best and _differ(lowest, own) else None
 
 
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > SAME * max(abs(one), abs(other))
+def _differ(first: float, second: float) -> bool:
+    return abs(first - second) > TIE * max(abs(first), abs(second))
 
 
-def _short(value: float, key: str) -> str:
+def _value(value: float, key: str) -> str:
     return f"{value:.1%}" if key in ("throughput_gain", "remote_node_share") else number(value)
 
 
-def _list(numbers: list[int]) -> str:
-    words = ", ".join(str(number) for number in numbers[:8])
-    return words + (", ..." if len(numbers) > 8 else "")
+def _list(layers: list[int]) -> str:
+    words = ", ".join(str(layer) for layer in layers[:8])
+    return words + (", ..." if len(layers) > 8 else "")

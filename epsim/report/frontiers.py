@@ -1,5 +1,4 @@
-"""Frontiers of quality: what the model loses against what is read, as benchmarks/oea_quality.py and reader_quality.py
-measured it on the small model."""
+"""Figures of quality against cost, measured on a small model by benchmarks/oea_quality.py and reader_quality.py."""
 
 from __future__ import annotations
 
@@ -15,15 +14,17 @@ from epsim.results import Results
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-LOSS = "cross-entropy above the plain model's, nats a token"
+LOSS = "cross-entropy above that of the unchanged model, nats per token"
 MOST_POINTS = 2000
 LINEAR = 0.01
-"""Losses below this are on a linear scale, larger ones on a logarithmic one."""
+"""The scale is linear below this loss and logarithmic above it."""
 
 
 def read_frontiers(path: Path) -> list[Results]:
-    """Entries of `frontiers` of results.json from a file of either benchmark. Raises FileNotFoundError or ValueError in
-    one line."""
+    """Entries of `frontiers` of results.json, from the output of either benchmark.
+
+    Raises FileNotFoundError or ValueError in one line.
+    """
     check_source(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -37,7 +38,7 @@ def read_frontiers(path: Path) -> list[Results]:
         raise ValueError(f"{path}: {len(points)} points, from 1 to {MOST_POINTS} can be shown")
     routers = "points" in content
     title = "Routers: loss against active experts" if routers else "Channel readers: loss against bytes read"
-    x = "active experts a layer" if routers else "share of the experts' bytes read"
+    x = "active experts per layer" if routers else "share of the experts' bytes that is read"
     return [{"title": title, "x": x, "y": LOSS, **where, "points": points}]
 
 
@@ -53,19 +54,19 @@ def _of_routers(content: Any) -> Any:
 
 
 def _of_readers(content: Any) -> Any:
-    """Trials are named by reader and budget."""
+    """Trials have names such as "reader 0.2", with the budget last."""
     for name, figures in content["trials"].items():
         family, _, budget = name.rpartition(" ")
         try:
             share = float(budget)
         except ValueError:
-            continue  # of another kind: a router beside a reader, quotas of ranks
+            continue  # another kind of trial, without a budget
         loss, error = float(figures["loss"]), _error(figures["loss_standard_error"])
         yield {"family": family, "label": name, "x": share, "y": loss, "error": error}
 
 
 def _error(value: Any) -> float:
-    """0 of a single sequence, whose error is not known."""
+    """0 where a single sequence gives no error (NaN)."""
     return float(value) if float(value) == float(value) else 0.0
 
 
@@ -93,6 +94,6 @@ def _draw(frontier: Any, canvas: Canvas, narrow: bool) -> None:
         axes.errorbar(xs, ys, yerr=errors, color=colour(number), label=family, **style)
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.set_xlabel(frontier["x"])
-    axes.set_ylabel("loss above plain, nats a token")
+    axes.set_ylabel("loss above the unchanged model, nats per token")
     handles, names = axes.get_legend_handles_labels()
     canvas.legend(handles, names, loc="outside lower left", ncols=1 if narrow else 3, borderaxespad=0)

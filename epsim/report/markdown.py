@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epsim.report.content import answers, facts, headers, memory_words, reasons, rows, source, tables_of, title
+from epsim.report.content import PEAK_OVER_MEAN, facts, headers, legend, memory_words, reasons, rows
 from epsim.report.draw import Drawn
-from epsim.report.flips import flips
+from epsim.report.views import tables, view_of
 from epsim.results import Results
 
 PICTURES = "pictures"
 
 
 def markdown(results: Results, drawings: Sequence[Drawn]) -> str:
-    """The whole report as Markdown, naming the files of `pictures`; text from traces is escaped."""
-    lines = [f"# {_escape(title(results))}", "", f"**{_escape(results['verdict'])}**", ""]
-    lines += [*(f"- {_escape(line)}" for line in flips(results)), "", _escape(source(results))]
-    lines += [f"; {_escape(memory_words(results))}" if memory_words(results) else "", ""]
-    if answers(results):
-        lines += ["## What to run", "", *(f"- {_escape(name)}: {_escape(text)}" for name, text in answers(results)), ""]
+    """The whole report as Markdown, with links to the files of `pictures`; text from traces is escaped."""
+    view = view_of(results)
+    source = _escape(view.source(results))
+    lines = [f"# {_escape(view.title(results))}", "", f"**{_escape(results['verdict'])}**", ""]
+    if flips := view.flips(results):
+        lines += ["When another stack is better:", "", *(f"- {_escape(line)}" for line in flips), ""]
+    memory = memory_words(results)
+    lines += [PEAK_OVER_MEAN, "", source + (f"; {_escape(memory)}" if memory else ""), ""]
+    if answers := view.answers(results):
+        lines += ["## What to run", "", *(f"- {_escape(name)}: {_escape(text)}" for name, text in answers), ""]
     lines += ["## Stacks side by side", "", *_table(headers(results), rows(results), num_left=1)]
+    lines += ["", _escape(legend(results)) + "."]
+    for table in tables(view.leading, results):
+        lines += _section(*table)
     for figure in (drawing.figure for drawing in drawings):
         lines += ["", f"## {_escape(figure.title)}", "", f"![{_escape(figure.title)}]({PICTURES}/{figure.key}.png)", ""]
-        lines.append(f"{_escape(figure.axes)}. Data: {_escape(source(results))}.")
-    for name, head, body in tables_of(results):
-        lines += ["", f"## {_escape(name)}", "", *_table(head, body, num_left=2)]
+        lines.append(f"{_escape(figure.axes)}. Data: {source}.")
+    for table in tables(view.trailing, results):
+        lines += _section(*table)
     lines += ["", *(f"- no value for {_escape(keys)}: {_escape(reason)}" for keys, reason in reasons(results))]
-    lines += ["", "## What this stands on", ""]
+    lines += ["", "## Setup", ""]
     lines += [f"- {_escape(name)}: {_escape(value)}" for name, value in facts(results)]
     return "\n".join(lines) + "\n"
 
@@ -34,6 +41,10 @@ def markdown(results: Results, drawings: Sequence[Drawn]) -> str:
 def pictures(drawings: Sequence[Drawn]) -> dict[str, bytes]:
     """PNG by file name."""
     return {f"{PICTURES}/{drawing.figure.key}.png": drawing.png for drawing in drawings}
+
+
+def _section(name: str, head: list[str], body: list[list[str]]) -> list[str]:
+    return ["", f"## {_escape(name)}", "", *_table(head, body, num_left=2)]
 
 
 def _table(head: list[str], body: list[list[str]], num_left: int) -> list[str]:

@@ -1,5 +1,5 @@
 "use strict";
-// Sorting of tables and the heat maps. Everything else on the page needs no script.
+// Sorts tables and draws the heat maps. Nothing else on the page needs a script.
 (() => {
   for (const table of document.querySelectorAll("table.sortable")) {
     const heads = [...table.tHead.rows[0].cells];
@@ -10,7 +10,7 @@
       const key = (row) => row.cells[column].dataset.value;
       const rows = [...table.tBodies[0].rows].sort((a, b) => {
         const [x, y] = [key(a), key(b)];
-        // What has no value stays last, whichever way it is sorted.
+        // Rows without a value stay last in both directions.
         if (x === "" || y === "") return (x === "") - (y === "");
         const order = column ? Number(x) - Number(y) : x.localeCompare(y);
         return down ? -order : order;
@@ -34,7 +34,7 @@
   // [stretch][rank] of a stack, over all layers or of one.
   const values = (stack) => (layer.value === "" ? data.stacks[stack].steps : data.stacks[stack].layers[Number(layer.value)]);
 
-  // One scale for every stack, so that before and after can be compared.
+  // The same scale for every stack, so that stacks can be compared.
   const range = () => {
     let [low, high] = [Infinity, -Infinity];
     data.stacks.forEach((_, stack) => (values(stack) || []).forEach((row) => row.forEach((v) => {
@@ -78,7 +78,7 @@
     const first = Math.ceil((x * data.num_steps) / rows.length);
     const last = Math.ceil(((x + 1) * data.num_steps) / rows.length) - 1;
     const value = rows[x][y];
-    const words = value === null ? "no tokens" : `${value.toFixed(3)} x the mean`;
+    const words = value === null ? "no tokens" : `${value.toFixed(3)} x the mean load`;
     const steps = last > first ? `steps ${first} to ${last}` : `step ${first}`;
     side.said.textContent = `${steps}, rank ${y}: ${words}`;
     Object.assign(side.cursor.style, {

@@ -12,27 +12,14 @@ from typing import Any
 
 from epsim.files import printable
 from epsim.report.charts import before_and_after
-from epsim.report.content import (
-    answers,
-    cells,
-    facts,
-    header_titles,
-    headers,
-    memory_words,
-    reasons,
-    source,
-    tables_of,
-    title,
-)
+from epsim.report.content import PEAK_OVER_MEAN, cells, facts, headers, legend, meanings, memory_words, reasons
 from epsim.report.draw import Drawn
-from epsim.report.flips import flips
+from epsim.report.views import tables, view_of
 from epsim.results import Results
 from epsim.score.verdict import best_of, label
 
-LEADING = ("Differences", "Candidates", "Predicted beside measured")
-"""Tables that stand before the figures."""
 _BREAKS = re.compile(r"(\w[+_]|\w(?=\()|/)")
-"""After these a long name may go on in the next line."""
+"""A long name may be broken after these."""
 
 
 def page(results: Results, pictures: Sequence[Drawn]) -> str:
@@ -49,25 +36,28 @@ def page(results: Results, pictures: Sequence[Drawn]) -> str:
         section = {"key": figure.key, "title": figure.title, "axes": figure.axes, "live": figure.live}
         sections.append(section | {"wide": Markup(picture.wide), "narrow": Markup(picture.narrow)})
     trace, setting = results["trace"], results["setting"]
+    view = view_of(results)
     return environment.from_string(_file("page.html")).render(
-        title=title(results),
+        title=view.title(results),
         style=Markup(_file("page.css")),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         verdict=results["verdict"],
-        flips=flips(results),
-        source=source(results),
+        flips=view.flips(results),
+        source=view.source(results),
         memory=memory_words(results),
         command=printable(setting["command"]),
-        headers=list(zip(headers(results, memory=True), header_titles(results), strict=True)),
-        rows=cells(results, memory=True),
+        peak_over_mean=PEAK_OVER_MEAN,
+        headers=list(zip(headers(results, view.memory), meanings(results, view.memory), strict=True)),
+        legend=legend(results, view.memory),
+        rows=cells(results, view.memory),
         best=best_of(results["stacks"]),
         sections=sections,
-        tables=tables_of(results),
-        leading=LEADING,
+        leading=tables(view.leading, results),
+        trailing=tables(view.trailing, results),
         reasons=reasons(results),
         facts=facts(results),
-        answers=answers(results),
+        answers=view.answers(results),
         names=[label(entry) for entry in results["stacks"]],
         heat_places=list(dict.fromkeys(before_and_after(results))),
         layers=_heat_layers(results),
@@ -82,7 +72,7 @@ def _file(name: str) -> str:
 
 
 def _heat_layers(results: Results) -> list[tuple[int, int]]:
-    """(place, number) of the layers that have a heat map of their own."""
+    """(index, number) of the layers with their own heat map."""
     trace = results["trace"]
     if not all(entry.get("load_over_mean_by_layer") for entry in results["stacks"]):
         return []
@@ -90,7 +80,7 @@ def _heat_layers(results: Results) -> list[tuple[int, int]]:
 
 
 def _heat(results: Results) -> str:
-    """The heat maps' values as JSON that may stand inside a script element; "" without any."""
+    """The heat maps' values as JSON that is safe inside a script element; "" where there are none."""
     stacks: list[dict[str, Any]] = [
         {"steps": entry.get("load_over_mean_by_step"), "layers": entry.get("load_over_mean_by_layer")}
         for entry in results["stacks"]

@@ -171,14 +171,14 @@ class Results:
         return f"<Results of a {self.kind}: {', '.join(self.stacks.names)}>"
 
     def _repr_html_(self) -> str:
-        """The table and the verdict, for notebooks."""
-        from epsim.report.content import headers, rows
+        """The verdict and the main table of this kind, for notebooks."""
+        from epsim.report.views import view_of
 
         def line(tag: str, cells: Sequence[str]) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-        body = "".join(line("td", row) for row in rows(self.data))
-        head = line("th", headers(self.data))
+        _, headers, rows = view_of(self.data).summary(self.data)
+        head, body = line("th", headers), "".join(line("td", row) for row in rows)
         return f"<p><b>{html.escape(self.verdict)}</b></p><table><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 

@@ -1,4 +1,4 @@
-"""Figures of a sweep: gain against redundancy, batch size, ranks, drift, or whatever numbers its cells differ in."""
+"""Figures of a sweep: the change from the first stack by each numeric axis of the grid, such as redundancy or ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 MEASURES = (
-    ("max_over_mean", "peak over mean less the first stack's", "peak / mean, vs first"),
-    ("throughput_gain", "tokens per second over the first stack's, less 1", "throughput, vs first"),
+    ("max_over_mean", "change of peak/mean from the first stack", "peak/mean, vs first"),
+    ("throughput_gain", "tokens per second over those of the first stack, minus 1", "throughput, vs first"),
 )
 WORDS = {
-    "redundant": "redundant experts a layer", "slots_per_rank": "slots a rank", "ranks": "ranks", "nodes": "nodes",
-    "ranks_per_node": "ranks a node", "batch": "sequences of a batch", "step_tokens": "tokens a step", "drift": "drift",
+    "redundant": "redundant experts per layer", "slots_per_rank": "slots per rank", "ranks": "ranks", "nodes": "nodes",
+    "ranks_per_node": "ranks per node", "batch": "sequences per batch", "drift": "drift",
+    "step_tokens": "tokens per step",
 }  # fmt: skip
 
 
 def sweep_figures(results: Results) -> list[Figure]:
-    """One a numeric axis and measure."""
+    """One figure for each numeric axis and measure."""
     stacks = results["stacks"]
     names = list(dict.fromkeys(entry["of"] for entry in stacks))
     size = (2.8 + 0.19 * -(-len(names) // 2), 3.1 + 0.19 * len(names))
@@ -36,7 +37,9 @@ def sweep_figures(results: Results) -> list[Figure]:
         for key, meaning, short in MEASURES:
             if all(entry["metrics"][key]["mean"] is None for entry in stacks):
                 continue
-            axes = f"x: {words}; y: {meaning}, mean over the cells of that value, the bar from least to largest"
+            axes = (
+                f"x: {words}; y: {meaning}; mean over the cells with this value, bars from the smallest to the largest"
+            )
             draw = partial(_gain, results, axis, key, (words, short))
             found.append(
                 Figure(f"{axis}-{key.replace('_', '-')}", f"{short} by {words}".capitalize(), axes, draw, *size)
@@ -45,7 +48,7 @@ def sweep_figures(results: Results) -> list[Figure]:
 
 
 def gains(results: Results, axis: str, key: str) -> dict[str, dict[float, list[float]]]:
-    """{stack: {value of the axis: changes against the first stack, one a cell}}."""
+    """{stack: {value of the axis: change from the first stack in each cell}}."""
     places = {cell["key"]: cell.get(axis) for cell in results["sweep"]["cells"]}
     first: dict[str, Any] = {}
     found: dict[str, dict[float, list[float]]] = {}

@@ -1,4 +1,4 @@
-"""The table on the terminal."""
+"""Results as text for a terminal."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ from rich.text import Text
 from epsim.files import printable
 from epsim.report.compare import Row, Side
 from epsim.report.comparison import comparison_headers, comparison_rows
-from epsim.report.content import facts, headers, key_headers, key_rows, reasons, rows
+from epsim.report.content import facts, metrics_table, reasons, stacks_table
+from epsim.report.views import view_of
 from epsim.results import Results
 
 PIPE_WIDTH = 240
 
 
 def print_table(results: Results) -> None:
-    """Prints facts, the stacks and the verdict to stdout; text from traces is printed as it is, never as markup."""
+    """Prints facts, stacks, metrics and verdict to stdout. Text from traces is never read as markup."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     console = Console(width=width, highlight=False)
     for name, value in facts(results):
         console.print(Text(f"{name}: {value}"))
-    console.print(_table(headers(results), rows(results), num_left=1))
-    console.print(_table(key_headers(results), key_rows(results), num_left=2))
+    console.print(_table(*stacks_table(results)[1:], num_left=1))
+    console.print(_table(*metrics_table(results)[1:], num_left=2))
     for keys, reason in reasons(results):
         console.print(Text(f"no value for {keys}: {reason}", style="dim"))
-    console.print(Text(results["verdict"], style="bold"))
+    console.print(Text(printable(results["verdict"]), style="bold"))
 
 
 def summary_text(results: Results) -> str:
-    """The table of stacks and the verdict, as `print_table` prints them."""
+    """The main table of a kind and the verdict; of a tune also its answers and commands."""
     text = io.StringIO()
     console = Console(file=text, width=PIPE_WIDTH, highlight=False)
-    console.print(_table(headers(results), rows(results), num_left=1))
-    console.print(Text(printable(results["verdict"])), end="")
+    view = view_of(results)
+    console.print(_table(*view.summary(results)[1:], num_left=1))
+    for about, answer in view.answers(results):
+        console.print(Text(f"{about}: {answer}"), soft_wrap=True)
+    console.print(Text(printable(results["verdict"])), end="", soft_wrap=True)
     return text.getvalue()
 
 

@@ -1,31 +1,31 @@
-"""Writes a report's files, each whole or not at all."""
+"""Writes the files of a report. Each is written whole or not at all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from epsim.files import reason, whole_file
-from epsim.report.charts import figures
 from epsim.report.draw import drawn
 from epsim.report.markdown import markdown, pictures
 from epsim.report.page import page
+from epsim.report.views import view_of
 from epsim.results import Results, write_results
 
 
 def write_report(results: Results, out: Path) -> None:
-    """Writes results.json and what `write_pages` does into the folder `out`."""
+    """Writes results.json, report.html, report.md and its pictures into the folder `out`."""
     pages = _pages(results)
     write_results(results, out / "results.json")
     _write(pages, out)
 
 
 def write_pages(results: Results, out: Path) -> None:
-    """Writes report.html, report.md and the latter's pictures into the folder `out`."""
+    """The same without results.json."""
     _write(_pages(results), out)
 
 
 def _pages(results: Results) -> dict[str, bytes]:
-    drawings = [drawn(figure) for figure in figures(results)]
+    drawings = [drawn(figure) for figure in view_of(results).figures(results)]
     texts = {"report.md": markdown(results, drawings), "report.html": page(results, drawings)}
     return {name: text.encode() for name, text in texts.items()} | pictures(drawings)
 

@@ -49,7 +49,9 @@ def _validator(kind: str) -> Any:
 
     standard = jsonschema.Draft202012Validator.VALIDATORS["items"]
     shared = DRAFT202012.create_resource(results_schema("definitions"))
-    validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"items": items})
+    validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
+        jsonschema.Draft202012Validator, {"items": items}
+    )
     return validator(results_schema(kind), registry=Registry().with_resource("definitions.json", shared))
 
 

@@ -133,7 +133,7 @@ def test_heat_maps_are_the_results(driver: Any, page: tuple[Path, Results]) -> N
     canvas = driver.find_elements("css selector", ".map canvas")[0]
     canvas.send_keys("\ue014\ue014\ue015")  # right, right, down
     said = driver.find_elements("css selector", ".map output")[0].text
-    assert said == f"step 2, rank 1: {every[0][2][1]:.3f} x the mean"
+    assert said == f"step 2, rank 1: {every[0][2][1]:.3f} x the mean load"
     # one layer alone
     driver.execute_script(
         "const s = document.getElementById('heat-layer'); s.value = '1'; s.dispatchEvent(new Event('change'))"

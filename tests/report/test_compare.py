@@ -119,15 +119,13 @@ def test_words_say_what_differs_most() -> None:
         return Row(name, "a", name, "b", "max_over_mean", "ratio", 2.0, second, second - 2.0, low, high, "paired")
 
     assert words([row("x", 1.9, -0.2, 0.0), row("y", 1.0, -1.1, -0.9)]) == (
-        "Peak over mean differs most with y: 1.000 against 2.000 (-50.0%, 95% interval -55.0% to -45.0%, paired)."
+        "Peak/mean differs most for y: 1.000 against 2.000 (-50.0%, 95% interval -55.0% to -45.0%, paired)."
     )
-    assert words([row("x", 1.9, -0.2, 0.1)]).endswith("; these steps do not tell them apart.")
-    assert (
-        words([row("x", 2.0, 0.0, 0.0), row("y", 2.0, 0.0, 0.0)]) == "Peak over mean is the same with each of 2 stacks."
-    )
+    assert words([row("x", 1.9, -0.2, 0.1)]).endswith("; the interval includes zero.")
+    assert words([row("x", 2.0, 0.0, 0.0), row("y", 2.0, 0.0, 0.0)]) == "Peak/mean is the same for each of 2 stacks."
     time = replace(row("x", 1.5, -0.6, -0.4), metric="layer_time_us")
     assert words([row("x", 2.0, 0.0, 0.0), time]) == (
-        "Peak over mean is the same with x. "
+        "Peak/mean is the same for x. "
         "Layer time (us) of x: 1.5 against 2.0 (-25.0%, 95% interval -30.0% to -20.0%, paired)."
     )
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from epsim.report.charts import figures
-from epsim.report.content import answers, cells, memory_words, source, tables_of, title
+from epsim.report.content import cells, memory_words
 from epsim.report.draw import drawn
-from epsim.report.flips import flips
 from epsim.report.sweeps import gains
+from epsim.report.views import tables, view_of
 from epsim.results import Results
 
 
@@ -26,19 +25,24 @@ def entry(stack: str, mean: float, **more: Any) -> dict[str, Any]:
     return {"stack": stack, "metrics": metrics, "versus_first": {}, **more}
 
 
-def results_of(*stacks: dict[str, Any], **more: Any) -> Results:
+def flips(results: Results) -> list[str]:
+    return view_of(results).flips(results)
+
+
+def results_of(*stacks: dict[str, Any], kind: str = "replay", **more: Any) -> Results:
     trace = {
         "name": "t", "level": "tokens", "origin": "recorded", "model": "m", "phase": "decode", "num_layers": 3,
         "layers": [3, 4, 5], "num_experts": 8, "top_k": 2, "steps_planned": 0, "steps_scored": 4,
     }  # fmt: skip
     setting = {"ranks": 4, "nodes": 1, "redundant": 8, "groups": 1, "seed": 7, "shared_cost": 0.0, "history": "none"}
     setting |= {"version": "1", "command": "epsim replay t"}
-    return {"schema": 1, "trace": trace, "setting": setting, "stacks": list(stacks), "verdict": "words", **more}
+    found: Results = {"schema": 1, "kind": kind, "trace": trace, "setting": setting, "stacks": list(stacks)}
+    return found | {"verdict": "words", **more}
 
 
 def test_nothing_flips_it() -> None:
     assert flips(results_of(entry("a", 1.5), entry("b", 1.2))) == [
-        "Nothing in these results turns it around: no other measure, layer, stretch of steps or batch size."
+        "b is also best by every other metric, layer, step and batch size compared here."
     ]
     assert flips(results_of(entry("a", 1.5))) == []
 
@@ -55,11 +59,11 @@ def test_each_condition_is_told() -> None:
     first["metrics"]["max_over_mean"]["p95"] = 1.6
     first["metrics"]["throughput_gain"]["mean"], best["metrics"]["throughput_gain"]["mean"] = 0.0, -0.1
     assert flips(results_of(first, best)) == [
-        "By 95th percentile of peak over mean, a is ahead: 1.6 against 1.7.",
-        "By throughput, a is ahead: 0.0% against -10.0%.",
-        "In 1 of 3 layers (3) a is ahead.",
-        "In 2 of 4 steps another stack is ahead: a in 2.",
-        "At 1 to 2 tokens a rank (3 steps) a is ahead: 1.100 against 1.250.",
+        "By the 95th percentile of peak/mean, a is better: 1.6 against 1.7.",
+        "By throughput, a is better: 0.0% against -10.0%.",
+        "In 1 of 3 layers (3), a is better.",
+        "In 2 of 4 steps, another stack is better: a in 2.",
+        "With 1 to 2 tokens per rank (3 steps), a is better: 1.100 against 1.250.",
     ]
 
 
@@ -67,7 +71,7 @@ def test_doubtful_data_is_told() -> None:
     results = results_of(entry("a", 1.5), entry("b", 1.2))
     results["trace"]["origin"] = "drawn"
     results["setting"]["history"] = "hindsight: planned on them"
-    assert [line.split()[0] for line in flips(results)] == ["Nothing", "Tokens", "Placements"]
+    assert [line.split()[0] for line in flips(results)] == ["b", "Tokens", "Placements"]
 
 
 def sweep() -> Results:
@@ -91,19 +95,19 @@ def sweep() -> Results:
             stacks.append(one | {"versus_first": {"max_over_mean": interval}})
     told = {"axes": {"redundant": [0, 8, 16]}, "cells": cells_of, "failed": [], "excluded": 0}
     told["skipped"] = [{"redundant": 3, "reason": "do not divide"}]
-    return results_of(*stacks, sweep=told)
+    return results_of(*stacks, kind="sweep", sweep=told)
 
 
 def test_sweeps() -> None:
     results = sweep()
     assert flips(results) == [
-        "lplb is ahead in 2 of 3 cells, all with redundant 8 or 16.",
-        "eplb is ahead in 1 of 3 cells, all with redundant 0.",
-        "Peak over mean of the best against the first stack: from -25.0% to -20.0% by cell.",
+        "lplb is best in 2 of 3 cells, all with redundant 8 or 16.",
+        "eplb is best in 1 of 3 cells, all with redundant 0.",
+        "Peak/mean of the best stack against the first: -25.0% to -20.0% by cell.",
     ]
     unsure = sweep()
     unsure["stacks"][3]["versus_first"]["max_over_mean"]["high"] = 0.1
-    assert flips(unsure)[-1] == "In 1 of 3 cells the steps do not tell the best from the first, all with redundant 8."
+    assert flips(unsure)[-1] == "The interval of that change includes zero in 1 of 3 cells, all with redundant 8."
     found = gains(results, "redundant", "max_over_mean")
     assert found["eplb"] == {0.0: [0.0], 8.0: [0.0], 16.0: [0.0]}
     assert found["lplb"] == {0.0: [0.0], 8.0: [pytest.approx(-0.25)], 16.0: [pytest.approx(-0.2)]}
@@ -112,13 +116,14 @@ def test_sweeps() -> None:
     assert shown["lplb [redundant 8]"][-2].text == "-25.0% (-31.3% to -18.8%)"
     assert shown["lplb [redundant 8]"][-1].text == "6 experts"
     assert shown["eplb [redundant 16]"][-2].text == "-"
-    assert title(results) == "epsim sweep: 3 cells"
-    assert source(results) == "replayed from t (recorded), seed 7, epsim 1"
-    ((name, _, rows),) = tables_of(results)
+    view = view_of(results)
+    assert view.title(results) == "epsim sweep: 3 cells"
+    assert view.source(results) == "replayed from t (recorded), seed 7, epsim 1"
+    ((name, _, rows),) = tables(view.trailing, results)
     assert (name, rows) == ("Cells left out", [["redundant 3", "skipped", "do not divide"]])
-    (figure,) = figures(results)
+    (figure,) = view.figures(results)
     picture = drawn(figure)
-    assert "redundant experts a layer" in picture.wide
+    assert "redundant experts per layer" in picture.wide
     assert picture.png.startswith(b"\x89PNG")
 
 
@@ -132,11 +137,12 @@ def test_tune() -> None:
             candidate | {"gain": {"mean": 0.03, "low": 0.01, "high": 0.05}},
         ],
     }
-    results = results_of(entry("a", 1.5), entry("b", 1.2), tune=told)
+    results = results_of(entry("a", 1.5), entry("b", 1.2), kind="tune", tune=told)
     assert flips(results) == ["below 8 tokens"]
-    assert answers(results)[-2:] == [("command", "sglang --x"), ("command", "vllm --y")]
-    tables = {name: rows for name, _, rows in tables_of(results)}
-    assert tables["Candidates"] == [
+    assert view_of(results).answers(results)[-2:] == [("command", "sglang --x"), ("command", "vllm --y")]
+    ((name, _, rows),) = tables(view_of(results).leading, results)
+    assert name == "Candidates"
+    assert rows == [
         ["eplb r8", "2.0 GB", "+4.00%", "+3.00% (+1.00% to +5.00%)"],
         ["eplb r8", "2.0 GB", "+4.00%", "-"],
     ]
@@ -144,6 +150,6 @@ def test_tune() -> None:
 
 def test_memory_in_words() -> None:
     results = results_of(entry("a", 1.5))
-    assert memory_words(results) == "redundant experts: 2 a rank and layer, 6 experts a rank over 3 layers"
+    assert memory_words(results) == "redundant experts: 2 per rank and layer, 6 experts per rank over 3 layers"
     results["setting"]["expert_bytes"] = 2.0**20
-    assert memory_words(results) == "redundant experts: 2 a rank and layer, 6 MiB a rank over 3 layers"
+    assert memory_words(results) == "redundant experts: 2 per rank and layer, 6 MiB per rank over 3 layers"

@@ -17,7 +17,7 @@ import pytest
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
-from epsim.report.content import cells, headers, key_headers, key_rows, reasons, rows
+from epsim.report.content import PEAK_OVER_MEAN, cells, headers, legend, metrics_table, reasons, rows
 from epsim.report.table import print_table
 from epsim.report.write import write_pages, write_report
 from epsim.results import Results
@@ -73,7 +73,11 @@ def check_page(results: Results, tmp_path: Path) -> None:
     page = Cells()
     page.feed(text)
     shown = [[cell.text for cell in row] for row in cells(results, memory=True)]
-    assert page.rows == [headers(results, memory=True), *shown, key_headers(results), *key_rows(results)]
+    assert page.rows == [
+        headers(results, memory=True),
+        *shown,
+        *[metrics_table(results)[1], *metrics_table(results)[2]],
+    ]
     assert [row[:-1] for row in shown] == rows(results)
     assert all(address.startswith(("data:", "#")) for address in page.addresses)
     assert "alert(1)</script>" not in text
@@ -94,8 +98,11 @@ def check_markdown(results: Results, tmp_path: Path) -> None:
     lines = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("| ")]
     stacks, metrics = lines[: 2 + len(results["stacks"])], lines[2 + len(results["stacks"]) :]
     assert {line.count("|") for line in stacks} == {len(headers(results)) + 1}
-    assert {line.count("|") for line in metrics} == {len(key_headers(results)) + 1}
-    assert len(metrics) == 2 + len(key_rows(results))
+    _, head, body = metrics_table(results)
+    assert {line.count("|") for line in metrics} == {len(head) + 1}
+    assert len(metrics) == 2 + len(body)
+    assert text.count(PEAK_OVER_MEAN) == 1
+    assert legend(results).replace("&", "") in text
     for cell in rows(results)[0][1:]:
         assert f" {cell} |" in text
 
@@ -118,12 +125,12 @@ def test_rows_state_values_and_intervals(results: Results) -> None:
 
 
 def test_every_metric_stands_with_its_formula(results: Results) -> None:
-    table = {row[0]: row for row in key_rows(results)}
+    table = {row[0]: row for row in metrics_table(results)[2]}
     untold = {key for keys, _ in reasons(results) for key in keys.split(", ")}
     assert set(table) | untold == set(results["stacks"][0]["metrics"])
     assert not set(table) & untold
     for key, row in table.items():
-        assert row[1] in (METRICS[key.removeprefix("routed_")].formula, "as above, on routed load alone")
+        assert row[1] in (METRICS[key.removeprefix("routed_")].formula, "the same, on routed load only")
         mean = results["stacks"][1]["metrics"][key]["mean"]
         assert float(row[3].replace(",", "")) == pytest.approx(mean, abs=6e-3)
 

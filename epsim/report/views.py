@@ -1,0 +1,192 @@
+"""One view for each kind of results: what its page shows, section by section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from epsim.files import printable
+from epsim.report.charts import stack_figures
+from epsim.report.compare import Row
+from epsim.report.comparison import comparison_headers, comparison_rows
+from epsim.report.content import Table, figure, metrics_table, stacks_table
+from epsim.report.draw import Figure
+from epsim.report.flips import flips_by_cell, flips_of_stacks
+from epsim.report.frontiers import frontier_figures
+from epsim.report.sweeps import sweep_figures
+from epsim.results import Results
+from epsim.score.formulas import METRICS
+from epsim.score.verdict import label
+
+MOST_ROWS = 40
+FILE_KEYS = ("file", "trace", "origin", "steps", "measured", "seed", "version", "command")
+TUNE_LIMITS = ("does not pay", "limits")
+"""Sentences of a tune that say when its answer does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a page of one kind shows besides its verdict, its stacks side by side, and its facts.
+
+    source: where the figures come from, in one line. flips: when another stack is better than the best one.
+    summary: the table that a terminal or a notebook shows. leading, trailing: tables before and after the figures;
+    one without rows is left out. answers: (about, text) of `epsim tune`. memory: whether the stacks' table has a
+    column for the memory of redundant experts.
+    """
+
+    title: Callable[[Results], str]
+    source: Callable[[Results], str]
+    flips: Callable[[Results], list[str]] = flips_of_stacks
+    summary: Callable[[Results], Table] = stacks_table
+    answers: Callable[[Results], list[tuple[str, str]]] = lambda results: []
+    leading: tuple[Callable[[Results], Table], ...] = ()
+    stack_figures: Callable[[Results], list[Figure]] = stack_figures
+    trailing: tuple[Callable[[Results], Table], ...] = (metrics_table,)
+    memory: bool = True
+
+    def figures(self, results: Results) -> list[Figure]:
+        return self.stack_figures(results) + frontier_figures(results)
+
+
+def view_of(results: Results) -> View:
+    return VIEWS[results["kind"]]
+
+
+def tables(parts: Sequence[Callable[[Results], Table]], results: Results) -> list[Table]:
+    """Those that have rows."""
+    return [table for table in (part(results) for part in parts) if table[2]]
+
+
+def _title(results: Results) -> str:
+    return printable(f"epsim {results['kind']}: {results['trace']['name']} on {results['setting']['ranks']} ranks")
+
+
+def _source(results: Results) -> str:
+    trace, setting = results["trace"], results["setting"]
+    how = "measured in a run of" if results["kind"] == "run" else "replayed from"
+    where = f"{trace['name']} ({trace['origin']}, {trace['steps_scored']} steps)"
+    return printable(f"{how} {where}, seed {setting['seed']}, epsim {setting['version']}")
+
+
+def predicted_table(results: Results) -> Table:
+    """Each metric of a run that has a predicted and a measured mean, without those of the routed load."""
+    table = []
+    for entry in results["stacks"]:
+        for key, predicted in entry.get("predicted", {}).items():
+            measured = entry["metrics"].get(key, {}).get("mean")
+            if key.startswith("routed_") or predicted is None or measured is None:
+                continue
+            unit = METRICS[key].unit
+            change = f"{measured / predicted - 1:+.2%}" if predicted else "-"
+            table.append([label(entry), key, figure(predicted, unit), figure(measured, unit), change])
+    headers = ["stack", "metric (mean)", "predicted", "measured", "measured / predicted - 1"]
+    return "Predicted and measured", headers, table
+
+
+def differences_table(results: Results) -> Table:
+    rows = [Row(**row) for row in results["comparison"]["rows"]]
+    files = [file["file"] for file in results["comparison"]["files"]]
+    return "Differences", comparison_headers(), comparison_rows(rows, files)
+
+
+def _files_table(results: Results) -> Table:
+    files = results["comparison"]["files"]
+    return "Files", list(FILE_KEYS), [[printable(str(file[key])) for key in FILE_KEYS] for file in files]
+
+
+def _comparison_title(results: Results) -> str:
+    number = len(results["comparison"]["files"])
+    return f"epsim compare: {number} results" if number > 1 else f"epsim compare: {printable(results['trace']['name'])}"
+
+
+def _comparison_source(results: Results) -> str:
+    parts = [
+        f"{file['file']} ({'measured' if file['measured'] else 'replayed'} {file['trace']}, {file['origin']}, "
+        f"{file['steps']} steps, seed {file['seed']}, epsim {file['version']})"
+        for file in results["comparison"]["files"]
+    ]
+    return printable("; ".join(parts))
+
+
+def _comparison_flips(results: Results) -> list[str]:
+    return flips_of_stacks(results) if len(results["comparison"]["files"]) == 1 else []
+
+
+def candidates_table(results: Results) -> Table:
+    """The candidates of a tune, first those whose gain on held-out steps is known."""
+    table = []
+    for row in sorted(results["tune"]["candidates"], key=lambda row: row["gain"] is None)[:MOST_ROWS]:
+        gain, choosing = row["gain"], row["gain_choosing"]
+        held_out = "-" if gain is None else f"{gain['mean']:+.2%}"
+        if gain is not None and gain["low"] is not None:
+            held_out += f" ({gain['low']:+.2%} to {gain['high']:+.2%})"
+        chosen = "-" if choosing is None else f"{choosing:+.2%}"
+        table.append([row["name"], f"{row['memory_bytes'] / 1e9:.1f} GB", chosen, held_out])
+    headers = [
+        "candidate",
+        "memory per GPU",
+        "gain on the steps used to choose",
+        "gain on held-out steps (95% interval)",
+    ]
+    return "Candidates", headers, table
+
+
+def answers(results: Results) -> list[tuple[str, str]]:
+    """The sentences of a tune, then the commands to paste."""
+    sentences = [(line["about"], printable(line["text"])) for line in results["tune"]["words"]]
+    commands = dict.fromkeys(command for one in results["tune"]["answers"] for command in one["commands"])
+    return [*sentences, *(("command", printable(command)) for command in commands)]
+
+
+def _tune_flips(results: Results) -> list[str]:
+    return [line["text"] for line in results["tune"]["words"] if line["about"] in TUNE_LIMITS]
+
+
+def _sweep_title(results: Results) -> str:
+    return f"epsim sweep: {len(results['sweep']['cells'])} cells"
+
+
+def _sweep_source(results: Results) -> str:
+    cells, setting = results["sweep"]["cells"], results["setting"]
+    traces = ", ".join(sorted({str(cell.get("trace")) for cell in cells}))
+    origins = ", ".join(sorted({cell["origin"] for cell in cells}))
+    return printable(f"replayed from {traces} ({origins}), seed {setting['seed']}, epsim {setting['version']}")
+
+
+def _left_out_table(results: Results) -> Table:
+    table = []
+    for what in ("failed", "skipped"):
+        for cell in results["sweep"][what][:MOST_ROWS]:
+            place = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("key", "reason", "path"))
+            table.append([printable(place), what, printable(cell["reason"])])
+    return "Cells left out", ["cell", "", "reason"], table
+
+
+VIEWS: dict[str, View] = {
+    "replay": View(_title, _source),
+    "run": View(_title, _source, leading=(predicted_table,)),
+    "tune": View(
+        _title,
+        _source,
+        flips=_tune_flips,
+        summary=candidates_table,
+        answers=answers,
+        leading=(candidates_table,),
+        memory=False,
+    ),
+    "comparison": View(
+        _comparison_title,
+        _comparison_source,
+        flips=_comparison_flips,
+        summary=differences_table,
+        leading=(differences_table,),
+        trailing=(_files_table, metrics_table),
+    ),
+    "sweep": View(
+        _sweep_title,
+        _sweep_source,
+        flips=flips_by_cell,
+        stack_figures=sweep_figures,
+        trailing=(_left_out_table,),
+    ),
+}
