@@ -6,19 +6,9 @@ from collections.abc import Sequence
 
 from epsim.report.compare import Row
 
-
-def comparison_headers() -> list[str]:
-    return [
-        "stack",
-        "metric (mean)",
-        "unit",
-        "files",
-        "first",
-        "second",
-        "second - first (95% interval)",
-        "change",
-        "steps",
-    ]
+HEADERS = (
+    "stack", "metric (mean)", "unit", "files", "first", "second", "second - first (95% interval)", "change", "steps",
+)  # fmt: skip
 
 
 def comparison_rows(rows: Sequence[Row], files: Sequence[str]) -> list[list[str]]:
@@ -30,19 +20,8 @@ def comparison_rows(rows: Sequence[Row], files: Sequence[str]) -> list[list[str]
         change = "-"
         if row.first and row.difference is not None:
             change = f"{row.difference / row.first:+.2%}"
-        table.append(
-            [
-                stack,
-                row.metric,
-                row.unit,
-                pair,
-                number(row.first),
-                number(row.second),
-                _difference(row),
-                change,
-                row.how,
-            ]
-        )
+        numbers = [number(row.first), number(row.second), _difference(row), change]
+        table.append([stack, row.metric, row.unit, pair, *numbers, row.how])
     return table
 
 

@@ -51,36 +51,18 @@ def _number(value: float) -> str:
 COLUMNS = (
     Column("max_over_mean", "mean", "peak/mean", _ratio, "mean over steps and layers"),
     Column("max_over_mean", "p95", "p95", _ratio, "95th percentile of peak/mean over steps and layers"),
-    Column(
-        "optimality_gap", "mean", "gap", _percent, "peak above the optimum, the lowest peak that the placement allows"
-    ),
+    Column("optimality_gap", "mean", "gap", _percent, "peak above the optimum (lowest peak the placement allows)"),
     Column("gap_placement", "mean", "placement", _percent, "optimum above the mean load"),
     Column("gap_split", "mean", "split", _percent, "peak of the split, before rounding, above the optimum"),
     Column("gap_rounding", "mean", "rounding", _percent, "added by rounding the split to whole tokens"),
     Column("gap_shared", "mean", "shared", _percent, "added by where the shared expert's tokens are served"),
     Column("layer_time_us", "mean", "layer us", _number, "microseconds of a layer on its slowest rank"),
     Column("active_experts", "mean", "active", _number, "largest number of experts with tokens on one rank"),
-    Column(
-        "kept_mass", "mean", "kept", _ratio, "router probability of the experts used over that of the model's choice"
-    ),
-    Column(
-        "remote_rank_share",
-        "mean",
-        "off rank",
-        _percent,
-        "share of assignments served on another rank than the token's",
-    ),
-    Column(
-        "remote_node_share",
-        "mean",
-        "off node",
-        _percent,
-        "share of assignments served on another node than the token's",
-    ),
+    Column("kept_mass", "mean", "kept", _ratio, "router probability of the experts used / of the model's choice"),
+    Column("remote_rank_share", "mean", "off rank", _percent, "assignments served off the token's rank"),
+    Column("remote_node_share", "mean", "off node", _percent, "assignments served off the token's node"),
 )
-VERSUS = "vs first (95% interval)"
-GAIN = "gain (95% interval)"
-MEMORY = "memory per rank"
+GAIN = ("gain (95% interval)", "tokens per second over those of the first stack, minus 1")
 
 
 def shown_columns(results: Results) -> list[Column]:
@@ -92,28 +74,19 @@ def _gains(results: Results) -> bool:
     return any(e["metrics"]["throughput_gain"]["mean"] is not None for e in results["stacks"])
 
 
-def headers(results: Results, memory: bool = False) -> list[str]:
-    """memory: with the column that tells the memory of redundant experts."""
-    names = ["stack", *(c.header for c in shown_columns(results)), VERSUS, *([GAIN] if _gains(results) else [])]
-    return [*names, MEMORY] if memory else names
-
-
-def meanings(results: Results, memory: bool = False) -> list[str]:
-    """What each header means."""
-    gains = ["tokens per second over those of the first stack, minus 1"] if _gains(results) else []
+def meanings(results: Results, memory: bool = False) -> list[tuple[str, str]]:
+    """(header, what it means) of the stacks' table. memory: with a column for the memory of redundant experts."""
     return [
-        "policy stack",
-        *(column.meaning for column in shown_columns(results)),
-        "change of peak/mean from the first stack",
-        *gains,
-        *(["of the redundant experts"] if memory else []),
+        ("stack", "placement, router, split, shared and reader policies"),
+        *((column.header, column.meaning) for column in shown_columns(results)),
+        ("vs first (95% interval)", "change of peak/mean from the first stack"),
+        *([GAIN] if _gains(results) else []),
+        *([("memory per rank", "memory of the redundant experts")] if memory else []),
     ]
 
 
-def legend(results: Results, memory: bool = False) -> str:
-    """The meanings of all headers in one line."""
-    pairs = zip(headers(results, memory), meanings(results, memory), strict=True)
-    return "; ".join(f"{header.partition(' (')[0]}: {meaning}" for header, meaning in pairs)
+def headers(results: Results, memory: bool = False) -> list[str]:
+    return [header for header, _ in meanings(results, memory)]
 
 
 def cells(results: Results, memory: bool = False) -> list[list[Cell]]:

@@ -34,9 +34,7 @@ def flips_of_stacks(results: Results) -> list[str]:
         *_by_size(stacks, best),
     ]
     if not sentences:
-        sentences = [
-            f"{label(stacks[best])} is also best by every other metric, layer, step and batch size compared here."
-        ]
+        sentences = ["No other metric, layer, step or batch size compared here prefers another stack."]
     if results["trace"]["origin"] == "drawn":
         sentences.append(
             "Tokens were drawn from recorded counts. What depends on single tokens may differ on real ones."

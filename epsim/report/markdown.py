@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from epsim.report.content import PEAK_OVER_MEAN, facts, headers, legend, memory_words, reasons, rows
+from epsim.report.content import PEAK_OVER_MEAN, facts, headers, meanings, memory_words, reasons, rows
 from epsim.report.draw import Drawn
 from epsim.report.views import tables, view_of
 from epsim.results import Results
@@ -18,13 +18,13 @@ def markdown(results: Results, drawings: Sequence[Drawn]) -> str:
     source = _escape(view.source(results))
     lines = [f"# {_escape(view.title(results))}", "", f"**{_escape(results['verdict'])}**", ""]
     if flips := view.flips(results):
-        lines += ["When another stack is better:", "", *(f"- {_escape(line)}" for line in flips), ""]
+        lines += [f"{view.flips_title}:", "", *(f"- {_escape(line)}" for line in flips), ""]
     memory = memory_words(results)
     lines += [PEAK_OVER_MEAN, "", source + (f"; {_escape(memory)}" if memory else ""), ""]
     if answers := view.answers(results):
         lines += ["## What to run", "", *(f"- {_escape(name)}: {_escape(text)}" for name, text in answers), ""]
     lines += ["## Stacks side by side", "", *_table(headers(results), rows(results), num_left=1)]
-    lines += ["", _escape(legend(results)) + "."]
+    lines += ["", *(f"- {_escape(header)}: {_escape(meaning)}" for header, meaning in meanings(results))]
     for table in tables(view.leading, results):
         lines += _section(*table)
     for figure in (drawing.figure for drawing in drawings):

@@ -12,7 +12,7 @@ from typing import Any
 
 from epsim.files import printable
 from epsim.report.charts import before_and_after
-from epsim.report.content import PEAK_OVER_MEAN, cells, facts, headers, legend, meanings, memory_words, reasons
+from epsim.report.content import PEAK_OVER_MEAN, cells, facts, meanings, memory_words, reasons
 from epsim.report.draw import Drawn
 from epsim.report.views import tables, view_of
 from epsim.results import Results
@@ -44,12 +44,12 @@ def page(results: Results, pictures: Sequence[Drawn]) -> str:
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         verdict=results["verdict"],
         flips=view.flips(results),
+        flips_title=view.flips_title,
         source=view.source(results),
         memory=memory_words(results),
         command=printable(setting["command"]),
         peak_over_mean=PEAK_OVER_MEAN,
-        headers=list(zip(headers(results, view.memory), meanings(results, view.memory), strict=True)),
-        legend=legend(results, view.memory),
+        headers=meanings(results, view.memory),
         rows=cells(results, view.memory),
         best=best_of(results["stacks"]),
         sections=sections,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from epsim.results import check_results, read_results, write_results
 from epsim.score.verdict import label
@@ -37,7 +37,7 @@ class Fields(Mapping[str, Any]):
         return len(self._data)
 
     def __dir__(self) -> list[str]:
-        return [*self._data, "items", "keys", "values", "get"]
+        return list(self._data)
 
     def __repr__(self) -> str:
         return f"Fields({', '.join(self._data)})"
@@ -54,18 +54,12 @@ class Items(Sequence[Fields]):
     def __init__(self, entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
         self._entries, self.names = entries, list(names)
 
-    @overload
-    def __getitem__(self, place: int | str) -> Fields: ...
-    @overload
-    def __getitem__(self, place: slice) -> Items: ...
-    def __getitem__(self, place: int | str | slice) -> Fields | Items:
+    def __getitem__(self, place: Any) -> Any:
         if isinstance(place, slice):
             return Items(self._entries[place], self.names[place])
-        if isinstance(place, str):
-            if place not in self.names:
-                raise KeyError(f"no {place!r}; there are {', '.join(self.names)}")
-            place = self.names.index(place)
-        return Fields(self._entries[place])
+        if isinstance(place, str) and place not in self.names:
+            raise KeyError(f"no {place!r}; there are {', '.join(self.names)}")
+        return Fields(self._entries[self.names.index(place) if isinstance(place, str) else place])
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -119,27 +113,24 @@ class Results:
 
     @property
     def answers(self) -> Items:
-        """Of a tune: what to run, by `any`, `sglang` and `vllm`."""
-        entries = self._part("tune")["answers"]
-        return Items(entries, [entry["for"] for entry in entries])
+        """Of a tune: what to run. Their names are `any`, `sglang` and `vllm`."""
+        return self._items("tune", "answers", "{for}")
 
     @property
     def rows(self) -> Items:
-        """Of a comparison: one metric of two stacks each."""
-        entries = self._part("comparison")["rows"]
-        return Items(entries, [f"{entry['second_stack']} {entry['metric']}" for entry in entries])
+        """Of a comparison: one metric of two stacks each, named "STACK METRIC"."""
+        return self._items("comparison", "rows", "{second_stack} {metric}")
 
     @property
     def cells(self) -> Items:
-        """Of a sweep: one combination of the grid each, by its key."""
-        entries = self._part("sweep")["cells"]
-        return Items(entries, [entry["key"] for entry in entries])
+        """Of a sweep: one combination of the grid each, named by its key."""
+        return self._items("sweep", "cells", "{key}")
 
-    def _part(self, kind: str) -> dict[str, Any]:
+    def _items(self, kind: str, key: str, name: str) -> Items:
         if self.kind != kind:
-            raise AttributeError(f"these are the results of a {self.kind}, only those of a {kind} have this")
-        part: dict[str, Any] = self.data[kind]
-        return part
+            raise AttributeError(f"these are the results of a {self.kind}; only those of a {kind} have {key}")
+        entries = self.data[kind][key]
+        return Items(entries, [name.format(**entry) for entry in entries])
 
     def table(self) -> tuple[list[str], list[list[str | float | None]]]:
         """Headers, and a row a stack: its name, then numbers, None where there is none.

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from epsim.files import printable
 from epsim.report.compare import Row, Side
-from epsim.report.comparison import comparison_headers, comparison_rows
+from epsim.report.comparison import HEADERS, comparison_rows
 from epsim.report.content import facts, metrics_table, reasons, stacks_table
 from epsim.report.views import view_of
 from epsim.results import Results
@@ -52,7 +52,7 @@ def print_comparison(rows: Sequence[Row], sides: Sequence[Side], verdict: str) -
         trace = side.results["trace"]
         kind = "measured" if side.results["kind"] == "run" else "replayed"
         console.print(Text(printable(f"{number}: {side.name}: {trace['name']}, {trace['steps_scored']} steps, {kind}")))
-    console.print(_table(comparison_headers(), comparison_rows(rows, [side.name for side in sides]), num_left=3))
+    console.print(_table(list(HEADERS), comparison_rows(rows, [side.name for side in sides]), num_left=3))
     console.print(Text(printable(verdict), style="bold"))
 
 

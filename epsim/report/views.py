@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from epsim.files import printable
 from epsim.report.charts import stack_figures
 from epsim.report.compare import Row
-from epsim.report.comparison import comparison_headers, comparison_rows
+from epsim.report.comparison import HEADERS, comparison_rows
 from epsim.report.content import Table, figure, metrics_table, stacks_table
 from epsim.report.draw import Figure
 from epsim.report.flips import flips_by_cell, flips_of_stacks
@@ -28,15 +28,16 @@ TUNE_LIMITS = ("does not pay", "limits")
 class View:
     """What a page of one kind shows besides its verdict, its stacks side by side, and its facts.
 
-    source: where the figures come from, in one line. flips: when another stack is better than the best one.
-    summary: the table that a terminal or a notebook shows. leading, trailing: tables before and after the figures;
-    one without rows is left out. answers: (about, text) of `epsim tune`. memory: whether the stacks' table has a
-    column for the memory of redundant experts.
+    source: where the figures come from, in one line. flips: when another stack is better than the best one, under the
+    heading flips_title. summary: the table that a terminal or a notebook shows. answers: (about, text) of `epsim tune`.
+    leading, trailing: tables before and after the figures, left out where they have no rows. memory: whether the
+    stacks' table has a column for the memory of redundant experts.
     """
 
     title: Callable[[Results], str]
     source: Callable[[Results], str]
     flips: Callable[[Results], list[str]] = flips_of_stacks
+    flips_title: str = "By other metrics, layers, steps and batch sizes"
     summary: Callable[[Results], Table] = stacks_table
     answers: Callable[[Results], list[tuple[str, str]]] = lambda results: []
     leading: tuple[Callable[[Results], Table], ...] = ()
@@ -86,7 +87,7 @@ def predicted_table(results: Results) -> Table:
 def differences_table(results: Results) -> Table:
     rows = [Row(**row) for row in results["comparison"]["rows"]]
     files = [file["file"] for file in results["comparison"]["files"]]
-    return "Differences", comparison_headers(), comparison_rows(rows, files)
+    return "Differences", list(HEADERS), comparison_rows(rows, files)
 
 
 def _files_table(results: Results) -> Table:
@@ -169,6 +170,7 @@ VIEWS: dict[str, View] = {
         _title,
         _source,
         flips=_tune_flips,
+        flips_title="When it does not pay",
         summary=candidates_table,
         answers=answers,
         leading=(candidates_table,),
@@ -186,6 +188,7 @@ VIEWS: dict[str, View] = {
         _sweep_title,
         _sweep_source,
         flips=flips_by_cell,
+        flips_title="By cell",
         stack_figures=sweep_figures,
         trailing=(_left_out_table,),
     ),

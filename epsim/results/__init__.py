@@ -13,26 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from epsim.files import check_source, whole_file
-from epsim.results.checks import KINDS, check_results, results_schema
+from epsim.results.checks import check_results as check_results
 
 if TYPE_CHECKING:
     from epsim.placement.base import Cluster
     from epsim.traces.trace import TraceMeta
 
 Results: TypeAlias = dict[str, Any]
-
-__all__ = [
-    "KINDS",
-    "SCHEMA_VERSION",
-    "Results",
-    "as_text",
-    "check_results",
-    "described_cluster",
-    "described_trace",
-    "read_results",
-    "results_schema",
-    "write_results",
-]
 
 SCHEMA_VERSION = 1
 _NUMBERS = re.compile(r"\[\n[\s\d.,eE+nul-]*\]")

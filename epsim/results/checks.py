@@ -76,33 +76,30 @@ def _contradictions(results: Mapping[str, Any]) -> Iterator[str]:
 
 def _lengths(results: Mapping[str, Any]) -> Iterator[str]:
     trace, scored = results["trace"], results.get("scored")
-    ranks = ("ranks", results["setting"]["ranks"])
-    layers = ("layers", trace["num_layers"])
-    lists = [entry["by_step"][key] for entry in results["stacks"] for key in entry.get("by_step", ())]
-    lists = [scored["steps"]] if scored else lists
-    every: tuple[str, None] = ("", None)
-    stretches = ("stretches of steps", len(lists[0]) if lists else 0)
-    if stretches[1] > trace["steps_scored"]:
-        yield f"$.trace.steps_scored: is {trace['steps_scored']}, but there are {stretches[1]} stretches of steps"
+    ranks, layers = ("ranks", results["setting"]["ranks"]), ("layers", trace["num_layers"])
+    lists = [values for entry in results["stacks"] for values in entry.get("by_step", {}).values()]
+    steps = ("stretches of steps", len(scored["steps"] if scored else lists[0] if lists else ()))
+    hot = ("hot experts", len(scored["hot_experts"]) if scored else None)
+    shapes: dict[str, list[tuple[str, int | None]]] = {
+        "max_over_mean_by_layer": [layers],
+        "load_over_mean_by_rank": [ranks],
+        "load_over_mean_by_step": [steps, ranks],
+        "load_over_mean_by_layer": [layers, ("", None), ranks],
+        "hot_copies": [hot],
+    }
+    if steps[1] > trace["steps_scored"]:
+        yield f"$.trace.steps_scored: is {trace['steps_scored']}, but there are {steps[1]} stretches of steps"
+    for place, entry in enumerate(results["stacks"]):
+        for key, shape in shapes.items():
+            yield from _length(entry.get(key), shape, f"$.stacks[{place}].{key}")
+        for key, values in entry.get("by_step", {}).items():
+            yield from _length(values, [steps], f"$.stacks[{place}].by_step.{key}")
     if scored:
         for key in ("busy_steps", "busy_layers"):
-            yield from _length(scored[key], [stretches], f"$.scored.{key}")
-        for place, hot in enumerate(scored["hot_experts"]):
-            if hot["layer"] >= trace["num_layers"]:
-                yield f"$.scored.hot_experts[{place}].layer: is {hot['layer']}, but there are {layers[1]} layers"
-    for place, entry in enumerate(results["stacks"]):
-        where = f"$.stacks[{place}]"
-        for key, values in entry.get("by_step", {}).items():
-            yield from _length(values, [stretches], f"{where}.by_step.{key}")
-        yield from _length(entry.get("max_over_mean_by_layer"), [layers], f"{where}.max_over_mean_by_layer")
-        yield from _length(entry.get("load_over_mean_by_rank"), [ranks], f"{where}.load_over_mean_by_rank")
-        yield from _length(entry.get("load_over_mean_by_step"), [stretches, ranks], f"{where}.load_over_mean_by_step")
-        yield from _length(
-            entry.get("load_over_mean_by_layer"), [layers, every, ranks], f"{where}.load_over_mean_by_layer"
-        )
-        if scored:
-            hot = ("hot experts", len(scored["hot_experts"]))
-            yield from _length(entry.get("hot_copies"), [hot], f"{where}.hot_copies")
+            yield from _length(scored[key], [steps], f"$.scored.{key}")
+        for place, expert in enumerate(scored["hot_experts"]):
+            if expert["layer"] >= trace["num_layers"]:
+                yield f"$.scored.hot_experts[{place}].layer: is {expert['layer']}, but there are {layers[1]} layers"
 
 
 def _length(values: Any, sizes: Sequence[tuple[str, int | None]], where: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ import pytest
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replay import ReplayOptions, replay
-from epsim.report.content import PEAK_OVER_MEAN, cells, headers, legend, metrics_table, reasons, rows
+from epsim.report.content import PEAK_OVER_MEAN, cells, headers, meanings, metrics_table, reasons, rows
 from epsim.report.table import print_table
 from epsim.report.write import write_pages, write_report
 from epsim.results import Results
@@ -102,7 +102,8 @@ def check_markdown(results: Results, tmp_path: Path) -> None:
     assert {line.count("|") for line in metrics} == {len(head) + 1}
     assert len(metrics) == 2 + len(body)
     assert text.count(PEAK_OVER_MEAN) == 1
-    assert legend(results).replace("&", "") in text
+    for header, meaning in meanings(results):
+        assert f"- {header}: {meaning}\n" in text
     for cell in rows(results)[0][1:]:
         assert f" {cell} |" in text
 

@@ -47,7 +47,7 @@ def test_parts_by_attribute_and_by_name(results: Results) -> None:
         results.stacks["worst"]
     with pytest.raises(AttributeError, match="no 'mode'; there are mean, p50"):
         _ = best.metrics.peak.mode
-    with pytest.raises(AttributeError, match="these are the results of a replay, only those of a tune have this"):
+    with pytest.raises(AttributeError, match="these are the results of a replay; only those of a tune have answers"):
         _ = results.answers
 
 

@@ -13,7 +13,8 @@ import pytest
 from epsim.report.draw import Drawn, Figure, _canvas, _svg
 from epsim.report.results import Results
 from epsim.report.views import VIEWS
-from epsim.results import KINDS, check_results, read_results, results_schema, write_results
+from epsim.results import check_results, read_results, write_results
+from epsim.results.checks import KINDS, results_schema
 from tests.conftest import Epsim
 
 EveryKind = dict[str, dict[str, Any]]

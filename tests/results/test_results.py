@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from epsim.files import whole_file
-from epsim.results import check_results, read_results, results_schema, write_results
+from epsim.results import check_results, read_results, write_results
+from epsim.results.checks import results_schema
 from epsim.score.formulas import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
