@@ -165,6 +165,8 @@ def run_relocation(rank: int, size: int, nodes: int, old: Any, new: Any, spare: 
     held = {}
     for slot in range(layer.experts.num_slots):
         expert = int(layer.balancer.placement.physical_to_logical[0, rank * layer.experts.num_slots + slot])
+        if expert < 0:
+            continue
         gate_up, down = layer.experts._weights(slot)
         wanted = weights.routed(LAYER, expert)
         held[slot] = bool(torch.equal(gate_up, wanted[0]) and torch.equal(down, wanted[1]))

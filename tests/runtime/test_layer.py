@@ -118,6 +118,28 @@ def test_every_stack(size: int) -> None:
         assert ran[1][-1].startswith(line)
 
 
+UNEQUAL = {2: [5, 30], 3: [40, 0, 7]}
+"""By number of processes: how many slots of each rank hold an expert."""
+
+
+@pytest.mark.parametrize("size", UNEQUAL)
+def test_ranks_of_unequal_numbers_of_experts(size: int) -> None:
+    """Slots are empty where a rank holds fewer experts than the fullest one; a rank may hold none."""
+    rng = np.random.default_rng(size)
+    most, number = max(UNEQUAL[size]), sum(UNEQUAL[size])
+    experts = SHAPE.num_experts
+    held = rng.permutation([*range(experts), *rng.integers(0, experts, number - experts)])
+    slots = np.full((size, most), -1)
+    for rank, part in enumerate(np.split(held, np.cumsum(UNEQUAL[size])[:-1])):
+        slots[rank, rng.permutation(most)[: len(part)]] = part
+    placement = programs.table(slots.reshape(1, -1), SHAPE, size, 1)
+    assert placement.filled_slots.tolist() == [UNEQUAL[size]]
+    given = [(text, placement.physical_to_logical.numpy()) for text in all_stacks(2)]
+    ran = launch(size, programs.run_stacks, size, 1, given, "float32")
+    for place, (text, _) in enumerate(given):
+        check_stack(text, placement, [rank[place] for rank in ran], TOLERANCE["float32"])
+
+
 def check_stack(text: str, placement: Placement, by_rank: list[programs.Ran], tolerance: float) -> None:
     assert max(one.error for one in by_rank) < tolerance, text
     load = expected(text, placement, block_of(programs.STEPS, [one.ids for one in by_rank]))

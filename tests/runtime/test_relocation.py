@@ -23,9 +23,12 @@ SHAPE = programs.SHAPE
 EXPERT_BYTES = 3 * SHAPE.hidden * SHAPE.intermediate * 4
 
 
-def random_slots(seed: int, physical: int, experts: int = SHAPE.num_experts) -> list[int]:
+def random_slots(seed: int, physical: int, experts: int = SHAPE.num_experts, empty: float = 0.3) -> list[int]:
+    """Every expert once; of the other slots a share is empty."""
     rng = np.random.default_rng(seed)
-    slots: list[int] = rng.permutation([*range(experts), *rng.integers(0, experts, physical - experts)]).tolist()
+    more = rng.integers(0, experts, physical - experts)
+    more[rng.random(len(more)) < empty] = -1
+    slots: list[int] = rng.permutation([*range(experts), *more]).tolist()
     return slots
 
 
@@ -52,11 +55,30 @@ def test_waves_keep_every_expert_and_stay_within_spare_rows(
     for wave in waves:
         assert len(set(wave)) == len(wave)
         assert all(now[slot] != new[slot] for slot in wave)
-        assert np.bincount(np.array(wave) // per_rank, minlength=ranks).max() <= spare
+        arriving = np.array([slot for slot in wave if new[slot] >= 0], dtype=int)
+        assert np.bincount(arriving // per_rank, minlength=ranks).max() <= spare
         for slot in wave:
             now[slot] = new[slot]
-        assert set(now) == set(range(experts))
+        assert set(now) - {-1} == set(range(experts))
     assert now == new
+
+
+def test_a_slot_that_becomes_empty_needs_no_spare_row_and_no_bytes() -> None:
+    assert plan_waves([0, 1, 0, 1], [-1, 1, 0, -1], 2, 0) == [[0, 3]]
+    assert plan_moves([0, 1, 0, 1], [-1, 1, 0, -1], [0, 3], 2) == []
+    # Expert 0 leaves slot 0, its only one, for the empty slot 3: both change together.
+    assert plan_waves([0, 1, 1, -1], [-1, 1, 1, 0], 2, 1) == [[0, 3]]
+    assert plan_moves([0, 1, 1, -1], [-1, 1, 1, 0], [0, 3], 2) == [Move(0, 3)]
+
+
+def test_a_layer_changes_over_where_only_empty_slots_arise() -> None:
+    full, emptied = [[*range(32), *range(16)]], [[*range(32), *[-1] * 16]]
+    layer = programs.build(
+        "eplb+lplb", full, SHAPE, 1, 1, torch.float32, RandomWeights(SHAPE, programs.SEED)
+    )
+    move = Relocation(layer, programs.table(emptied, SHAPE, 1, 1), 1)
+    assert (move.num_steps, move.advance(0), move.done) == (1, 0, True)
+    assert layer.balancer.placement.physical_to_logical.tolist() == emptied
 
 
 def test_a_cycle_moves_in_one_wave() -> None:
@@ -116,7 +138,9 @@ def test_outputs_stay_while_experts_move(size: int, spare: int, most: int) -> No
         assert max(one["received"]) <= most
         assert all(one["held"].values()), "every slot holds its new expert's weights, bit for bit"
         assert one["placement"].tolist() == new
-    changed = sum(a != b for a, b in zip(old[0], new[0]))
+    changed = sum(a != b >= 0 for a, b in zip(old[0], new[0]))
+    assert -1 in old[0]
+    assert -1 in new[0]
     assert sum(sum(one["received"]) for one in ran) == changed * EXPERT_BYTES
     assert len(set(first["versions"])) == (2 if spare == 24 else len(set(first["versions"])))
     # The load at each step is the simulator's under the placement in force: the first and the last are known here.
