@@ -32,7 +32,8 @@ class Tables(NamedTuple):
     copy_rank, copy_expert: a copy's rank and the place of its expert. copy_share: its part of the expert's slots.
     copy_until: the part of the slots of the expert's copies up to this one, 1.0 for the last.
     rank_start [L, R + 1], rank_copy: the copies on a rank.
-    source [L, P]: where a slot's load is found in (the loads of E experts, then those of the layer's copies), -1 for an empty slot.
+    source [L, P]: where a slot's load is found in (the loads of E experts, then those of the layer's copies), -1 for an
+        empty slot.
     twin_start [L + 1], twin [_, 3]: slots whose expert has more slots on the same rank: slot, its place among them, how
         many they are.
     """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epsim.placement.base import Placement
+from epsim.placement.base import Cluster, Placement
+from epsim.placement.eplb import Eplb
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.load import Load
@@ -21,6 +21,8 @@ from epsim.policies.nearest import nearest_slots
 from epsim.policies.one_copy import held_by_rank
 from epsim.policies.registry import KINDS
 from epsim.policies.stack import parse_stack
+from epsim.replay import ReplayOptions, replay
+from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, TokenBlock
 from tests.policies.conftest import random_placement
 from tests.policies.test_oea_replay import drawn
@@ -99,3 +101,26 @@ def test_a_rank_without_experts_in_a_layer() -> None:
     assert load.routed.tolist() == [[[0, 6]]]
     assert load.active.tolist() == [[[0, 1]]]
     assert load.shared_tokens.tolist() == [[[6, 0]]]
+
+
+@dataclass(frozen=True)
+class Spread(Eplb):
+    """EPLB's placement with two empty slots more a rank."""
+
+    def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
+        return spread(Eplb.plan(self, history, cluster), 2, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("level", ["counts", "tokens"])
+def test_a_replay_gives_the_same_metrics(make_trace: Callable[..., StoredTrace], level: str) -> None:
+    trace = make_trace(level, steps=8, tokens=50, experts=32, shared_cost=0.1, top_k=4)
+    text = "eplb+lplb" if level == "counts" else "eplb+lplb+waterfill"
+    found = []
+    for policy in (Eplb(), Spread()):
+        stack = dataclasses.replace(parse_stack(text), placement=policy)
+        found.append(replay(trace, ReplayOptions(Cluster(4, 1, 4), (("", stack),)))["stacks"][0]["metrics"])
+    before, after = found
+    assert before["max_over_mean"]["mean"] > 1.01
+    assert {key: value["mean"] for key, value in after.items()} == pytest.approx(
+        {key: value["mean"] for key, value in before.items()}, rel=1e-12, abs=1e-12
+    )

@@ -73,9 +73,7 @@ def test_a_slot_that_becomes_empty_needs_no_spare_row_and_no_bytes() -> None:
 
 def test_a_layer_changes_over_where_only_empty_slots_arise() -> None:
     full, emptied = [[*range(32), *range(16)]], [[*range(32), *[-1] * 16]]
-    layer = programs.build(
-        "eplb+lplb", full, SHAPE, 1, 1, torch.float32, RandomWeights(SHAPE, programs.SEED)
-    )
+    layer = programs.build("eplb+lplb", full, SHAPE, 1, 1, torch.float32, RandomWeights(SHAPE, programs.SEED))
     move = Relocation(layer, programs.table(emptied, SHAPE, 1, 1), 1)
     assert (move.num_steps, move.advance(0), move.done) == (1, 0, True)
     assert layer.balancer.placement.physical_to_logical.tolist() == emptied
