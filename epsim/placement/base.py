@@ -97,8 +97,7 @@ class Placement:
     @property
     def filled_slots(self) -> torch.Tensor:
         """[L, R] int64: how many slots of a rank hold an expert."""
-        filled = (self.physical_to_logical >= 0).view(self.num_layers, self.num_ranks, -1)
-        return filled.sum(-1)
+        return (self.physical_to_logical >= 0).reshape(self.num_layers, self.num_ranks, -1).sum(-1)
 
     @property
     def rank_of_slot(self) -> torch.Tensor:
