@@ -1,9 +1,9 @@
-"""Simulated annealing over placements, compiled: swaps of two slots, and slots given to another expert.
+"""Simulated annealing over placements, compiled. A move swaps two slots or gives a slot to another expert.
 
-A problem is one layer under several rows of load (steps, windows of steps, or variations of them). Its score is the
-weighted mean over rows of the largest rank load under an even split, and a little of the mean squared one; rows are
-scaled to a mean rank load of 1, so the first part is a max-over-mean. A swap is evaluated in O(rows): for every row the
-three heaviest ranks are kept.
+A problem is one layer with several rows of loads (steps, windows of steps, or variations of them). Its score is the
+weighted mean over rows of the peak load under an even split, plus LEVEL_WEIGHT times the mean squared rank load. Rows
+are scaled to a mean rank load of 1, so the first part is max over mean. A swap is evaluated in O(rows) time, because
+the three busiest ranks of each row are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-# Weight of the mean squared rank load beside the peak: ranks below the peak are kept level too, not left to chance.
+# Weight of the mean squared rank load in the score: it also balances ranks below the peak.
 LEVEL_WEIGHT = 0.1
 SWAP_SHARE = 0.85
 BUSY_SHARE = 0.7
@@ -56,7 +56,7 @@ def _find_heaviest(load: Floats, top: Ints, row: int) -> None:
 
 @njit(cache=True)
 def _set_up(rows: Floats, slots: Ints, copies: Ints, held: Ints, load: Floats, top: Ints) -> None:
-    """copies [E], held [R, E] and load [R, rows] are zero at the start; top [3, rows]."""
+    """Fills copies [E], held [R, E] and load [R, rows], all zero at the start, and top [3, rows]."""
     num_ranks, slots_per_rank = slots.shape
     for rank in range(num_ranks):
         for place in range(slots_per_rank):
@@ -73,7 +73,7 @@ def _set_up(rows: Floats, slots: Ints, copies: Ints, held: Ints, load: Floats, t
 
 @njit(cache=True, nogil=True)
 def _copy(source: Any, target: Any) -> None:
-    """Two axes, by loops: array expressions take seconds to compile."""
+    """Copies a matrix by loops: array expressions take seconds to compile."""
     for i in range(source.shape[0]):
         for j in range(source.shape[1]):
             target[i, j] = source[i, j]
@@ -92,11 +92,11 @@ def anneal(
     hot: float,
     cold: float,
 ) -> float:
-    """A stretch of num_moves proposals at temperatures falling from hot to cold. Returns the best score so far.
+    """Makes num_moves proposals at temperatures that fall from hot to cold. Returns the best score so far.
 
-    rows [E, rows]; weight [rows], sums to 1; slots, best_slots [R, slots per rank], both updated, as is random [1], the
-    generator's state, not 0. Experts stay within their block of `span` ranks (a node), and none gets onto a rank that
-    holds it already. Holds no lock, so that layers can go in threads.
+    rows [E, rows]; weight [rows], which sums to 1; slots, best_slots [R, slots per rank]; random [1]: the state of the
+    generator, not 0. slots, best_slots and random are updated. An expert stays within its block of `span` ranks (a
+    node), and a rank never holds an expert twice. Releases the GIL, so layers can run in threads.
     """
     num_experts, num_rows = rows.shape
     num_ranks, slots_per_rank = slots.shape
@@ -155,7 +155,7 @@ def anneal(
                 load[r, row] += change
                 load[q, row] -= change
         else:
-            # A slot of q, held by a copy of expert a, goes to b, an expert of r (or of any rank where q is r itself).
+            # A slot of q changes from expert a to expert b, which r holds (or any rank of the block if q is r).
             giver = r if q != r else r // span * span + _below(random, span)
             b = slots[giver, _below(random, slots_per_rank)]
             j = _below(random, slots_per_rank)

@@ -1,4 +1,4 @@
-"""The load of every rank when a logical expert's assignments are split evenly over its physical experts."""
+"""Rank loads when each expert's assignments are split evenly over its copies."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from epsim.placement.base import Placement
 
 
 def even_shares(placement: Placement) -> torch.Tensor:
-    """[L, E, R] float64: the share of a logical expert's assignments that each rank serves; sums to 1 over ranks."""
+    """[L, E, R] float64: the share of an expert's assignments that each rank serves. The sum over ranks is 1."""
     slots = placement.physical_to_logical
-    shape = (placement.num_layers, placement.num_experts + 1, placement.num_ranks)  # the first row: empty slots
+    shape = (placement.num_layers, placement.num_experts + 1, placement.num_ranks)  # row 0: empty slots
     held = torch.zeros(shape, dtype=torch.float64, device=slots.device)
     layer = torch.arange(placement.num_layers, device=slots.device)[:, None].expand_as(slots)
     rank = placement.rank_of_slot.expand_as(slots)
@@ -19,9 +19,9 @@ def even_shares(placement: Placement) -> torch.Tensor:
 
 
 def even_rank_loads(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """counts [..., L, E] -> real-valued rank loads [..., L, R] float64 under an even split over the copies.
+    """counts [..., L, E] -> rank loads [..., L, R] float64 under an even split.
 
-    Raises ValueError where the counts' layers or experts are not the placement's.
+    Raises ValueError if the numbers of layers and experts differ from the placement's.
     """
     expected = (placement.num_layers, placement.num_experts)
     if tuple(counts.shape[-2:]) != expected:
@@ -33,7 +33,8 @@ def even_rank_loads(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 def even_balance(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """counts [..., L, E] -> max over mean of the even-split rank loads [..., L]; 1 for a layer without tokens."""
+    """counts [..., L, E] -> max over mean of the rank loads under an even split [..., L]; 1 for a layer without
+    tokens."""
     loads = even_rank_loads(counts, placement)
     mean = loads.mean(-1)
     return torch.where(mean > 0, loads.amax(-1) / mean.clamp(min=torch.finfo(torch.float64).tiny), 1.0)

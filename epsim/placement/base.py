@@ -1,4 +1,4 @@
-"""Where experts live: a placement, the cluster it is made for, and the history it is planned on."""
+"""Which expert is in which slot (`Placement`), and the group of ranks that it is made for (`Cluster`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The expert-parallel group: ranks, nodes, redundant physical experts a layer, expert groups of the model."""
+    """The expert-parallel group.
+
+    num_redundant: redundant experts per layer. num_groups: expert groups of the model.
+    """
 
     num_ranks: int
     num_nodes: int = 1
@@ -29,7 +32,7 @@ class Cluster:
             raise ValueError(f"--groups {self.num_groups}: give 1 or more")
 
     def num_physical(self, num_experts: int) -> int:
-        """P = E + redundant; raises ValueError where P does not divide into equal ranks."""
+        """P = E + redundant slots per layer. Raises ValueError if P is not a multiple of the number of ranks."""
         num_physical = num_experts + self.num_redundant
         if num_physical % self.num_ranks:
             spare = -num_experts % self.num_ranks
@@ -41,7 +44,8 @@ class Cluster:
 
 
 def node_of_rank(num_ranks: int, num_nodes: int) -> torch.Tensor:
-    """[R] int64: ranks fill nodes in order; where nodes do not divide ranks, the first nodes hold one more."""
+    """The node of each rank, [R] int64. Nodes hold consecutive ranks; if R is not a multiple, the first hold one
+    more."""
     rank = torch.arange(num_ranks)
     large = -(-num_ranks // num_nodes)
     num_large = num_ranks - (large - 1) * num_nodes
@@ -51,10 +55,14 @@ def node_of_rank(num_ranks: int, num_nodes: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Which logical expert each physical expert holds.
+    """Which logical expert each slot holds.
 
-    physical_to_logical [L, P] int64; the rank of slot p is p // (P // R).
-    Raises ValueError where a layer lacks an expert, or names one out of range, or R does not divide P.
+    physical_to_logical [L, P] int64: the expert in each slot, or -1 for an empty slot. Slot p is on rank p // (P // R).
+    All ranks have the same number of slots; a rank with fewer experts than the fullest one has empty slots.
+    Raises ValueError if a layer has no slot for an expert, if an expert is out of range, or if P is not a multiple of
+    R.
+
+        Placement(torch.tensor([[0, 1, 2, 0, -1, -1]]), num_experts=3, num_ranks=2)  # 3 experts on rank 0, 1 on rank 1
     """
 
     physical_to_logical: torch.Tensor
@@ -62,7 +70,7 @@ class Placement:
     num_ranks: int
     num_nodes: int = 1
     copies: torch.Tensor = field(init=False)
-    """[L, E] int64: physical experts of each logical one."""
+    """[L, E] int64: how many slots hold each expert."""
 
     def __post_init__(self) -> None:
         slots = self.physical_to_logical
@@ -111,13 +119,14 @@ class Placement:
 
     @property
     def version(self) -> str:
-        """A short hash of the placement's content: the name under which the runtime records it."""
+        """A short hash of the placement. The runtime records it with every step."""
         content = self.physical_to_logical.to("cpu", torch.int32).contiguous().numpy().tobytes()
         shape = f"{list(self.physical_to_logical.shape)}/{self.num_experts}/{self.num_ranks}/{self.num_nodes}"
         return hashlib.sha256(shape.encode() + content).hexdigest()[:12]
 
     def logical_to_physical(self) -> torch.Tensor:
-        """[L, E, C] int64: the slots of each logical expert, ascending, padded with -1 to C = the most copies."""
+        """[L, E, C] int64: the slots of each expert in ascending order, padded with -1. C: the most copies of an
+        expert."""
         layer, slot = (self.physical_to_logical >= 0).nonzero(as_tuple=True)
         row, order = (layer * self.num_experts + self.physical_to_logical[layer, slot]).sort(stable=True)
         number = self.copies.flatten()

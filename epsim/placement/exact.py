@@ -1,4 +1,4 @@
-"""Small placements by constraint programming (OR-Tools' CP-SAT)."""
+"""Improves small placements by constraint programming (OR-Tools' CP-SAT)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ SCALE = 10**6
 
 
 def num_terms(num_experts: int, num_ranks: int, num_slots: int, num_rows: int) -> int:
-    """Size of the model that `improve` builds; up to MAX_TERMS it is worth its time."""
+    """Size of the model that `improve` builds. Up to MAX_TERMS it is worth solving."""
     return num_experts * num_ranks * min(num_ranks, num_slots - num_experts + 1) * num_rows
 
 
 def improve(rows: Floats, weight: Floats, slots: Ints, effort: float, seconds: float) -> Ints | None:
-    """A placement of a lower score than the given one, or None where none was found.
+    """A placement with a lower score than the given one, or None if none was found.
 
-    rows [E, rows] and weight [rows] as for annealing; slots [R, slots per rank], no expert twice on a rank; effort in
-    CP-SAT's deterministic time units (about seconds), so that the answer does not depend on the machine's speed unless
-    `seconds` of wall-clock are over first.
+    rows [E, rows], weight [rows]: as for annealing. slots [R, slots per rank]: no rank holds an expert twice.
+    effort: limit in CP-SAT's deterministic time (about seconds); the result does not depend on the speed of the machine
+    unless the wall-clock limit `seconds` is reached first.
 
-    The model: on[e, r, c] says that rank r holds one of c copies of expert e, which serves rows[e] / c; the weighted
-    sum over rows of the largest rank load is least.
+    Model: on[e, r, c] is true if expert e has c copies and rank r holds one of them, which then serves rows[e] / c. The
+    weighted sum over rows of the peak load is minimised.
     """
     from ortools.sat.python import cp_model
 
@@ -65,7 +65,7 @@ def improve(rows: Floats, weight: Floats, slots: Ints, effort: float, seconds: f
 
 
 def score(rows: Floats, weight: Floats, slots: Ints) -> float:
-    """The weighted mean over rows of the largest rank load. Shapes as for `improve`."""
+    """The weighted mean over rows of the peak load. Shapes are those of `improve`."""
     copies = np.bincount(slots.ravel(), minlength=len(rows))
     load = (rows / copies[:, None])[slots].sum(axis=1)
     return float(load.max(axis=0) @ weight)

@@ -1,8 +1,8 @@
-"""Greedy replication and balanced packing, compiled: the two halves of EPLB, with a limit on copies per rank.
+"""Greedy replication and balanced packing, compiled: the two steps of EPLB, with a limit on copies per rank.
 
-The rules are those of DeepSeek's EPLB (github.com/deepseek-ai/EPLB), ties sorted stably. Added to them is the limit,
-which changes nothing where EPLB's own answer keeps within it. All arithmetic is float32 in EPLB's order of operations:
-sums of shares such as 1/3 tie or not by their rounding, so another precision would break other ties.
+The rules are those of DeepSeek's EPLB (github.com/deepseek-ai/EPLB), with stable sorting. The limit is an addition; it
+changes nothing if EPLB's own result is within the limit. All arithmetic is float32 and in EPLB's order of operations,
+because whether two sums are equal depends on how they are rounded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ Ints = npt.NDArray[np.int64]
 
 @njit(cache=True)
 def replicate(weight: Floats32, num_slots: int, most_copies: int) -> tuple[Ints, Ints]:
-    """Gives every further slot to the expert with the largest weight per copy, the first one on ties.
+    """Gives each expert one slot, then each further slot to the expert with the largest weight per copy.
 
-    weight [E]; most_copies * E >= num_slots >= E. Returns each slot's expert and which copy of it the slot is, both
-    [num_slots]. Experts without weight come only when all others are at the limit, those with fewest copies first.
+    weight [E]; most_copies * E >= num_slots >= E. Returns the expert of each slot and the number of the copy that the
+    slot holds, both [num_slots]. Of equal experts the first is taken. Experts without weight are taken only when all
+    others have most_copies copies; of these, the one with the fewest copies is taken.
     """
     num_experts = len(weight)
     expert = np.empty(num_slots, np.int64)
@@ -45,11 +46,11 @@ def replicate(weight: Floats32, num_slots: int, most_copies: int) -> tuple[Ints,
 
 
 def pack(weight: Floats32, kind: Ints, num_packs: int, most_alike: int) -> Ints:
-    """Packs items into equal packs: the heaviest first, onto the lightest pack with room, the first on ties.
+    """Packs items into packs of equal size: the heaviest item first, into the lightest pack with room.
 
-    weight, kind [n], n % num_packs == 0. No pack gets more than most_alike items of one kind, which must be possible:
-    no kind has more than most_alike * num_packs items. Where that limit came in the way, swaps then make up for it.
-    Returns [num_packs, n / num_packs]: items in order of arrival.
+    weight, kind [n], n % num_packs == 0. No pack gets more than most_alike items of one kind; no kind may have more
+    than most_alike * num_packs items. If the limit excluded the lightest pack, swaps between packs follow.
+    Returns [num_packs, n / num_packs]: the items of each pack in the order in which they were added.
     """
     if len(weight) == num_packs:
         return np.arange(num_packs)[:, None]
@@ -72,7 +73,7 @@ def _pack(
     alike: Ints,
     most_alike: int,
 ) -> None:
-    """Fills packed; order [n]: items, the heaviest first; size, load and alike, by pack, are zero at the start."""
+    """Fills `packed`. order [n]: the items, heaviest first. size, load and alike (by pack) are zero at the start."""
     num_packs, room = packed.shape
     hindered = False
     for item in order:
@@ -106,10 +107,11 @@ def _swap_in(
     alike: Ints,
     most_alike: int,
 ) -> None:
-    """Places an item that every pack with room has enough of: a full pack takes it and gives one of its own to them.
+    """Packs an item when each pack with room is at the limit for its kind.
 
-    Such a pair exists: some full pack holds fewer of the kind, hence more of the others than any pack with room, so one
-    of its items has fewer of its kind there. Of all, the one whose heavier pack ends lightest is taken.
+    A full pack takes the item and gives one of its own items to a pack with room. Such an exchange always exists: a
+    full pack below the limit has more items of other kinds than a pack with room. Of all exchanges, the one that leaves
+    the heavier of the two packs lightest is taken.
     """
     num_packs, room = packed.shape
     best = np.inf
@@ -139,7 +141,8 @@ def _swap_in(
 
 @njit(cache=True)
 def _swap_down(weight: Floats32, kind: Ints, packed: Ints, load: Floats32, alike: Ints, most_alike: int) -> None:
-    """Swaps items of the heaviest pack for lighter ones of others, the best swap first, while that lowers its load."""
+    """Swaps items of the heaviest pack for lighter items of other packs, as long as its load falls; the best swap
+    first."""
     num_packs, room = packed.shape
     while True:
         heavy = 0
@@ -175,11 +178,11 @@ def _swap_down(weight: Floats32, kind: Ints, packed: Ints, load: Floats32, alike
 
 
 def replicate_and_pack(weight: Floats32, num_slots: int, num_ranks: int) -> tuple[Ints, Ints]:
-    """One node (or one group of ranks) of every row. weight [rows, E], num_slots % num_ranks == 0, num_slots >= E.
+    """Replicates and places the experts of one node (or one group of ranks), for each row.
 
-    Returns the expert and its copy's number for every slot in rank order, both [rows, num_slots]. No rank holds an
-    expert more than ceil(slots per rank / E) times, that is twice only where it cannot be avoided. A row without any
-    weight is treated as one of equal weights.
+    weight [rows, E], num_slots % num_ranks == 0, num_slots >= E. Returns the expert in each slot and the number of its
+    copy, in rank order, both [rows, num_slots]. No rank holds an expert more than ceil(slots per rank / E) times. A row
+    whose weights are all 0 is treated as a row of equal weights.
     """
     num_rows, num_experts = weight.shape
     most_alike = -(-(num_slots // num_ranks) // num_experts)
@@ -196,6 +199,6 @@ def replicate_and_pack(weight: Floats32, num_slots: int, num_ranks: int) -> tupl
 
 
 def pack_groups(weight: Floats32, num_nodes: int) -> Ints:
-    """weight [rows, groups] -> groups in node order [rows, groups]; groups % num_nodes == 0."""
+    """weight [rows, groups] -> the groups of each node in turn [rows, groups]; groups % num_nodes == 0."""
     groups = np.arange(weight.shape[1])
     return np.array([pack(row, groups, num_nodes, 1).ravel() for row in weight], dtype=np.int64)
