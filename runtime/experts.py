@@ -1,4 +1,4 @@
-"""The experts of one rank: weights by local slot, and what rows of tokens become under them."""
+"""The experts of one rank: their weights by local slot, and the computation of the rows that the rank received."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from epsim.runtime.weights import Weights, WeightSource
 
 
 class Experts(torch.nn.Module):
-    """Local slots 0..S-1 hold routed experts; slot S is the shared one, where the shape has one.
+    """Local slots 0..S-1 hold routed experts; slot S holds the shared expert if the shape has one.
 
-    Weights lie in rows, which slots point to, so that a moved expert can arrive in a spare row and take its slot's
-    place at once. gate_up [rows, 2 I, H], down [rows, H, I]; row_of_slot [S + shared] int64; the shared expert's
-    weights are the last row, or apart (`shared_gate_up`, `shared_down`) where its width is another.
-    decode_up_to: batches of as many rows, in bfloat16 on a GPU, go to `epsim.kernels.experts`, others to grouped
-    products; 0 for none.
+    Weights are stored in rows, and each slot refers to a row. A moved expert arrives in a spare row, and its slot then
+    changes to this row. An empty slot has a row of zeros, which no token reads and which a relocation may fill.
+    gate_up [rows, 2 I, H], down [rows, H, I]; row_of_slot [S + shared] int64. The shared expert is the last row, or has
+    tensors of its own (`shared_gate_up`, `shared_down`) if its width differs from that of the routed experts.
+    decode_up_to: on a GPU and in bfloat16, batches of up to this many rows are computed by `epsim.kernels.experts`,
+    larger ones by grouped products.
     """
 
     decode_up_to = MOST_TOKENS
@@ -33,7 +34,8 @@ class Experts(torch.nn.Module):
         dtype: torch.dtype,
         spare: int = 0,
     ) -> None:
-        """local_experts: the logical expert of each local slot. spare: rows for experts that arrive while running."""
+        """local_experts: the expert in each local slot, -1 for an empty slot. spare: rows for experts that a relocation
+        moves."""
         super().__init__()
         self.shape, self.layer, self.num_slots, self.dtype = shape, layer, len(local_experts), dtype
         self.apart = shape.has_shared and shape.shared_intermediate != shape.intermediate
@@ -69,23 +71,24 @@ class Experts(torch.nn.Module):
         self.down[row].copy_(down)
 
     def bytes_of(self, slot: int | None = None, row: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """A slot's or a row's weights, as two flat views of bytes."""
+        """The weights of a slot or of a row, as two flat byte tensors that share its memory."""
         at = row if slot is None else self._rows[slot]
         assert at is not None
         return self.gate_up[at].view(-1).view(torch.uint8), self.down[at].view(-1).view(torch.uint8)
 
     def switch(self, rows: dict[int, int]) -> None:
-        """Slots take the weights of these rows, which were spare; those they had become spare."""
+        """rows: for each slot that changes, the spare row that it refers to from now on. Its old row becomes a spare
+        row."""
         for slot, row in rows.items():
             self.spare_rows.remove(row)
             self.spare_rows.append(self._rows[slot])
             self._rows[slot] = row
-        # In place: a captured graph reads this table.
+        # In place, because captured CUDA graphs read this tensor.
         self.row_of_slot.copy_(torch.tensor(self._rows))
 
     def forward(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> outputs [N, H]: each row's weighted sum over its local slots; counts [S + shared] int64 of rows a slot
-        served."""
+        """Returns outputs [N, H], the weighted sum of each row over its local slots, and counts [S + shared] int64, the
+        number of rows of each slot."""
         if received.hidden.is_cuda:
             if self._is_small(received):
                 return self._decode(received)
@@ -123,6 +126,6 @@ class Experts(torch.nn.Module):
 
 
 def mlp(hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """hidden [n, H], gate_up [2 I, H], down [H, I] -> [n, H]: silu(gate) * up, projected down."""
+    """hidden [n, H], gate_up [2 I, H], down [H, I] -> down(silu(gate) * up) [n, H]."""
     gate, up = F.linear(hidden, gate_up).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, down)

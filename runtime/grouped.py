@@ -1,7 +1,8 @@
-"""Grouped expert computation on a GPU: rows sorted by expert, two grouped products, summed back; nothing waits.
+"""Grouped expert computation on a GPU. The host never waits for the device.
 
-Triton kernels move and weigh rows; `torch._grouped_mm` multiplies. Sizes are those of the worst case (every slot of
-every row taken), and what is not there is skipped, so that a layer of fixed size can be captured in a CUDA graph.
+Rows are sorted by expert, multiplied by two grouped products (`torch._grouped_mm`), and summed back with their weights.
+Triton kernels sort, weight and sum. Buffers have the size of the worst case (all slots of all rows are used) and unused
+rows are skipped, so a layer of fixed size can be captured in a CUDA graph.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -20,14 +21,12 @@ if TYPE_CHECKING:
     from epsim.runtime.experts import Experts
 
 SCALED = 128
-"""Values that share a scale in float8."""
-LARGEST = 448.0
-"""Of float8_e4m3fn."""
+"""Number of values that share a scale in float8."""
 
 
 @triton.jit
 def _count(slots, group_of_slot, counts, num_pairs, block: tl.constexpr, bins: tl.constexpr):
-    """counts [bins] += pairs of each group; a pair without a slot goes to the last bin, which no group has."""
+    """counts [bins] += the number of (row, slot) pairs of each group. Pairs without a slot go to the last bin."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     slot = tl.load(slots + at, mask=at < num_pairs, other=-1)
     group = tl.load(group_of_slot + slot, mask=slot >= 0, other=bins - 1).to(tl.int32)
@@ -51,9 +50,9 @@ def _place(
     most: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A program a row: takes a place in each of its groups, and writes the row there.
+    """One program per row: reserves a position in each of the row's groups and copies the row there.
 
-    position [N, columns]: the places, -1 for none. cursor [groups]: where each group's next row goes.
+    position [N, columns]: these positions, -1 for none. cursor [groups]: the next free position of each group.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, most)
@@ -76,7 +75,7 @@ def _place(
 
 @triton.jit
 def _activate(gate_up, activated, ends, last, width: tl.constexpr, block: tl.constexpr):
-    """A program a sorted row: silu(gate) * up, for the rows that are there."""
+    """One program per sorted row: silu(gate) * up. Unused rows are skipped."""
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(ends + last):
         for first in range(0, width, block):
@@ -98,7 +97,7 @@ def _weigh(
     most: tl.constexpr,
     block: tl.constexpr,
 ):
-    """A program a row: the weighted sum of its sorted rows. fill: rows without any get zeros, else stay unwritten."""
+    """One program per row: the weighted sum of its sorted rows. fill: whether rows without a slot are set to zero."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, most)
     place = tl.load(position + row * columns + column, mask=column < columns, other=-1)
@@ -115,7 +114,7 @@ def _weigh(
 
 @triton.jit
 def _to_float8(hidden, values, scales, width: tl.constexpr, blocks: tl.constexpr):
-    """A program a row: blocks of 128 values, each scaled by its largest."""
+    """One program per row: each block of 128 values is scaled by its largest value."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, blocks)
     at = number[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -126,7 +125,7 @@ def _to_float8(hidden, values, scales, width: tl.constexpr, blocks: tl.constexpr
 
 
 def to_float8(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden [T, H] bfloat16, 128 | H -> float8_e4m3fn [T, H] and scales [T, H / 128] float32."""
+    """hidden [T, H] bfloat16 -> values [T, H] float8_e4m3fn and scales [T, H / 128] float32. H is a multiple of 128."""
     num_rows, width = hidden.shape
     values = torch.empty_like(hidden, dtype=torch.float8_e4m3fn)
     scales = hidden.new_empty(num_rows, width // SCALED, dtype=torch.float32)
@@ -135,12 +134,12 @@ def to_float8(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compute(experts: Experts, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Experts.forward`, in bfloat16."""
+    """`Experts.forward` on a GPU, in bfloat16."""
     slots, shared = received.slots, experts.num_slots
     if not experts.apart:
         weights = (experts.gate_up, experts.down)
         return _groups(received, slots, weights, experts.row_of_slot, fill=False)
-    # A shared expert of another width: two passes, each over its own slots.
+    # A shared expert of another width is computed in a second pass.
     routed = torch.where(slots == shared, -1, slots)
     first, counts = _groups(received, routed, (experts.gate_up, experts.down), experts.row_of_slot[:shared], fill=True)
     alone = torch.where(slots == shared, 0, -1)
@@ -156,7 +155,7 @@ def _groups(
     group_of_slot: torch.Tensor,
     fill: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """slots [N, K]; weights [groups, ...] of the grouped products; group_of_slot [S] -> [N, H], counts [S]."""
+    """slots [N, K], weights ([groups, 2 I, H], [groups, H, I]), group_of_slot [S] -> outputs [N, H], counts [S]."""
     hidden, gate_up, down = received.hidden, *weights
     (num_rows, width), columns, num_groups = hidden.shape, slots.shape[1], len(gate_up)
     num_pairs, inner = num_rows * columns, down.shape[2]
@@ -190,5 +189,5 @@ def _launch(kernel: Any, programs: int, *arguments: Any, **sizes: Any) -> None:
 
 
 def _power(number: int) -> int:
-    """The least power of two not below it."""
+    """The smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()

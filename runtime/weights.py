@@ -1,4 +1,4 @@
-"""An expert's weights by its logical number: the same wherever it is placed."""
+"""Expert weights by layer and logical expert; they do not depend on the placement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epsim.runtime.seeds import generator
 from epsim.traces.routers import find_routers
 
 Weights: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""gate_up [2 I, H]: the gate's projection above that of up; down [H, I]."""
+"""gate_up [2 I, H]: the gate projection, then the up projection; down [H, I]."""
 
 
 class WeightSource(Protocol):
@@ -22,7 +22,10 @@ class WeightSource(Protocol):
 
 
 class RandomWeights:
-    """Normal, scaled by the width of their inputs; drawn on `device` from (seed, layer, expert) alone."""
+    """Normal weights, divided by the square root of the input width.
+
+    They are drawn on `device` and depend on the seed, the layer and the expert alone.
+    """
 
     def __init__(
         self,
@@ -52,9 +55,9 @@ class RandomWeights:
 
 
 class ModelWeights:
-    """Those of a transformers model of Qwen2-MoE's class, by the model's own layer numbers.
+    """The weights of a transformers model of the Qwen2-MoE architecture, by the model's layer numbers.
 
-    shape: of its layers. router(layer): its real router.
+    shape: the shape of its layers. router(layer): the model's own router.
     """
 
     def __init__(self, model: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a placement fixes about every batch: each expert's copies in a row, and what policies derive from them once."""
+"""The copies of each expert under a placement, sorted by expert, and what policies compute once per placement."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ T = TypeVar("T")
 
 
 class Copies:
-    """A placement's physical experts in the order of the experts they hold, an expert's copies by ascending slot.
+    """A placement's slots sorted by expert, then by slot ("sorted order"). Empty slots come last.
 
-    expert [L, P] int64: the expert of each place of that order (ascending). slot [L, P]: its physical expert.
-    first [L, E]: the place of an expert's first copy. number [L, E]: how many copies it has.
-    redundant: whether any expert has several. rank_of_slot [P], node_of_rank [R]: the placement's.
-    backend: which form of `epsim.kernels.split` solves their split.
+    has_empty: whether any slot is empty. In `held` and `expert` an empty slot has expert E; `padded` makes a tensor of
+    E values fit such indices. held [L, P] int64: the expert in each slot. slot [L, P]: the slot at each position of the
+    sorted order. expert [L, P]: the expert at each position. start [L, P]: the position of that expert's first copy (of
+    the first empty slot for an empty one). last [L, P] bool: whether the position is an expert's last copy; false for
+    empty slots. first [L, E]: the position of each expert's first copy. number [L, E]: how many copies each expert has.
+    redundant: whether any expert has several copies. rank_of_slot [P], node_of_rank [R]: as in the placement. backend:
+    the backend of `epsim.kernels.split` that solves splits.
     """
 
     def __init__(self, placement: Placement, backend: Backend = "auto") -> None:
@@ -40,17 +43,17 @@ class Copies:
         self.rank_of_slot = placement.rank_of_slot
         self.node_of_rank = placement.node_of_rank
         self._made: dict[Callable[[Copies], object], object] = {}
-        self._making = threading.RLock()  # what is made may ask for more
+        self._making = threading.RLock()  # `make` may call `once` again
 
     def once(self, make: Callable[[Copies], T]) -> T:
-        """What `make` (a function of a module) gives for this placement, made at the first call."""
+        """The result of make(self). It is computed at the first call and kept. make: a function of a module."""
         with self._making:
             if make not in self._made:
                 self._made[make] = make(self)
             return self._made[make]  # type: ignore[return-value]
 
     def padded(self, per_expert: torch.Tensor, empty: int = 0) -> torch.Tensor:
-        """[..., E] -> what `held` and `expert` can index: if the placement has empty slots, one more value for them."""
+        """[..., E] -> [..., E + 1] with the value `empty` for expert E, or unchanged if no slot is empty."""
         return torch.nn.functional.pad(per_expert, (0, 1), value=empty) if self.has_empty else per_expert
 
     def per_slot(self, per_expert: torch.Tensor, empty: int = 0) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""From a real-valued split to whole tokens: docs/contract.md section 4. After `fixed_point` all arithmetic is on
+"""From a real-valued split to whole tokens (docs/contract.md section 4). After `fixed_point` all arithmetic is on
 integers.
 
-Systematic rounding: of n tokens of an expert on a source rank, token j gets the point ((j << 20) + offset) // n and
-goes to the copy in whose interval of the cumulative fractions the point falls. Offsets differ by source rank, evenly
-spaced, and by expert. How many tokens a copy gets follows in closed form, without looking at tokens.
+Systematic rounding: if a source rank has n tokens of an expert, token j gets the point ((j << 20) + offset) // n. It
+goes to the copy whose interval of the cumulative fractions contains this point. Offsets are evenly spaced over source
+ranks and differ by expert. The number of tokens of each copy has a closed form that needs counts alone.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ONE = 1 << BITS
 
 
 def fixed_point(fractions: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """[..., L, P] float64 -> [..., L, P] int64 in units of 2^-20: an expert's copies add up to 2^20.
+    """Fractions [..., L, P] float64 -> [..., L, P] int64 in units of 2^-20. The copies of an expert sum to 2^20.
 
-    The last copy takes the rest; where earlier ones already add up to more than 1, the later of them are cut.
+    The last copy takes the rest. If the earlier ones sum to more than 1, the later of them are reduced.
     """
     slot = copies.slot.expand(fractions.shape)
     rounded = (fractions.gather(-1, slot) * ONE).round().to(torch.int64).clamp(0, ONE)
@@ -31,7 +31,7 @@ def fixed_point(fractions: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 def systematic_quotas(rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """rank_counts [..., L, R, E] int64, fixed [..., L, P] -> [..., L, R, P] int64: assignments for each slot."""
+    """rank_counts [..., L, R, E] int64, fixed [..., L, P] -> assignments of each slot [..., L, R, P] int64."""
     upper = cumulative(fixed, copies)[..., None, :]
     *lead, num_layers, num_ranks, num_experts = rank_counts.shape
     expert = copies.expert[:, None, :].expand(*lead, num_layers, num_ranks, -1)
@@ -46,7 +46,7 @@ def systematic_quotas(rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Co
 
 
 def systematic_ids(batch: Batch, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """batch, fixed [S, L, P] -> physical experts [T, L, k] int64 by systematic rounding."""
+    """batch, fixed [S, L, P] -> the slot of each assignment [T, L, k] int64 by systematic rounding, -1 for none."""
     result, token, layer, place_k = _single_copies(batch, copies)
     expert = batch.expert_ids[token, layer, place_k]
     step, rank = batch.token_step[token], batch.source_rank[token]
@@ -61,7 +61,8 @@ def systematic_ids(batch: Batch, fixed: torch.Tensor, copies: Copies) -> torch.T
 
 
 def sampled_ids(batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
-    """batch, fixed [S, L, P] -> physical experts [T, L, k] int64: every token draws its copy by the fractions."""
+    """batch, fixed [S, L, P] -> slots [T, L, k] int64, -1 for none. Each token draws a copy with the fractions as
+    odds."""
     result, token, layer, place_k = _single_copies(batch, copies)
     expert = batch.expert_ids[token, layer, place_k]
     step = batch.token_step[token]
@@ -73,14 +74,17 @@ def sampled_ids(batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) ->
 
 
 def offsets(num_ranks: int, num_experts: int, device: torch.device) -> torch.Tensor:
-    """[R, E] int64 in [0, 2^20): evenly spaced over ranks, a golden-ratio sequence over experts."""
+    """The offset of each source rank and expert, [R, E] int64 in [0, 2^20).
+
+    Offsets are evenly spaced over ranks and follow a golden-ratio sequence over experts.
+    """
     rank = (torch.arange(num_ranks, device=device) << BITS) // num_ranks
     expert = torch.arange(num_experts, device=device) * 648_055  # 2^20 / golden ratio
     return (rank[:, None] + expert) & (ONE - 1)
 
 
 def cumulative(fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """[..., L, P] by slot -> [..., L, P] in the order of `Copies`: the upper end of each copy's interval."""
+    """Fractions by slot [..., L, P] -> the upper end of each copy's interval [..., L, P], in the order of `Copies`."""
     return _upper(fixed.gather(-1, copies.slot.expand(fixed.shape)), copies)
 
 
@@ -91,7 +95,7 @@ def _upper(parts: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 def _differences(upper: torch.Tensor, copies: Copies, by_rank: bool = False) -> torch.Tensor:
-    """Each copy's upper end less that of the copy before it, or less 0 for an expert's first."""
+    """The upper end of each copy's interval minus that of the expert's previous copy (0 for the first copy)."""
     lower = torch.zeros_like(upper)
     same = copies.expert[:, 1:] == copies.expert[:, :-1]
     lower[..., 1:] = upper[..., :-1] * (same[:, None] if by_rank else same)
@@ -99,7 +103,8 @@ def _differences(upper: torch.Tensor, copies: Copies, by_rank: bool = False) -> 
 
 
 def _single_copies(batch: Batch, copies: Copies) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Physical experts [T, L, k], all by their first copies, and where there are more: token, layer, slot."""
+    """Slots [T, L, k] of the first copies, and the indices (token, layer, place in the top-k) of experts with
+    several."""
     num_layers, num_experts = copies.number.shape
     row = torch.arange(num_layers, device=batch.expert_ids.device)[:, None] * num_experts
     at = batch.expert_ids.clamp(min=0) + row
@@ -110,7 +115,7 @@ def _single_copies(batch: Batch, copies: Copies) -> tuple[torch.Tensor, torch.Te
 
 
 def _ordinal_and_size(group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N] -> [N], [N]: each element's index in its group, in order, and the group's size."""
+    """group [N] -> each element's index in its group [N], in order, and the size of the group [N]."""
     if not group.numel():
         return group, group
     low = group.min()
@@ -125,7 +130,10 @@ def _slot_at(
     fixed: torch.Tensor,
     copies: Copies,
 ) -> torch.Tensor:
-    """All [N], fixed [S, L, P] -> [N]: the slot of the copy in whose interval the point in [0, 2^20) falls."""
+    """point, step, layer, expert [N], fixed [S, L, P] -> the slot [N] of the copy whose interval contains the point.
+
+    Points are in [0, 2^20).
+    """
     num_steps, num_layers, num_physical = fixed.shape
     num_experts = copies.number.shape[1]
     row = torch.arange(num_steps * num_layers, device=fixed.device).view(num_steps, num_layers, 1)

@@ -1,4 +1,5 @@
-"""Rows that a dispatch moves: a token goes once to each rank, and once to each node, that serves any of its experts."""
+"""Rows that a dispatch sends. A token is sent once to each rank and once to each node that serves any of its
+experts."""
 
 from __future__ import annotations
 
@@ -12,14 +13,17 @@ from epsim.policies.base import Batch
 from epsim.policies.copies import Copies
 
 RowCounts: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
-"""[S, L, R, R] by source rank and rank that serves, [S, L, R, N] by source rank and node that does; float64."""
+"""Rows by source rank and serving rank [S, L, R, R], and by source rank and serving node [S, L, R, N]; float64."""
 
 
 def token_rows(
     batch: Batch, expert_ranks: torch.Tensor, shared_ranks: torch.Tensor | None, node_of_rank: torch.Tensor
 ) -> RowCounts:
-    """Counted. expert_ranks [T, L, k] int64: ranks that serve a token's experts, -1 for an empty slot; shared_ranks
-    [T, L]: the rank that serves its shared expert where that is dispatched, -1 for none; node_of_rank [R]."""
+    """Counts the rows of tokens whose ranks are known.
+
+    expert_ranks [T, L, k] int64: the ranks that serve a token's experts, -1 for none. shared_ranks [T, L]: the rank
+    that serves its shared expert, -1 for none; None if shared experts are not dispatched. node_of_rank [R].
+    """
     num_steps, num_ranks = len(batch.steps), len(node_of_rank)
     num_nodes = int(node_of_rank.max()) + 1
     if shared_ranks is not None:
@@ -39,8 +43,13 @@ def token_rows(
 
 
 def quota_rows(batch: Batch, quotas: torch.Tensor, copies: Copies) -> RowCounts:
-    """Counted, of a split that fixes how many of a source rank's tokens each copy takes: tokens of an expert fill its
-    copies in order, so that nobody need know which slot a token has. quotas [S, L, R, P] int64, used up to the last."""
+    """Counts the rows of a split with quotas, without computing each token's slot: an expert's tokens fill its copies
+    in
+    order.
+
+    quotas [S, L, R, P] int64: how many tokens of a source rank each slot takes; they sum to the tokens of the batch.
+    Nodes must have equally many ranks.
+    """
     num_nodes = copies.placement.num_nodes
     num_steps, num_layers, num_ranks, _ = quotas.shape
     rank_rows = np.zeros((num_steps, num_layers, num_ranks, num_ranks))
@@ -61,10 +70,10 @@ def quota_rows(batch: Batch, quotas: torch.Tensor, copies: Copies) -> RowCounts:
 def expected_rows(
     by_source: torch.Tensor, tokens: torch.Tensor, top_k: int, shared: torch.Tensor | None, node_of_rank: torch.Tensor
 ) -> RowCounts:
-    """By expectation, each of a token's top_k choices falling where those of its source rank do, independently.
+    """The expected rows if the top_k choices of a token are independent and distributed as those of its source rank.
 
-    by_source [S, L, R, R]: assignments by source rank and rank that serves. tokens [S, L, R] of each source rank.
-    shared [S, L, R, R]: shared-expert tokens likewise, where they are dispatched.
+    by_source [S, L, R, R]: assignments by source rank and serving rank. tokens [S, L, R]: tokens of each source rank.
+    shared [S, L, R, R]: shared-expert tokens by source rank and serving rank; None if they are not dispatched.
     """
     num_nodes = int(node_of_rank.max()) + 1
     to_node = torch.nn.functional.one_hot(node_of_rank, num_nodes).double()
@@ -114,7 +123,7 @@ def _fill(
     rank_rows: Any,
     node_rows: Any,
 ) -> None:
-    """left [S, L, R, P]: quotas, counted down to 0."""
+    """left [S, L, R, P]: the quotas, which are counted down to 0."""
     num_tokens, num_layers, width = ids.shape
     num_steps, _, num_ranks, _ = left.shape
     num_experts = first.shape[1]
