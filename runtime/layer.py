@@ -27,22 +27,22 @@ from epsim.runtime.routers import Router, Routing, make_router
 from epsim.runtime.weights import RandomWeights, WeightSource
 
 ROWS = 8
-"""Rows of E + 1 numbers that a collective may take at once: a router policy sums one for each k0 it may ask for."""
+"""The most rows of E + 1 numbers in one collective: a router policy sums one row for each k0 of its schedule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRecord:
-    """What a call of a layer did on this rank; tensors are on the layer's device.
+    """What one call of a layer did on this rank. All tensors are on the layer's device.
 
-    layer: the model's number. placement_version: `Placement.version` of the one in force.
-    chosen [T, k] int64: the model's or the trace's experts; ids [T, k] int64: those that the stack's router policy
-    makes of them, the same where it changes nothing, -1 for none; weights [T, k], shared_weight [T] float32: theirs.
-    scores [T, E] float32: what they were chosen by.
-    physical [T, k] int64: physical experts, numbered as the placement's.
-    shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None without one.
-    On a GPU physical and shared_rank last until the layer's next call: copy what is to be kept.
-    received [slots_per_rank] int64: rows that each of this rank's routed slots served, from all ranks; received_shared
-    [] int64: of its shared slot.
+    layer: the model's layer number. placement_version: the `Placement.version` in use.
+    chosen [T, k] int64: the experts that the model or the trace chose. ids [T, k] int64: the experts after the stack's
+    router policy, -1 for none. weights [T, k], shared_weight [T] float32: their weights, and the shared expert's.
+    scores [T, E] float32: the router's scores.
+    physical [T, k] int64: the slot of each assignment, as numbered by the placement, -1 for none.
+    shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None if the layer has none.
+    On a GPU, the layer's next call overwrites physical and shared_rank: copy them to keep them.
+    received [slots_per_rank] int64: how many rows each routed slot of this rank served, from all ranks.
+    received_shared [] int64: the same for its shared slot.
     """
 
     step: int
@@ -60,10 +60,10 @@ class LayerRecord:
 
 
 class ExpertParallelMoE(torch.nn.Module):
-    """Route -> balance -> dispatch -> experts -> combine.
+    """One layer: route -> balance -> dispatch -> experts -> combine.
 
-    record: of the last call, None before it. observers: called with each record. moving: whether a relocation is under
-    way (runtime/relocation.py).
+    record: what the last call did, None before the first. observers: functions that are called with each record.
+    moving: whether a relocation is in progress (runtime/relocation.py).
     """
 
     def __init__(
@@ -95,13 +95,14 @@ class ExpertParallelMoE(torch.nn.Module):
         forced_scores: torch.Tensor | None = None,
         decode: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden [T, H] of this rank -> [T, H]. Collective. T may be 0.
+        """hidden [T, H] of this rank -> output [T, H]. Collective. T may be 0.
 
-        forced_ids [T, k] int64: a trace's experts in place of the router's choice, -1: none; the router weights them.
-        forced_scores [T, E] float32: a trace's scores in place of the router's, -inf where not known.
-        token_ids [T] int64: for a router that hashes them. decode [T] bool: tokens that a router policy (oea and its
-        like) may route anew, all where not given; prefill keeps its choice. Raises PhaseError for what does not fit,
-        and, on CPUs, for scores that are not numbers; on a GPU `raise_if_bad` tells, so that nothing waits.
+        forced_ids [T, k] int64: experts of a trace, used instead of the router's choice, -1 for none. The router still
+        computes their weights. forced_scores [T, E] float32: scores of a trace, used instead of the router's, -inf for
+        unknown ones. token_ids [T] int64: for a router that hashes token ids. decode [T] bool: the tokens that a router
+        policy such as oea may reroute; None for all. Prefill tokens keep their choice.
+        Raises PhaseError for inputs that do not fit. On CPUs it also checks that the scores are finite; on a GPU use
+        `raise_if_bad`, because the check waits for the device.
         """
         clock = self.clock
         clock.enter("route", step, self.layer)
@@ -126,7 +127,7 @@ class ExpertParallelMoE(torch.nn.Module):
         return output
 
     def raise_if_bad(self) -> None:
-        """Raises PhaseError where scores of a call since the last check were not numbers. Waits for the device."""
+        """Raises PhaseError if any score since the last check was not finite. Waits for the device."""
         if not bool(self.scores_total.isfinite()):
             self.scores_total.zero_()
             self.clock.enter("route", layer=self.layer)
@@ -155,7 +156,7 @@ class ExpertParallelMoE(torch.nn.Module):
         return routing
 
     def _rerouted(self, routing: Routing, decode: torch.Tensor | None) -> Routing:
-        """By the stack's router policy. Collective where it looks at the tokens of all ranks."""
+        """Applies the stack's router policy. Collective if the policy looks at the tokens of all ranks."""
         bound, collective = self.balancer.bound, self.balancer.collective
         policy = bound.stack.router
         if not policy.acts:
@@ -181,7 +182,7 @@ class ExpertParallelMoE(torch.nn.Module):
                 f"forced ids are {list(forced_ids.shape)} {forced_ids.dtype}, "
                 f"not [{num_tokens}, {self.shape.top_k}] int64"
             )
-        if forced_ids.is_cuda:  # To look would wait for the device: the job checks a trace's ids before they go there.
+        if forced_ids.is_cuda:  # A check would wait for the device. The job checks a trace's ids on the host.
             return
         if not bool(((forced_ids >= -1) & (forced_ids < self.shape.num_experts)).all()):
             raise self.clock.error(f"a forced id is outside 0..{self.shape.num_experts - 1} (or -1 for none)")
@@ -229,12 +230,12 @@ def build_layer(
     clock: PhaseClock | None = None,
     collective: str | Collective = "auto",
 ) -> ExpertParallelMoE:
-    """All parts of a layer for the placement [1, P] of it. Collective.
+    """Builds a layer with all its parts. Collective.
 
-    exchange: `auto`, `deep_ep`, `torch`, or one to share among layers; collective: `auto`, `peer`, `torch`, or one to
-    share. max_tokens: the most of a rank in a step.
-    weights, router: drawn from the seed where not given. spare_slots: rows for experts that a relocation moves.
-    Raises ValueError where shape, placement, stack or exchange do not fit.
+    placement: of this layer alone, [1, P]. exchange: `auto`, `deep_ep`, `torch`, or an exchange shared among layers.
+    collective: `auto`, `peer`, `torch`, or a shared one. max_tokens: the most tokens of a rank in a step.
+    weights, router: random, drawn from the seed, by default. spare_slots: rows for experts that a relocation moves.
+    Raises ValueError if shape, placement, stack and exchange do not fit together.
     """
     if placement.num_experts != shape.num_experts:
         raise ValueError(f"the placement is for {placement.num_experts} experts, {shape.name} has {shape.num_experts}")

@@ -1,10 +1,13 @@
-"""A new placement while the layer runs: weights move in chunks between steps, and a slot changes over only whole.
+"""Changes the placement of a running layer. Weights move in pieces between steps, so that no step waits long.
 
-Slots that change are taken in waves, as many a rank as it has spare rows; the placement after each wave holds every
-expert. In a wave the arriving experts' weights go to spare rows, at most `bytes_per_step` into and out of any rank in a
-step; when all have arrived, every rank, at the same step, points the slots to their new rows and takes the wave's
-placement. So tokens meet old or new experts, never a half-moved one, and nothing is copied at the change. All ranks
-make the same plan from the same placements; nothing is negotiated.
+The slots that change are divided into waves. In a wave, at most as many experts arrive at a rank as it has spare rows,
+and the placement after each wave has all experts. The weights of arriving experts are received in spare rows; per step,
+at most `bytes_per_step` bytes go into and out of each rank. When all experts of a wave have arrived, all ranks change
+at the same step: their slots refer to the new rows, and the wave's placement is in use. Tokens therefore always find
+whole experts, and the change itself copies nothing. All ranks compute the same plan from the two placements.
+
+Empty slots: a slot that becomes empty needs no spare row and moves no bytes. A slot that was empty is filled like
+others.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from epsim.runtime.layer import ExpertParallelMoE
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The weights in physical expert `source` become those of physical expert `target`."""
+    """The expert in slot `source` is copied to slot `target`."""
 
     source: int
     target: int
@@ -29,7 +32,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes begin..end of a move: of a wave's `move`-th."""
+    """Bytes begin..end of a move. move: its index in the wave."""
 
     move: int
     begin: int
@@ -37,10 +40,10 @@ class Piece:
 
 
 def plan_waves(old: list[int], new: list[int], num_ranks: int, spare: int) -> list[list[int]]:
-    """Slots that change in each wave. old, new [P]: the experts in each slot.
+    """The slots that change in each wave. old, new [P]: the expert in each slot, -1 for an empty slot.
 
-    A slot whose expert has its last copy there takes with it a slot where that expert arrives. Raises ValueError where
-    `spare` rows a rank do not suffice.
+    A slot that holds the last copy of an expert changes in the same wave as a slot where that expert arrives.
+    Raises ValueError if `spare` rows per rank are too few.
     """
     per_rank = len(old) // num_ranks
     now, pending = list(old), [slot for slot in range(len(old)) if old[slot] != new[slot]]
@@ -75,7 +78,8 @@ def plan_waves(old: list[int], new: list[int], num_ranks: int, spare: int) -> li
 
 
 def plan_moves(now: list[int], new: list[int], wave: list[int], per_rank: int) -> list[Move]:
-    """Where each arriving expert comes from: a copy on the same rank, else the rank that gives least so far."""
+    """The source of each arriving expert: a copy on the same rank if there is one, else the rank that sends least so
+    far."""
     given: dict[int, int] = {}
     moves = []
     for target in wave:
@@ -91,7 +95,7 @@ def plan_moves(now: list[int], new: list[int], wave: list[int], per_rank: int) -
 
 
 def plan_pieces(moves: list[Move], per_rank: int, num_bytes: int, most: int) -> list[list[Piece]]:
-    """Steps of pieces: into and out of every rank at most `most` bytes in each, in order of moves."""
+    """The pieces of each step, in order of moves: at most `most` bytes into and out of each rank."""
     left = dict.fromkeys(range(len(moves)), 0)
     steps: list[list[Piece]] = []
     while left:
@@ -120,14 +124,19 @@ class Wave:
 
 
 class Relocation:
-    """A layer on its way to a new placement [1, P]. Collective to make: all ranks must name the same placement.
+    """Moves a layer to a new placement [1, P]. Creating it is collective: all ranks must pass the same placement.
 
-    num_steps: calls of `advance` that it takes. done: whether the new placement is in force.
+    num_steps: how many calls of `advance` are needed. done: whether the new placement is in use.
+
+        relocation = Relocation(layer, placement, bytes_per_step=1 << 20)
+        while not relocation.done:
+            output = layer(hidden, step=step)
+            relocation.advance(step)
     """
 
     def __init__(self, layer: ExpertParallelMoE, placement: Placement, bytes_per_step: int) -> None:
-        """Raises ValueError where the placement does not fit, ranks name different ones, spare slots are too few, or
-        the layer is still on its way to another placement."""
+        """Raises ValueError if the placement does not fit the layer, if ranks pass different ones, if the spare slots
+        are too few, or if another relocation of the layer has not ended."""
         balancer, experts = layer.balancer, layer.experts
         if layer.moving:
             raise ValueError(f"layer {layer.layer} is still moving to another placement: advance that one to its end")
@@ -166,9 +175,10 @@ class Relocation:
         return self._wave == len(self._waves)
 
     def advance(self, step: int) -> int:
-        """Moves the next pieces, between two steps; the wave's last pieces change its slots over. Collective.
+        """Moves the pieces of the next step; after a wave's last pieces, the slots change. Collective, between two
+        steps.
 
-        Returns the bytes that came into this rank.
+        Returns the bytes that this rank received.
         """
         if self.done:
             return 0
@@ -212,14 +222,14 @@ class Relocation:
         return dist.P2POp(kind, part, group=self.collective.group, group_peer=peer)  # type: ignore[arg-type]
 
     def _bytes(self, piece: Piece, slot: int | None = None, row: int | None = None) -> list[torch.Tensor]:
-        """The piece of a slot's or row's weights: of gate and up, of down, or of both."""
+        """The piece of a slot's or a row's weights, as parts of gate_up and down that are not empty."""
         gate_up, down = self.layer.experts.bytes_of(slot, row)
         cut = self._parts[0]
         parts = [gate_up[piece.begin : min(piece.end, cut)], down[max(piece.begin - cut, 0) : max(piece.end - cut, 0)]]
         return [part for part in parts if part.numel()]
 
     def _check_agreement(self, placement: Placement, bytes_per_step: int) -> None:
-        """One small collective; on NCCL it also opens the connections, before any step waits for them."""
+        """Checks by one small collective that all ranks passed the same. On NCCL it also opens the connections."""
         if self.collective.size == 1:
             return
         device = self.layer.experts.gate_up.device
@@ -229,10 +239,10 @@ class Relocation:
         dist.all_gather(names, mine, group=self.collective.group)
         different = [rank for rank, other in enumerate(names) if int(other) != int(names[0])]
         if different:
-            raise ValueError(f"rank {different[0]} was given another placement or bound to relocate to than rank 0")
+            raise ValueError(f"rank {different[0]} was given another placement or bytes_per_step than rank 0")
         rank, size = self.collective.rank, self.collective.size
         first = []
-        for away in range(1, size):  # weights may move between any two ranks
+        for away in range(1, size):  # any two ranks may exchange weights
             first.append(self._operation(dist.isend, mine, (rank + away) % size))
             first.append(self._operation(dist.irecv, torch.empty_like(mine), (rank - away) % size))
         for work in dist.batch_isend_irecv(first):

@@ -1,1 +1,1 @@
-"""Tokens to the ranks that serve them and back: torch collectives, or DeepEP."""
+"""Dispatch and combine: sends tokens to the ranks that serve them and returns the results."""

@@ -1,8 +1,9 @@
-"""What an exchange is: tokens go to the ranks that serve them, and what those computed comes back summed.
+"""The interface of an exchange: dispatch sends tokens to the ranks that serve them, combine returns the summed outputs.
 
-Slots are numbered over all ranks: rank r has local slots 0..slots_per_rank-1, the shared expert's last where there is
-one, and slot number r * slots_per_rank + local. A row is a token on a rank that serves any of its slots: a token goes
-to a rank once, however many of its experts are there.
+Slots are numbered over all ranks: local slot i of rank r has the number r * slots_per_rank + i. Here slots_per_rank
+includes the slot of the shared expert, which is the last one of a rank. All ranks have the same number of slots; no
+token names an empty slot. A row is a token on a rank that serves it: a token is sent to a rank once, even if several of
+its experts are there.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Received:
-    """What a rank got: N rows, in one order that `handle` knows.
+    """The N rows that a rank received.
 
-    hidden [N, H]: in the layer's dtype, or float8_e4m3fn with `scales` [N, H / 128] float32, one a block of 128.
-    slots [N, K] int64: the row's local slots on this rank, -1 elsewhere. weights [N, K] float32: theirs.
-    Where N is a worst case (`num_worst_tokens`), rows beyond the real ones hold garbage and no slot.
-    handle: what `combine` needs.
+    hidden [N, H]: in the layer's dtype, or in float8_e4m3fn with scales [N, H / 128] float32, one per block of 128
+    values. slots [N, K] int64: the row's local slots on this rank, -1 for slots of other ranks. weights [N, K] float32:
+    their weights. If N is a fixed worst case, unused rows come last; they have no slot, and their values are undefined.
+    handle: what `combine` needs to return the rows.
     """
 
     hidden: torch.Tensor
@@ -31,12 +32,11 @@ class Received:
 
 
 class Exchange(Protocol):
-    """Two collectives. Every rank calls both in every layer of every step, ranks without tokens too.
+    """Dispatch and combine. Both are collective: all ranks call them in each layer and step, even without tokens.
 
-    name: `torch` or `deep_ep`. why: one line that says why it was chosen.
-    host_sync: whether a call waits for the device, so that it cannot be captured in a CUDA graph.
-    holds_interpreter: whether `dispatch` waits for the other ranks with Python's interpreter held, so that no other
-    thread of the process runs meanwhile.
+    name: `torch` or `deep_ep`. why: one line that says why this exchange was chosen.
+    host_sync: whether a call waits for the device; if so, it cannot be captured in a CUDA graph.
+    holds_interpreter: whether `dispatch` holds the GIL while it waits for other ranks, so that other threads stop.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Exchange(Protocol):
         ...
 
     def combine(self, outputs: torch.Tensor, received: Received) -> torch.Tensor:
-        """outputs [N, H]: of each row the weighted sum over its local slots -> [T, H], summed over ranks."""
+        """outputs [N, H]: each row's weighted sum over its local slots -> [T, H], the sum over ranks."""
         ...
 
     def close(self) -> None:
-        """Gives back what it holds of peers' memory. Collective; before the process group is destroyed."""
+        """Releases the memory shared with other ranks. Collective. Call it before the process group is destroyed."""
         ...

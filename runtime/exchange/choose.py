@@ -1,4 +1,4 @@
-"""Which exchange a job uses, and why."""
+"""Chooses the exchange of a job."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def choose_exchange(
     fp8: bool = False,
     fixed_size: bool = False,
 ) -> Exchange:
-    """`torch`, `deep_ep`, or `auto`: deep_ep where it can serve, else torch. Collective.
+    """The exchange `name`: `torch`, `deep_ep`, or `auto` (deep_ep if it supports the job, else torch). Collective.
 
-    slots_per_rank: the shared one among them. columns: slots a token takes. max_tokens: the most of a rank in a step.
-    fp8: hidden states travel as float8 with a scale for each block of 128. fixed_size: rows received always as many as
-    the worst case has, so that nothing waits for the device; both for deep_ep only. Raises ValueError where deep_ep is
-    asked for and cannot serve.
+    slots_per_rank: with the shared expert's slot. columns: slots per token. max_tokens: the most tokens of a rank in a
+    step. fp8: dispatch sends hidden states in float8, with a scale per block of 128 values. fixed_size: the number of
+    received rows is always the worst case, so that the host never waits for the device. fp8 and fixed_size apply to
+    deep_ep only. Raises ValueError if name is `deep_ep` and it does not support the job.
     """
     if name not in EXCHANGES:
         raise ValueError(f"exchange {name!r} is none of {', '.join(EXCHANGES)}")

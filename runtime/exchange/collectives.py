@@ -1,4 +1,4 @@
-"""Dispatch and combine by all-to-all: NCCL on GPUs, gloo on CPUs. Sizes go through the host."""
+"""Dispatch and combine by torch.distributed's all-to-all: NCCL on GPUs, gloo on CPUs. Sizes go through the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from epsim.runtime.exchange.base import Received
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """token [n] int64: of each row sent, by rank; sent, got: rows to and from each rank. num_tokens: T."""
+    """token [n] int64: the token of each row sent, in order of ranks. sent, got: rows to and from each rank.
+    num_tokens: T."""
 
     token: torch.Tensor
     sent: list[int]
@@ -22,7 +23,7 @@ class Handle:
 
 
 class TorchExchange:
-    """Three all-to-alls out (sizes, slots and weights, hidden states), one back; summed in float32."""
+    """Dispatch makes three all-to-alls (sizes, slots and weights, hidden states), combine one. Sums are in float32."""
 
     name = "torch"
     host_sync = True
@@ -65,10 +66,10 @@ class TorchExchange:
         return total.to(handle.dtype)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing: this exchange shares no memory."""
 
     def _moved(self, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
-        """Rows [sum(sent), n] of any type to their ranks -> [sum(got), n]. As bytes: gloo does not know bfloat16."""
+        """Sends rows [sum(sent), n] to their ranks -> [sum(got), n]. They are sent as bytes, as gloo lacks bfloat16."""
         result = rows.new_empty(sum(got), rows.shape[1])
         dist.all_to_all_single(
             result.view(torch.uint8), rows.contiguous().view(torch.uint8), got, sent, group=self.group

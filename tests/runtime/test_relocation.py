@@ -125,7 +125,7 @@ def test_outputs_stay_while_experts_move(size: int, spare: int, most: int) -> No
         calls.append(("disagree", (size, old, new)))
     ran, *said = zip(*launch(size, programs.several, calls))
     for lines in said:
-        assert set(lines) == {"rank 1 was given another placement or bound to relocate to than rank 0"}
+        assert set(lines) == {"rank 1 was given another placement or bytes_per_step than rank 0"}
     first = ran[0]
     assert first["planned"] == len(first["received"])
     assert all(one["versions"] == first["versions"] for one in ran), "every rank changes over at the same step"
