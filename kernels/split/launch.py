@@ -1,8 +1,8 @@
-"""Kernel launches by the driver, which takes less of the host's time than CuPy's and may let a kernel begin before the
-one before it has ended (CUDA's programmatic dependent launch).
+"""Kernel launches through the CUDA driver. They take less host time than CuPy's.
 
-A kernel that begins early says itself, by `griddepcontrol.wait`, where it needs what the one before it wrote; what came
-before that one has ended.
+They also support CUDA's programmatic dependent launch: a kernel may begin before the previous one has ended. Such a
+kernel calls `griddepcontrol.wait` before it reads what the previous kernel wrote. All kernels before the previous one
+have ended by then.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _launch_kernel() -> Any:
 
 
 def with_headers(path: Path, without: Container[str] = ()) -> str:
-    """A file with our own headers in place, but those named: CuPy looks up binaries by the text that it is given."""
+    """The text of a CUDA file with our headers inserted, except those in `without`. CuPy caches binaries by this
+    text."""
 
     def text(found: re.Match[str]) -> str:
         header = path.parent / found[1]
@@ -59,9 +60,9 @@ def with_headers(path: Path, without: Container[str] = ()) -> str:
 
 
 def compiled(device: int, source: str, definitions: dict[str, int], name: str, shared: int = 0) -> int:
-    """The driver's handle of a kernel; NVRTC compiles it, CuPy keeps it on disk by the text. The caller keeps it.
+    """The driver's handle of a kernel. NVRTC compiles it; CuPy caches the binary on disk. The caller keeps the handle.
 
-    definitions: the macros that it is compiled for. shared: bytes of dynamic shared memory that a block may have.
+    definitions: macros for the compiler. shared: bytes of dynamic shared memory per block.
     """
     import cupy
 
@@ -84,10 +85,10 @@ def launch(
     early: bool,
     together: bool = False,
 ) -> None:
-    """Of a kernel whose only parameter is a structure; function, stream: the driver's handles, in the current context.
+    """Launches a kernel whose only parameter is a structure. function, stream: handles of the driver.
 
-    early: it may begin before the one before it has ended. together: its blocks wait for each other, and so all run at
-    once; not both. Raises RuntimeError where the driver refuses it.
+    early: the kernel may begin before the previous one has ended. together: its blocks wait for each other, so all must
+    run at once. Not both. Raises RuntimeError if the driver refuses the launch.
     """
     config = _Config(
         (*grid, 1, 1)[:3], (threads, 1, 1), shared, stream, TOGETHER if together else EARLY, early or together

@@ -1,4 +1,4 @@
-"""Split problems for tests and benchmarks: real ones drawn from recorded marginals, and hard ones."""
+"""Split problems for tests and benchmarks: realistic ones, drawn from recorded counts, and hard ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 
 
 def chain(num_ranks: int, ring: bool = False) -> torch.Tensor:
-    """[1, 2R]: expert e on ranks e and e + 1; the ends of a chain hold an expert of one copy each, a ring has none."""
+    """Slots [1, 2R]: expert e has copies on ranks e and e + 1. The ends of a chain also hold an expert with one
+    copy."""
     slots = []
     for rank in range(num_ranks):
         slots += [(rank - 1) % num_ranks if ring or rank else num_ranks, rank]
@@ -18,7 +19,7 @@ def chain(num_ranks: int, ring: bool = False) -> torch.Tensor:
 
 
 def clique(num_ranks: int) -> torch.Tensor:
-    """[1, R * (R - 1)]: an expert for every pair of ranks."""
+    """Slots [1, R * (R - 1)]: each pair of ranks shares an expert."""
     on_rank: list[list[int]] = [[] for _ in range(num_ranks)]
     for expert, pair in enumerate(itertools.combinations(range(num_ranks), 2)):
         for rank in pair:
@@ -33,10 +34,10 @@ def drifted_counts(
     num_steps: int,
     rng: np.random.Generator,
 ) -> torch.Tensor:
-    """Batches that differ from what the placement was planned on: counts [S, L, E] int64, multinomial.
+    """Batches that differ from the history that the placement was planned on: counts [S, L, E] int64, multinomial.
 
-    planned, later [L, E]: recorded counts. A batch's marginals are a mixture of both with up to 60% of the later, times
-    lognormal noise of sigma 0.3 per expert.
+    planned, later [L, E]: recorded counts. The expert probabilities of a batch are a mixture of both, with up to 60% of
+    `later`, times lognormal noise per expert with sigma 0.3.
     """
     part = 0.6 * rng.random((num_steps, len(planned), 1))
     old, new = (counts / counts.sum(1, keepdims=True) for counts in (planned, later))
@@ -52,8 +53,10 @@ def steady_counts(
     rng: np.random.Generator,
     change: float = 0.02,
 ) -> torch.Tensor:
-    """As `drifted_counts`, but a batch is like the one before it, as batches of a running server are: each layer keeps
-    its mixture, and an expert's log marginal walks by `change` a batch about its mean, with a spread of 0.3 for ever.
+    """As `drifted_counts`, but each batch is similar to the previous one, as on a running server.
+
+    Each layer keeps its mixture. The noise of an expert is a stationary random walk with a standard deviation of 0.3
+    and steps of `change` per batch.
     """
     part = 0.6 * rng.random((len(planned), 1))
     old, new = (counts / counts.sum(1, keepdims=True) for counts in (planned, later))

@@ -1,4 +1,4 @@
-"""The split as a linear program, solved by OR-Tools' GLOP: slow and sure, one problem at a time."""
+"""The split as a linear program, solved by OR-Tools' GLOP, one problem at a time. Slow; the reference in tests."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import torch
 
 
 class SplitProgram:
-    """min M, such that the loads of a rank's slots sum to at most M, and those of an expert's slots to its load.
+    """Minimises M subject to: the slots of a rank sum to at most M, the slots of an expert sum to its load.
 
-    physical_to_logical [P] int64, loads [E] >= 0. OR-Tools, https://developers.google.com/optimization/lp.
+    physical_to_logical [P] int64, -1 for an empty slot; loads [E] >= 0.
+    OR-Tools: https://developers.google.com/optimization/lp.
     """
 
     def __init__(self, physical_to_logical: torch.Tensor, num_ranks: int, loads: torch.Tensor) -> None:
         from ortools.linear_solver import pywraplp
 
         slots_per_rank = len(physical_to_logical) // num_ranks
-        # Scaled to a mean of one: GLOP's tolerances are absolute.
+        # Loads are scaled to a mean of 1, because GLOP's tolerances are absolute.
         self.scale = float(loads.sum()) / num_ranks or 1.0
         self.solver = pywraplp.Solver.CreateSolver("GLOP")
         no_limit = self.solver.infinity()
@@ -34,7 +35,7 @@ class SplitProgram:
             self.split.append(part)
 
     def solve(self) -> tuple[float, torch.Tensor]:
-        """The least peak, and a split [P] float64 that reaches it. Raises RuntimeError where GLOP fails."""
+        """The lowest peak and a split [P] float64 that reaches it. Raises RuntimeError if GLOP fails."""
         if self.solver.Solve() != self.solver.OPTIMAL:
             raise RuntimeError("GLOP found no optimum of the split problem")
         split = [part.solution_value() * self.scale for part in self.split]
@@ -44,5 +45,5 @@ class SplitProgram:
 def solve_reference(
     physical_to_logical: torch.Tensor, num_ranks: int, loads: torch.Tensor
 ) -> tuple[float, torch.Tensor]:
-    """physical_to_logical [P] int64, loads [E] >= 0 -> the least peak, and a split [P] float64 that reaches it."""
+    """physical_to_logical [P] int64, loads [E] >= 0 -> the lowest peak, and a split [P] float64 that reaches it."""
     return SplitProgram(physical_to_logical, num_ranks, loads).solve()

@@ -1,4 +1,4 @@
-"""The certified min-max split: one call for all problems of a batch, whatever the form that solves them."""
+"""The min-max split with a proof of optimality: one call for all problems of a batch, on CPU or GPU."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import torch
 from epsim.kernels.split.structure import Floats, SplitStructure
 
 Backend: TypeAlias = Literal["auto", "cpu", "cuda"]
-"""auto: on the CUDA device that the loads are on, where CuPy is installed; else on the CPU."""
+"""auto: the CUDA device of the loads if they are on one and CuPy is installed, else the CPU."""
 
 MAX_SWEEPS = 100_000
 EXACT = 2.0**53
-"""Whole numbers below it are exact in float64."""
+"""Integers below this are exact in float64."""
 REFUSED = {
     1: "a load is negative, not a number, or too large to sum",
     2: "loads sum to 2^53 or more, beyond exact integers: scale them down",
     3: "its layer is none of the placement's",
 }
 CHUNK = 512
-"""Problems a thread takes at a time: converted loads stay in its cache."""
+"""Problems that a thread takes at a time, few enough for their loads to stay in its cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """Per problem [B] (or any leading shape): what was found and what was proven.
+    """The solutions of B problems (or of any leading shape).
 
-    split [B, P] float64: load of each physical expert, zero-size where not asked for (int64 from `solve_gathered`).
-    peak [B] float64: the largest rank load of this split. bound [B] float64: no split has a smaller peak.
-    bound_numerator, bound_size [B]: bound = load that cannot leave a set of ranks / number of ranks in the set; the
-    numerator is exact for integer loads (int64 then, float64 otherwise).
-    sweeps [B] int64: water-filling sweeps and augmenting rounds used. status [B] int64: 0, or why a problem was refused
-    (a key of `REFUSED`) and has an infinite peak and no split: on CUDA devices, where an error would have to wait for
-    them. tol: the relative gap asked for.
+    split [B, P] float64 (int64 from `solve_gathered`): the load of each slot, 0 for an empty slot; [B, 0] from
+    `solve_peak`. peak [B] float64: the peak load of this split. bound [B] float64: a lower bound; no split has a lower
+    peak. bound_numerator, bound_size [B]: bound = load that cannot leave a set of ranks / number of ranks of the set.
+    The numerator is int64 and exact for integer loads, else float64. sweeps [B] int64: the number of water-filling
+    sweeps and augmenting rounds. status [B] int64: 0, or a key of `REFUSED` that says why the problem was refused; it
+    then has an infinite peak and no split. Only CUDA devices set it, because raising an error would wait for the
+    device. tol: the requested relative gap.
     """
 
     split: torch.Tensor
@@ -52,8 +52,8 @@ class Solution:
 
     @property
     def unproven(self) -> torch.Tensor:
-        """[B] bool: problems whose gap is not closed: feasible, but perhaps not within tol of the optimum, or, of whole
-        tokens, above the bound rounded up."""
+        """[B] bool: problems whose split is not proven optimal: its peak is above the bound by more than tol, or, for
+        an integral split, above the bound rounded up."""
         if not self.split.is_floating_point():
             return self.peak > -(-self.bound_numerator // self.bound_size)
         return self.peak > self.bound * (1 + self.tol)
@@ -68,14 +68,14 @@ def solve(
     backend: Backend = "auto",
     max_sweeps: int = MAX_SWEEPS,
 ) -> Solution:
-    """Splits every expert's load over its physical experts so that the largest rank load is least, and proves it.
+    """Splits each expert's load over its slots so that the peak load is lowest, with a proof.
 
-    loads [B, E] float64 or int64, >= 0: load of each logical expert. layer [B] int64: the layer whose placement each
-    problem has. start [B, P]: a split to begin with, such as the last batch's; it is scaled to the new loads.
-    A problem that uses up max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`.
-    Raises ValueError for shapes and types that do not fit, for negative loads, for loads whose sum is not finite,
-    and for integer loads that sum to 2^53 or more; on a CUDA device, where nothing waits
-    for it, `Solution.status` and `unproven` tell of such loads instead. Both forms give the same bits.
+    loads [B, E] float64 or int64, >= 0: the load of each expert. layer [B] int64: the layer of each problem.
+    start [B, P]: a split to begin with, such as that of the last batch; it is scaled to the new loads.
+    A problem that reaches max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`. CPU and GPU give the
+    same bits. Raises ValueError for shapes and types that do not fit, for negative loads, for loads whose sum is not
+    finite, and for integer loads that sum to 2^53 or more. On a CUDA device such loads are reported by
+    `Solution.status`.
     """
     return _solve(structure, loads, layer, tol, start, backend, max_sweeps, want_split=True)
 
@@ -88,7 +88,7 @@ def solve_peak(
     backend: Backend = "auto",
     max_sweeps: int = MAX_SWEEPS,
 ) -> Solution:
-    """As `solve`, without the split: `Solution.split` is [B, 0]."""
+    """As `solve`, but without computing the split: `Solution.split` is [B, 0]."""
     return _solve(structure, loads, layer, tol, None, backend, max_sweeps, want_split=False)
 
 
@@ -107,10 +107,10 @@ def solve_batched(
 
 
 def solve_gathered(structure: SplitStructure, counts: torch.Tensor, backend: Backend = "auto") -> Solution:
-    """The integral split: counts [..., L, E] int64 -> split [..., L, P] int64 whose peak is exactly ceil(M*).
+    """The integral split: counts [..., L, E] int64 -> split [..., L, P] int64 whose peak is ceil(M*).
 
-    Computed cold and in integers, so that every rank and the simulator find the same one, bit for bit. Raises
-    ValueError as `solve` does.
+    M* is the optimum, the lowest peak of real-valued splits. The result depends on the counts alone and is computed in
+    integers, so all ranks and the simulator find the same. Raises ValueError as `solve` does.
     """
     if counts.is_floating_point():
         raise ValueError(f"the integral split needs integer loads, not {counts.dtype}")
@@ -120,7 +120,7 @@ def solve_gathered(structure: SplitStructure, counts: torch.Tensor, backend: Bac
 
 
 def _leading(structure: SplitStructure, counts: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    """The shape [..., L] of the problems, and the layer of each once flattened."""
+    """The shape [..., L] of the problems, and the layer of each problem after flattening."""
     num_layers, num_experts = structure.num_layers, structure.num_experts
     if counts.ndim < 2 or tuple(counts.shape[-2:]) != (num_layers, num_experts):
         raise ValueError(f"counts are {list(counts.shape)}, not [..., {num_layers} layers, {num_experts} experts]")
@@ -215,7 +215,7 @@ def _solve(
         worst = int(bad[0, 0])
         raise ValueError(f"problem {worst}: {REFUSED[int(status[worst]) if integral else cpu.BAD_LOAD]}")
     device = loads.device
-    # A bound that was rounded up past the peak is still one when lowered to it.
+    # Rounding may put the bound above the peak. The peak is then the bound.
     return Solution(
         split=(split.to(torch.int64) if whole else split).to(device),
         peak=peak.to(device),
@@ -230,13 +230,13 @@ def _solve(
 
 def _floats(values: torch.Tensor) -> Floats:
     if values.is_floating_point() and values.element_size() < 4:
-        values = values.double()  # NumPy knows no bfloat16
-    # By NumPy: PyTorch would start threads of its own inside ours.
+        values = values.double()  # NumPy has no bfloat16
+    # Converted by NumPy, because PyTorch would start threads inside ours.
     return np.ascontiguousarray(values.detach().cpu().numpy(), dtype=np.float64)
 
 
 def _spread(run: Callable[[int], None], firsts: range) -> None:
-    """Runs the chunks over PyTorch's number of threads; the compiled code holds no lock."""
+    """Runs the chunks in as many threads as PyTorch uses. The compiled code releases the GIL."""
     num_threads = min(torch.get_num_threads(), len(firsts))
     if num_threads <= 1:
         for first in firsts:
