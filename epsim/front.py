@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epsim.options import AnyPath, Options, StepOptions, command_words, takes
-from epsim.requests import AnyTrace, LaunchOptions, LoadRequest, PlanRequest, ReplayRequest, TuneRequest
+from epsim.requests import LaunchOptions, LoadRequest, PlanRequest, ReplayRequest, TuneRequest
 from epsim.traces.options import ImportOptions, ReadOptions, RecordingOptions
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def sides_of(results: Sequence[Results | AnyPath]) -> list[Any]:
     return sides
 
 
-def _opened(trace: AnyTrace | Sequence[AnyPath], request: Any, **changed: Any) -> StoredTrace:
+def _opened(trace: AnyPath | Sequence[AnyPath], request: Any, **changed: Any) -> StoredTrace:
     """The trace, with what the request says of it, and of it the steps that the request asks for."""
     from epsim.traces.importing import open_trace, selected
     from epsim.traces.store import StoredTrace

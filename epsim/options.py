@@ -6,14 +6,15 @@ The functions of `import epsim`, the command line and the command line of worker
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, fields
 from types import NoneType
-from typing import Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args, get_origin
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +34,7 @@ def quiet(words: str, share: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What the command line says of a field.
+    """Makes a field an option: `nodes: Annotated[int, About("Nodes (hosts) that hold the ranks.")] = 1`.
 
     flag: the option's name, if it is not the field's. short: a short name, such as -o. least, most: limits of a number.
     choices: the only values allowed. argument: True if the value stands on the command line without an option's name.
@@ -49,11 +50,6 @@ class About:
     choices: Sequence[str] = ()
     argument: bool = False
     kind: Any = None
-
-
-def about(help: str, **more: Any) -> dict[str, About]:
-    """Metadata of a field that is an option: `field(default=1, metadata=about("Hosts."))`. more: see `About`."""
-    return {"about": About(help, **more)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +98,11 @@ def _parameters(options: Any) -> tuple[Parameter, ...]:
     by_name = {entry.name: entry for entry in fields(options)}
     found: dict[str, Parameter] = {}
     for owner in options.__mro__:
-        for name, hint in inspect.get_annotations(owner).items():
-            if name in found or name not in by_name or "about" not in by_name[name].metadata:
-                continue
-            told: About = by_name[name].metadata["about"]
-            kind, many = _kind(told.kind or eval(hint, vars(sys.modules[owner.__module__])))
-            found[name] = Parameter(name, kind, many, by_name[name].default, told)
+        for name, text in inspect.get_annotations(owner).items():
+            hint = eval(text, vars(sys.modules[owner.__module__])) if text.startswith("Annotated") else None
+            if name in by_name and name not in found and get_origin(hint) is Annotated:
+                kind, about = get_args(hint)
+                found[name] = Parameter(name, *_kind(about.kind or kind), by_name[name].default, about)
     return tuple(found.values())
 
 
@@ -124,7 +119,11 @@ def takes(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R
     """Decorates a function of one dataclass: its parameters become the dataclass's fields, with their help texts."""
 
     def decorate(function: Callable[[T], R]) -> Callable[P, R]:
-        signature = inspect.signature(options)
+        assert isinstance(options, type)
+        order = [entry.name for entry in parameters(options)]
+        shown = [_shown(entry) for entry in inspect.signature(options).parameters.values()]
+        shown.sort(key=lambda entry: (entry.kind, order.index(entry.name) if entry.name in order else len(order)))
+        signature = inspect.Signature(shown)
 
         @functools.wraps(function)
         def with_parameters(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -134,15 +133,29 @@ def takes(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R
                 raise TypeError(f"{function.__name__}(): {error}") from None
             return function(options(*args, **kwargs))
 
-        assert isinstance(options, type)
         lines = [f"    {entry.name}: {entry.about.help}" for entry in parameters(options)]
         with_parameters.__doc__ = f"{inspect.getdoc(function)}\n\nParameters:\n" + "\n".join(lines)
-        returned = inspect.signature(function).return_annotation
+        returned = _Text(inspect.signature(function).return_annotation)
         with_parameters.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
         del with_parameters.__wrapped__
         return with_parameters
 
     return decorate
+
+
+class _Text(str):
+    """An annotation that `help` shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _shown(entry: inspect.Parameter) -> inspect.Parameter:
+    """A parameter as `help` shows it: without what `Annotated` adds to its type."""
+    tree: Any = ast.parse(entry.annotation, mode="eval").body
+    if entry.annotation.startswith("Annotated["):
+        tree = tree.slice.elts[0]
+    return entry.replace(annotation=_Text(ast.unparse(tree)))
 
 
 def command_words(options: Any, *groups: type) -> list[str]:
@@ -188,27 +201,26 @@ class _Parser(argparse.ArgumentParser):
 class ClusterOptions(Options):
     """The expert-parallel group."""
 
-    ranks: int = field(metadata=about("Ranks (GPUs) of the expert-parallel group.", least=1, most=MOST_SLOTS))
-    nodes: int = field(default=1, metadata=about("Nodes (hosts) that hold the ranks."))
-    redundant: int = field(
-        default=0,
-        metadata=about("Redundant experts: copies in each layer beside the logical experts.", least=0, most=MOST_SLOTS),
-    )
-    groups: int = field(default=1, metadata=about("Expert groups of the model's router.", least=1, most=MOST_SLOTS))
+    ranks: Annotated[int, About("Ranks (GPUs) of the expert-parallel group.", least=1, most=MOST_SLOTS)]
+    nodes: Annotated[int, About("Nodes (hosts) that hold the ranks.")] = 1
+    redundant: Annotated[
+        int, About("Redundant experts: copies in each layer beside the logical experts.", least=0, most=MOST_SLOTS)
+    ] = 0
+    groups: Annotated[int, About("Expert groups of the model's router.", least=1, most=MOST_SLOTS)] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOptions(Options):
-    seed: int = field(default=0, metadata=about("Seed of all random draws.", least=0, most=2**63 - 1))
+    seed: Annotated[int, About("Seed of all random draws.", least=0, most=2**63 - 1)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningOptions(SeedOptions):
     """How the steps of a trace are divided, and the seed."""
 
-    plan_share: float = field(
-        default=0.5, metadata=about("Without --history: plan placements on this share of the trace's steps, its first.")
-    )
+    plan_share: Annotated[
+        float, About("Without --history: plan placements on this share of the trace's steps, its first.")
+    ] = 0.5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,29 +232,27 @@ class PlanningOptions(SeedOptions):
 class StepOptions(Options):
     """Which steps of a trace are used."""
 
-    only: str | None = field(
-        default=None,
-        metadata=about("Use the steps of one phase, prefill or decode, of a trace with several.", metavar="PHASE"),
-    )
-    min_tokens: int = field(default=1, metadata=about("Leave out steps with fewer tokens.", least=1))
+    only: Annotated[
+        str | None, About("Use the steps of one phase, prefill or decode, of a trace with several.", metavar="PHASE")
+    ] = None
+    min_tokens: Annotated[int, About("Leave out steps with fewer tokens.", least=1)] = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeOptions(Options):
     """How times are predicted."""
 
-    hardware: str | None = field(
-        default=None,
-        metadata=about(
+    hardware: Annotated[
+        str | None,
+        About(
             "Predict layer times and gains on this hardware: h100, h200, h800, b200, a .toml file, or the folder that "
             "`epsim calibrate` wrote.",
             metavar="H",
         ),
-    )
-    overlap: bool = field(
-        default=False,
-        metadata=about("With --hardware: split each batch in two halves and overlap their compute and communication."),
-    )
-    expert_table: AnyPath | None = field(
-        default=None, metadata=about("With --hardware: a file of measured expert times.", metavar="JSON", kind=str)
-    )
+    ] = None
+    overlap: Annotated[
+        bool, About("With --hardware: split each batch in two halves and overlap their compute and communication.")
+    ] = False
+    expert_table: Annotated[
+        AnyPath | None, About("With --hardware: a file of measured expert times.", metavar="JSON", kind=str)
+    ] = None

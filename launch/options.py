@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from epsim.files import check_out
-from epsim.options import MOST_SLOTS, AnyPath, PlanningOptions, about, command_words
+from epsim.options import MOST_SLOTS, About, AnyPath, PlanningOptions, command_words
 
 if TYPE_CHECKING:
     from epsim.policies.stack import PolicyStack
@@ -28,81 +28,71 @@ Policies: TypeAlias = "str | PolicyStack | Sequence[str | PolicyStack]"
 class RunOptions(PlanningOptions):
     """Options of a run. Policies are kept as texts and paths as strings, so that a command line can hold them."""
 
-    trace: AnyPath = field(
-        kw_only=False,
-        metadata=about(
+    trace: Annotated[
+        AnyPath,
+        About(
             "A trace of tokens (Parquet), any readable recording, or `sample`.",
             metavar="TRACE",
             argument=True,
             kind=str,
         ),
-    )
-    model: str = field(
-        metadata=about(
+    ] = field(kw_only=False)
+    model: Annotated[
+        str,
+        About(
             "deepseek-v3-layer, qwen3-30b-a3b-layer, tiny (fits any trace), or a trained model's folder.",
             metavar="SPEC",
-        )
-    )
-    policies: Policies = field(
-        kw_only=False,
-        metadata=about(
+        ),
+    ]
+    policies: Annotated[
+        Policies,
+        About(
             'A policy stack, e.g. "eplb+lplb"; repeatable.',
             flag="--policy",
             metavar="[NAME=]STACK",
             kind=tuple[str, ...],
         ),
+    ] = field(kw_only=False)
+    out: Annotated[AnyPath, About("The folder for results.json and telemetry.", metavar="DIR", kind=str)]
+    steps: Annotated[
+        int | None, About("Number of steps to run, after those that placements are planned on. Default: all.", least=1)
+    ] = None
+    ranks: Annotated[int | None, About("Processes, one for each GPU if there are GPUs.", least=1, most=MOST_SLOTS)] = (
+        None
     )
-    out: AnyPath = field(metadata=about("The folder for results.json and telemetry.", metavar="DIR", kind=str))
-    steps: int | None = field(
-        default=None,
-        metadata=about("Number of steps to run, after those that placements are planned on. Default: all.", least=1),
-    )
-    ranks: int | None = field(
-        default=None,
-        metadata=about("Processes, one for each GPU if there are GPUs.", least=1, most=MOST_SLOTS),
-    )
-    nodes: int = field(default=1, metadata=about("Nodes (hosts) that placements are made for.", most=MOST_SLOTS))
-    redundant: int = field(
-        default=0,
-        metadata=about("Redundant experts: copies in each layer beside the logical experts.", most=MOST_SLOTS),
-    )
-    groups: int = field(default=1, metadata=about("Expert groups of the model's router.", most=MOST_SLOTS))
-    layers: int | None = field(default=None, metadata=about("Run only the first layers of the trace.", least=1))
-    history: AnyPath | None = field(
-        default=None, metadata=about("Plan placements on this trace and run all of TRACE.", metavar="TRACE", kind=str)
-    )
-    exchange: str = field(default="auto", metadata=about("auto, deep_ep or torch.", choices=EXCHANGES))
-    device: str = field(default="auto", metadata=about("auto, cpu or cuda.", choices=DEVICES))
-    dtype: str = field(
-        default="auto", metadata=about("auto (bfloat16 on GPUs, else float32), float32 or bfloat16.", choices=DTYPES)
-    )
-    timeout: float = field(
-        default=20.0,
-        metadata=about(
+    nodes: Annotated[int, About("Nodes (hosts) that placements are made for.", most=MOST_SLOTS)] = 1
+    redundant: Annotated[
+        int, About("Redundant experts: copies in each layer beside the logical experts.", most=MOST_SLOTS)
+    ] = 0
+    groups: Annotated[int, About("Expert groups of the model's router.", most=MOST_SLOTS)] = 1
+    layers: Annotated[int | None, About("Run only the first layers of the trace.", least=1)] = None
+    history: Annotated[
+        AnyPath | None, About("Plan placements on this trace and run all of TRACE.", metavar="TRACE", kind=str)
+    ] = None
+    exchange: Annotated[str, About("auto, deep_ep or torch.", choices=EXCHANGES)] = "auto"
+    device: Annotated[str, About("auto, cpu or cuda.", choices=DEVICES)] = "auto"
+    dtype: Annotated[str, About("auto (bfloat16 on GPUs, else float32), float32 or bfloat16.", choices=DTYPES)] = "auto"
+    timeout: Annotated[
+        float,
+        About(
             "Stop the run when the slowest rank stays in one phase for longer.", metavar="SECONDS", least=1, most=3600
         ),
-    )
-    hardware: str | None = field(
-        default=None,
-        metadata=about(
+    ] = 20.0
+    hardware: Annotated[
+        str | None,
+        About(
             "Also predict layer times: h100, ..., a .toml file, or the folder that `epsim calibrate` wrote.",
             metavar="H",
         ),
-    )
-    text: AnyPath | None = field(
-        default=None, metadata=about("Trained model: the text that it reads.", metavar="FILE", kind=str)
-    )
-    sequence: int | None = field(
-        default=None,
-        metadata=about("Trained model: the most tokens of one sequence in a prefill step.", least=1),
-    )
-    context: int = field(
-        default=CONTEXT,
-        metadata=about("Trained model: tokens that the sequences of a decode step have read before.", least=1),
-    )
-    launcher: str = field(
-        default=LAUNCHERS[0], metadata=about("inline (one process), torchrun or ray.", choices=LAUNCHERS)
-    )
+    ] = None
+    text: Annotated[AnyPath | None, About("Trained model: the text that it reads.", metavar="FILE", kind=str)] = None
+    sequence: Annotated[
+        int | None, About("Trained model: the most tokens of one sequence in a prefill step.", least=1)
+    ] = None
+    context: Annotated[
+        int, About("Trained model: tokens that the sequences of a decode step have read before.", least=1)
+    ] = CONTEXT
+    launcher: Annotated[str, About("inline (one process), torchrun or ray.", choices=LAUNCHERS)] = LAUNCHERS[0]
 
     def __post_init__(self) -> None:
         policies = (self.policies,) if not isinstance(self.policies, (tuple, list)) else self.policies
@@ -136,6 +126,6 @@ class RunOptions(PlanningOptions):
 class LaunchOptions(RunOptions):
     """A run, and what the launcher alone needs to know."""
 
-    gpus: int | None = field(default=None, metadata=about("ray: number of ranks, each on a GPU."))
-    cpus: int | None = field(default=None, metadata=about("ray: number of ranks, each on a CPU."))
-    restarts: int = field(default=2, metadata=about("ray: how often a failed run is started again."))
+    gpus: Annotated[int | None, About("ray: number of ranks, each on a GPU.")] = None
+    cpus: Annotated[int | None, About("ray: number of ranks, each on a CPU.")] = None
+    restarts: Annotated[int, About("ray: how often a failed run is started again.")] = 2

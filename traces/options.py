@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from epsim.models.known import SCORE_RULES, ScoreRule
-from epsim.options import Options, SeedOptions, about, parameters
+from epsim.options import About, Options, SeedOptions, parameters
 from epsim.traces.limits import MAX_EXPERTS, MAX_RANKS, MAX_SHARED_COST, PHASES, Phase
 
 DEFAULT_BATCH = 64
@@ -26,40 +26,35 @@ def check_phase(option: str, phase: str) -> Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedCostOptions(Options):
-    shared_cost: float | None = field(
-        default=None,
-        metadata=about(
+    shared_cost: Annotated[
+        float | None,
+        About(
             "Work of the shared expert for one token, in units of one routed assignment; 0 if there is none. "
             "Default: the trace's.",
             least=0,
             most=MAX_SHARED_COST,
         ),
-    )
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingOptions(Options):
     """What a recording is. None: taken from the file or the model, else asked for, or set to a default and noted."""
 
-    top_k: int | None = field(
-        default=None,
-        metadata=about("Experts that each token chooses, if the recording does not tell.", least=1, most=MAX_EXPERTS),
-    )
-    num_experts: int | None = field(
-        default=None,
-        metadata=about(
-            "Experts in each layer, if the recording does not tell.", flag="--experts", least=1, most=MAX_EXPERTS
-        ),
-    )
-    model: str | None = field(
-        default=None,
-        metadata=about("The model's name. A known name also gives top-k, experts, shared cost and score rule."),
-    )
-    phase: Phase | None = field(default=None, metadata=about("prefill, decode, mixed or training.", choices=PHASES))
-    batch: int | None = field(
-        default=None,
-        metadata=about("For recordings by sequence: number of sequences in a composed decode batch.", least=1),
-    )
+    top_k: Annotated[
+        int | None, About("Experts that each token chooses, if the recording does not tell.", least=1, most=MAX_EXPERTS)
+    ] = None
+    num_experts: Annotated[
+        int | None,
+        About("Experts in each layer, if the recording does not tell.", flag="--experts", least=1, most=MAX_EXPERTS),
+    ] = None
+    model: Annotated[
+        str | None, About("The model's name. A known name also gives top-k, experts, shared cost and score rule.")
+    ] = None
+    phase: Annotated[Phase | None, About("prefill, decode, mixed or training.", choices=PHASES)] = None
+    batch: Annotated[
+        int | None, About("For recordings by sequence: number of sequences in a composed decode batch.", least=1)
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,15 +66,15 @@ class RecordingOptions(Options):
 class ReadOptions(RecordingOptions):
     """How a recording is read."""
 
-    step_tokens: int | None = field(
-        default=None, metadata=about("For token logs without steps: number of tokens in a step.", least=1)
+    step_tokens: Annotated[int | None, About("For token logs without steps: number of tokens in a step.", least=1)] = (
+        None
     )
-    score_rule: ScoreRule | None = field(
-        default=None,
-        metadata=about(
+    score_rule: Annotated[
+        ScoreRule | None,
+        About(
             f"For router logits: how the model turns them into scores ({', '.join(SCORE_RULES)}).", choices=SCORE_RULES
         ),
-    )
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,9 +86,9 @@ class ReadOptions(RecordingOptions):
 class ImportOptions(ReadOptions, SharedCostOptions):
     """Options of an import."""
 
-    ranks: int | None = field(
-        default=None, metadata=about("Source ranks that composed tokens are spread over.", least=1, most=MAX_RANKS)
-    )
+    ranks: Annotated[
+        int | None, About("Source ranks that composed tokens are spread over.", least=1, most=MAX_RANKS)
+    ] = None
 
     @classmethod
     def of(cls, given: Options, **changed: Any) -> ImportOptions:
@@ -107,22 +102,14 @@ class SynthesisOptions(SeedOptions):
     """How a trace is drawn. spread: standard deviation of the mixture's random walk, 0 mixes all topics evenly. phase:
     None takes that of the recordings. The same seed gives the same trace."""
 
-    num_steps: int = field(
-        default=100, metadata=about("Number of steps to draw.", flag="--steps", least=1, most=MAX_DRAWN)
-    )
-    tokens_per_step: int = field(
-        default=1024, metadata=about("Tokens in each step.", flag="--step-tokens", least=1, most=MAX_DRAWN)
-    )
-    num_ranks: int = field(
-        default=DEFAULT_RANKS,
-        metadata=about("Source ranks that the tokens are spread over.", flag="--ranks", least=1, most=MAX_RANKS),
-    )
-    drift: float = field(
-        default=0.1,
-        metadata=about(
-            "How far the mixture of topics moves between steps: 0 keeps it, 1 draws it anew.", least=0, most=1
-        ),
-    )
+    num_steps: Annotated[int, About("Number of steps to draw.", flag="--steps", least=1, most=MAX_DRAWN)] = 100
+    tokens_per_step: Annotated[int, About("Tokens in each step.", flag="--step-tokens", least=1, most=MAX_DRAWN)] = 1024
+    num_ranks: Annotated[
+        int, About("Source ranks that the tokens are spread over.", flag="--ranks", least=1, most=MAX_RANKS)
+    ] = DEFAULT_RANKS
+    drift: Annotated[
+        float, About("How far the mixture of topics moves between steps: 0 keeps it, 1 draws it anew.", least=0, most=1)
+    ] = 0.1
     spread: float = 1.0
     phase: Phase | None = None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from epsim.options import Options, about
+from epsim.options import About, Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +13,7 @@ class ModelShape(Options):
     """Every layer has `num_experts` routed experts and one shared expert of the same size, so that shared_cost is 1."""
 
     vocabulary: int = 8192
-    num_layers: int = field(default=4, metadata=about("Layers of the model.", flag="--layers", least=1))
+    num_layers: Annotated[int, About("Layers of the model.", flag="--layers", least=1)] = 4
     hidden: int = 512
     num_heads: int = 8
     num_experts: int = 64

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from epsim.options import Options, about
+from epsim.options import About, Options
 from epsim.traces.model.config import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(Options):
-    cache: Path | None = field(
-        default=None,
-        metadata=about("Folder where text and model are kept. Default: $EPSIM_CACHE or ~/.cache/epsim."),
-    )
+    cache: Annotated[
+        Path | None, About("Folder where text and model are kept. Default: $EPSIM_CACHE or ~/.cache/epsim.")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceOptions(CacheOptions):
-    device: str | None = field(default=None, metadata=about("cuda or cpu. Default: the GPU if there is one."))
-    seed: int = field(default=0, metadata=about("Seed of all random draws.", least=0))
+    device: Annotated[str | None, About("cuda or cpu. Default: the GPU if there is one.")] = None
+    seed: Annotated[int, About("Seed of all random draws.", least=0)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions(CacheOptions):
-    megabytes: float = field(default=20, metadata=about("Most text of each domain, in MB."))
-    vocabulary: int = field(default=8192, metadata=about("Tokens of the byte-pair tokenizer.", least=300, most=65_536))
+    megabytes: Annotated[float, About("Most text of each domain, in MB.")] = 20
+    vocabulary: Annotated[int, About("Tokens of the byte-pair tokenizer.", least=300, most=65_536)] = 8192
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,17 +42,15 @@ class TrainOptions(DeviceOptions):
     bfloat16, with master weights in float32. The dense model is trained on the same text in the same order.
     """
 
-    steps: int = field(default=4000, metadata=about("Training steps.", least=1))
-    batch: int = field(default=64, metadata=about("Sequences in a step.", least=1))
-    length: int = field(default=512, metadata=about("Tokens in a sequence.", least=1))
-    learning_rate: float = field(default=2e-3, metadata=about("The highest learning rate."))
+    steps: Annotated[int, About("Training steps.", least=1)] = 4000
+    batch: Annotated[int, About("Sequences in a step.", least=1)] = 64
+    length: Annotated[int, About("Tokens in a sequence.", least=1)] = 512
+    learning_rate: Annotated[float, About("The highest learning rate.")] = 2e-3
     weight_decay: float = 0.1
     balance: float = 0.01
-    dense: bool = field(
-        default=True, metadata=about("Also train a dense model of equal active size.", flag="--dense/--no-dense")
-    )
+    dense: Annotated[bool, About("Also train a dense model of equal active size.", flag="--dense/--no-dense")] = True
     shape: ModelShape = field(default_factory=ModelShape)
-    report: Path | None = field(default=None, metadata=about("A JSON file for curves, losses and skew."))
+    report: Annotated[Path | None, About("A JSON file for curves, losses and skew.")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,8 +68,8 @@ class RecordOptions(DeviceOptions):
     batches: sequences of the two runs; prompts: tokens of each prompt; continuations: sampled tokens of each run.
     """
 
-    out: Path = field(kw_only=False, metadata=about("The trace to write (Parquet)."))
-    cycles: int = field(default=8, metadata=about("Rounds of prefill and decode; each adds 45 steps.", least=1))
+    out: Annotated[Path, About("The trace to write (Parquet).")] = field(kw_only=False)
+    cycles: Annotated[int, About("Rounds of prefill and decode; each adds 45 steps.", least=1)] = 8
     batches: tuple[int, int] = (16, 64)
     prompts: tuple[int, int] = (128, 32)
     continuations: tuple[int, int] = (33, 11)
