@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,18 @@ def test_the_table_is_what_make_replay_prints(results: Results) -> None:
 @pytest.mark.xfail(reason="the verdict's new words are not here yet", strict=True)
 def test_the_verdict_is_what_make_replay_prints(results: Results) -> None:
     assert results["verdict"].split(":")[0] in README
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="`import epsim` has no functions yet", strict=True)
+def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(blocks(ROOT / "README.md", "python")[0], names)
+    assert "eplb" in capsys.readouterr().out
+    shown = next(float(row[1]) for row in table(README, "stack | peak/mean")[1:] if row[0] == "eplb+lplb")
+    assert names["results"].stacks["best"].metrics.max_over_mean.mean == pytest.approx(shown, abs=0.05)
+    assert (tmp_path / "out/report.html").exists()
 
 
 def test_its_figures_are_on_the_page_of_figures() -> None:
