@@ -12,7 +12,8 @@ import json
 from collections import defaultdict
 from typing import Any
 
-from gates.gate import CALIBRATED, RESULTS
+from common import RESULTS
+from gates.gate import CALIBRATED
 from later_parts import command_of
 
 from epsim.calibrate.folder import write_table

@@ -15,7 +15,6 @@ on the inputs that it runs on.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from command import command
+from common import RESULTS, ROOT, write
+from device_times import graph, times_by_input
+from split_problems import marginals
 
 from epsim.kernels.dispatch import Dispatcher, Rule
 from epsim.kernels.split import prepare
@@ -37,11 +39,7 @@ from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
 from epsim.policies.waterfill import Waterfill
 
-ROOT = Path(__file__).resolve().parents[1]
 EXPERTS, TOP_K, LAYERS, INPUTS, REPLAYS, RANK = 256, 8, 10, 40, 3, 3
-PLANNED, LATER = "prefill_in1024.json", "decode_in1000out1000.json"
-HELD = 600_000
-"""Cycles for which the device is busy while the host queues an input's replays: without them times are the host's."""
 KERNELS = ("count", "total", "solve", "quotas", "serve", "assign")
 OTHER = ("total", "quotas", "serve")
 
@@ -71,17 +69,6 @@ class InParts(Dispatcher):
         return self.split
 
 
-def marginals(recordings: Path, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Counts [LAYERS, E] to plan on and to drift to, and where they are from."""
-    if (recordings / PLANNED).exists():
-        texts = [json.loads((recordings / name).read_text())["logical_count"] for name in (PLANNED, LATER)]
-        found = [np.array(text, dtype=np.float64) for text in texts]
-        planned, later = (torch.from_numpy(c[c.sum(1) > 0][:LAYERS]) for c in found)
-        return planned, later, f"DeepSeek-V3, {PLANNED} drifting to {LATER}"
-    skew = torch.from_numpy(rng.normal(size=(2, LAYERS, EXPERTS)))
-    return (0.7 * skew[0]).exp(), (0.7 * skew[0] + 0.3 * skew[1]).exp(), "lognormal marginals, sigma 0.7"
-
-
 def problem(planned: torch.Tensor, later: torch.Tensor, ranks: int, redundant: int, tokens: int, seed: int) -> Problem:
     generator = torch.Generator("cuda").manual_seed(seed)
     slots, _, _ = rebalance_experts(planned, EXPERTS + redundant, 1, 1, ranks)
@@ -104,33 +91,8 @@ def problem(planned: torch.Tensor, later: torch.Tensor, ranks: int, redundant: i
     return Problem(placement, torch.stack(ids).unflatten(0, shape), torch.stack(rows).unflatten(0, shape))
 
 
-def graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        run()
-    return captured
-
-
 def times(run: Callable[[], object], feed: Callable[[int], object]) -> np.ndarray:
-    """Microseconds [INPUTS], the median of the runs of each after feed(i) has set its input."""
-    marks = []
-    for i in range(INPUTS):
-        feed(i)
-        run()
-        torch.cuda._sleep(HELD)
-        for _ in range(REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            marks.append((start, end))
-    torch.cuda.synchronize()
-    found = np.array([start.elapsed_time(end) for start, end in marks]) * 1e3
-    return np.median(found.reshape(INPUTS, REPLAYS), axis=1)
+    return times_by_input(graph(run), feed, INPUTS, REPLAYS)
 
 
 def torch_form(bound: BoundStack, ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -197,13 +159,13 @@ def measure(text: str, given: Problem) -> dict[str, Any]:
 
     row: dict[str, Any] = {"stack": text, "ranks": placement.num_ranks, "slots": placement.num_physical}
     row |= {"tokens": tokens, "collective": rule.collective}
-    row["alone"] = float(np.median(times(graph(lambda: one(0)).replay, feed)))
-    found = times(graph(all_layers).replay, feed) / LAYERS
+    row["alone"] = float(np.median(times(lambda: one(0), feed)))
+    found = times(all_layers, feed) / LAYERS
     row["us"], row["us_most"] = float(np.median(found)), float(found.max())
 
     def part(*only: str) -> float:
         dispatcher.only = only
-        return float(np.median(times(graph(all_layers).replay, feed))) / LAYERS
+        return float(np.median(times(all_layers, feed))) / LAYERS
 
     row |= {"count": part("count"), "assign": part("assign"), "other": part(*OTHER) if gathers else 0.0}
     # The split needs this input's sum.
@@ -241,10 +203,11 @@ def measure(text: str, given: Problem) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces/deepseek-v3-sglang")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/dispatch_gpu.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "dispatch_gpu.json")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    planned, later, source = marginals(options.recordings, np.random.default_rng(options.seed))
+    counts, source = marginals(options.recordings, np.random.default_rng(options.seed))
+    planned, later = (torch.from_numpy(part[:LAYERS]) for part in counts)
     print(f"{torch.cuda.get_device_name()}; popularity: {source}")
     rows = []
     for ranks, redundant, tokens, stacks in (
@@ -286,8 +249,7 @@ def main() -> None:
         "popularity": source,
         "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import write
 
 from epsim.kernels.split import prepare, solve_peak
 from epsim.kernels.split.problems import drifted_counts
@@ -148,13 +149,12 @@ def main() -> None:
                 f"{row['stack']:58} {row['max_over_mean']['mean']:9.4f} {words:>46} "
                 f"{row['above_least_total_peak']['mean']:11.2%} {row['shared_remote_share']:7.1%}"
             )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "setting": {"ranks": RANKS, "nodes": NODES, "shared_cost": 1.0, "base": BASE},
         "problems": report,
     }
-    arguments.out.write_text(json.dumps(document, indent=1) + "\n")
+    write(arguments.out, document)
 
 
 if __name__ == "__main__":

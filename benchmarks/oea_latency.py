@@ -33,49 +33,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from command import command
-from lines import fit
+from common import RESULTS, fit, write
+from device_times import timed
 
 from epsim.kernels.experts import decode, plain
-from epsim.kernels.experts.tiles import Tiling, tiled
+from epsim.kernels.experts.tiles import tiled
 from epsim.kernels.router import Rule, reroute, route_logits
 
-ROOT = Path(__file__).resolve().parents[1]
 EXPERTS, TOP_K, HIDDEN, INTER, BATCH = 128, 8, 2048, 768, 16
 LAYERS, CALLS, REPLAYS, BATCHES = 5, 20, 11, 2000
 GRID = (8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 56, 64, 80, 96, 112, 128)
 PAPER_T = {3: 25.1, 4: 29.9, 5: 35.1, 6: 40.3, 7: 44.4, 8: 48.8}
-HELD = 300_000
-"""Cycles for which the device is kept busy while the host queues a replay."""
 Form: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
 """Of hidden, ids, weights, gate_up, down."""
-
-
-def timed(calls: list[Callable[[], Any]], replays: int = REPLAYS, captured: bool = True) -> float:
-    """Microseconds a call, all in a row."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    if captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        run = graph.replay
-        run()
-    marks = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HELD)
-        begin.record()
-        run()
-        end.record()
-        marks.append((begin, end))
-    torch.cuda.synchronize()
-    return float(np.median([begin.elapsed_time(end) for begin, end in marks])) * 1e3 / len(calls)
 
 
 def forced(active: int, batch: int, generator: torch.Generator) -> torch.Tensor:
@@ -152,7 +122,7 @@ def presorted(bench: Bench, routings: list[torch.Tensor]) -> float:
     for ids, (gate_up, down) in zip(routings, itertools.cycle(bench.layers), strict=False):
         rows, _, ends = sorted_rows(bench.hidden[: len(ids)], ids.cuda())
         calls.append(lambda given=(rows, ends, gate_up, down): two_products(*given))  # type: ignore[misc]
-    return timed(calls)
+    return timed(calls, REPLAYS)
 
 
 def of_transformers(name: str) -> Form:
@@ -279,30 +249,6 @@ def uniform() -> list[dict[str, Any]]:
     return rows
 
 
-def sweep(bench: Bench) -> list[dict[str, Any]]:
-    """Tilings of the Triton form at T = 25 and 49."""
-    rows = []
-    routings = {active: bench.routings(active) for active in (25, 49)}
-    first = [
-        (h, s, w, g) for h, s, g in ((16, 256, 4), (32, 128, 4), (32, 128, 6), (32, 256, 3), (64, 128, 4)) for w in (4,)
-    ]
-    second = [(16, 256, 4, 6), (32, 256, 4, 5), (64, 128, 4, 6)]
-    for one, two, parts in [
-        *((f, second[0], 4) for f in first),
-        *((first[1], s, p) for s in second for p in (1, 4, 8)),
-    ]:
-        tiling = Tiling(one, two, parts)
-        us: dict[int, float] = {}
-        try:
-            for active, drawn in routings.items():
-                us[active] = bench.time(lambda *given, t=tiling: tiled(*given, tiling=t), drawn, replays=5)
-        except Exception as error:
-            rows.append({"tiling": str(tiling), "failed": str(error)[:100]})
-            continue
-        rows.append({"tiling": str(tiling), **us, "slope": (us[49] - us[25]) / 24})
-    return rows
-
-
 def show(found: dict[str, Any]) -> None:
     for name, rows in found.items():
         print(f"== {name}")
@@ -312,13 +258,9 @@ def show(found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/oea_latency.json")
-    parser.add_argument("--sweep", action="store_true", help="only try tilings of the Triton form")
+    parser.add_argument("--out", type=Path, default=RESULTS / "oea_latency.json")
     options = parser.parse_args()
     bench = Bench()
-    if options.sweep:
-        show({"sweep": sweep(bench)})
-        return
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -331,7 +273,7 @@ def main() -> None:
         "batches": batches(bench),
     }
     show(found)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(options.out, found)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@
 
 Needs the trained model (`epsim model train`, docs/model.md). In one go: pruning, oea, its general form, lynx, masking
 of low demand, and oea-ep at 4 and 8 ranks, at batches of 8 to 64 tokens of mixed text and 16 of each domain alone; how
-much long continuations repeat; and the paper's claims in numbers. Writes JSON, and a picture beside it. Made for 2 to 4
+much long continuations repeat; and the paper's claims in numbers. Writes JSON, which `epsim report --quality` draws. Made for 2 to 4
 minutes on an H200; not timed there yet.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,13 @@ from typing import Any
 
 import torch
 from command import command
+from common import write
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.claims import Claim, check_claims
 from epsim.quality.decoding import generate
 from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
-from epsim.quality.frontier import Point, Trial, active_without_policy, default_trials, measure, pareto
+from epsim.quality.frontier import Point, Trial, active_without_policy, default_trials, measure
 from epsim.quality.hook import check_rules, reroute_of
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
@@ -32,15 +32,6 @@ from epsim.traces.model.train import choose_device, device_name, load_model
 CHUNK = 64
 ALONE = 16
 """Tokens a batch where the domains are taken one by one."""
-COLOURS = {
-    "pruned": "tab:red",
-    "oea": "tab:blue",
-    "oea general": "tab:gray",
-    "lynx": "tab:orange",
-    "mask-low-demand": "tab:brown",
-    "oea-ep 4": "tab:green",
-    "oea-ep 8": "tab:green",
-}
 
 
 def main() -> None:
@@ -55,9 +46,8 @@ def main() -> None:
     arguments = parser.parse_args()
     report = run(arguments)
     report["command"] = command("oea_quality.py")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {arguments.out} and {arguments.out.with_suffix('.png')}")
+    write(arguments.out, report)
+    print(f"wrote {arguments.out}")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -97,7 +87,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for router, rate in rates.items():
         print(f"repetition {router:16} {rate:.4f}")
     print("seconds: " + ", ".join(f"{part} {value:.1f}" for part, value in seconds.items()))
-    draw(points, top_k, arguments.out.with_suffix(".png"))
     return {
         "machine": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -156,37 +145,6 @@ def print_domains(alone: dict[str, list[Point]], points: Sequence[Point]) -> Non
         found = {point.trial.router: point for point in own}
         shown = [f"{r} {found[r].active[1]:6.2f} {found[r].delta:8.5f}" for r in routers if r in found]
         print(f"  {name:12} " + "   ".join(shown))
-
-
-def draw(points: Sequence[Point], top_k: int, path: Path) -> None:
-    """The paper's figures 2 and 3 at a batch of 16, the rivals, and the ranks."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    here = [point for point in points if point.batch_size == ALONE]
-    panels = (
-        ("pruning and OEA", ("pruned", "oea"), 1),
-        ("general and simplified OEA", ("oea general", "oea"), 1),
-        ("rivals", ("lynx", "mask-low-demand", "oea"), 1),
-        ("8 ranks", ("oea", "oea-ep 8"), 8),
-    )
-    figure, axes = plt.subplots(2, 2, figsize=(10, 8), layout="constrained")
-    for axis, (title, families, ranks) in zip(axes.flat, panels, strict=True):
-        for family in families:
-            own = [point for point in here if point.trial.family == family]
-            axis.scatter(
-                [p.active[ranks] for p in own], [p.delta for p in own], s=12, color=COLOURS[family], label=family
-            )
-            front = pareto(own, ranks)
-            axis.plot([p.active[ranks] for p in front], [p.delta for p in front], lw=0.8, color=COLOURS[family])
-        axis.set(title=f"{title}, batch {ALONE}", ylabel="cross-entropy above the plain model's, nats")
-        axis.set_xlabel("active experts" if ranks == 1 else f"most active experts of {ranks} ranks")
-        axis.set_yscale("symlog", linthresh=0.01)
-        axis.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

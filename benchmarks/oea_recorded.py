@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import write
 
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting, bind
@@ -108,7 +108,7 @@ def main() -> None:
         for note in dict.fromkeys(note for row in rows for note in row["notes"] if "maxp" in note):
             print(f"  {note}")
     if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import statistics
 import sys
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import RESULTS, ROOT, processor, write
 
 from epsim.placement import placement_policy
 from epsim.placement.balance import even_balance
 from epsim.placement.base import Cluster
 from epsim.placement.eplb import rebalance_experts
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks/results/placement.json"
 # layers, experts, slots, groups, nodes, ranks
 SIZES = [(61, 256, 288, 1, 1, 32), (61, 256, 288, 8, 4, 32), (58, 256, 288, 1, 1, 16), (24, 32, 40, 1, 1, 8)]
 
@@ -89,24 +87,17 @@ def search_balance(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--recordings", type=Path)
     arguments = parser.parse_args()
     command = "python benchmarks/placement.py" + (" --recordings DIR" if arguments.recordings else "")
-    result: dict[str, Any] = {"command": command, "machine": machine(), "python": sys.version.split()[0]}
+    machine = {"cpu": processor(), "cores": os.cpu_count(), "torch": torch.__version__}
+    result: dict[str, Any] = {"command": command, "machine": machine, "python": sys.version.split()[0]}
     result["eplb"] = eplb_speed()
     if arguments.recordings:
         result["searched"] = search_balance(arguments.recordings)
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    write(RESULTS / "placement.json", result)
 
 
 if __name__ == "__main__":

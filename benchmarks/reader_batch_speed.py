@@ -16,29 +16,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from columns import table
 from command import command
-from oea_latency import grouped_layer, sorted_rows, timed, two_products
-from reader_speed import BATCHES, CALLS, REPLAYS, SHAPES, Layers
-from reading import read_bandwidth
+from common import RESULTS, table, write
+from device_times import read_bandwidth, timed
+from reader_speed import BATCHES, BUDGETS, REPLAYS, SHAPES, Given, Layers, dense_times
 
-from epsim.kernels.experts import decode
 from epsim.kernels.reader.batch import BatchReader, of_slots
 from epsim.kernels.reader.bytes import ReadBytes
 from epsim.kernels.reader.layer import GATES
 from epsim.kernels.reader.read import Experts, read_output
 from epsim.kernels.reader.screen import Batches, Screen
 
-ROOT = Path(__file__).resolve().parents[1]
-BUDGETS = (0.128, 0.178, 0.28)
 BUDGET = 0.178
-Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+NAMES = {"grouped layer": "layer", "two products": "products"}
 
 
 def bytes_of(reader: BatchReader, ids: torch.Tensor) -> dict[str, float]:
@@ -68,22 +62,10 @@ def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rat
     rows: list[dict[str, Any]] = []
     for batch in batches:
         given = layers.inputs(batch)
-        dense: dict[str, float] = {}
-
-        def time(form: Callable[..., Any], own: list[Any], given: list[Given] = given) -> float:
-            calls = [lambda g=g, o=o: form(o, *g) for g, o in zip(given, itertools.cycle(own))]
-            return timed(calls, REPLAYS)
-
-        if batch <= 64:
-            dense["dense"] = time(lambda own, x, ids, weights: decode(x, ids, weights, *own), layers.whole)
-        dense["layer"] = time(lambda own, x, ids, weights: grouped_layer(x, ids, weights, *own), layers.whole)
-        presorted = [
-            (*sorted_rows(x, ids, layers.experts), *own) for (x, ids, _), own in zip(given, layers.whole * CALLS)
-        ]
-        dense["products"] = timed([lambda g=g: two_products(g[0], *g[2:]) for g in presorted], REPLAYS)
+        dense = {NAMES.get(form, form): us for form, us in dense_times(layers, given).items()}
         for budget in budgets:
             readers = [BatchReader.of(layer, budget) for layer in own_layers]
-            us = time(lambda own, x, ids, weights: own.read(x, ids, weights), readers)
+            us = timed([lambda o=o, g=g: o.read(*g) for g, o in zip(given, itertools.cycle(readers))], REPLAYS)
             row = {"shape": name, "batch": batch, "budget": budget, "us": us} | bytes_of(readers[0], given[0][1])
             row["floor"] = row["MB"] * 1e12 / rate
             row |= {"reached": row["floor"] / us, **dense}
@@ -98,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/reader_batch_speed.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "reader_batch_speed.json")
     options = parser.parse_args()
     rate = read_bandwidth()
     found: dict[str, Any] = {
@@ -114,7 +96,7 @@ def main() -> None:
         rows = measure(name, tuple(options.batches), budgets, rate)
         table(name, rows)
         found["rows"] += rows
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(options.out, found)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from command import command
+from common import RESULTS, write
 
 from epsim.cost.experts_time import ExpertsTime
 from epsim.cost.layer_time import LayerTiming
@@ -41,7 +42,6 @@ SHAPES = {
     "qwen3.5-35b-a3b": (256, 8, 2048, 512),
 }
 MODEL = "qwen3-30b-a3b"
-RESULTS = Path(__file__).parent / "results"
 
 
 def readers(budget: float) -> dict[str, Dense | TopkChannels]:
@@ -189,7 +189,7 @@ def main() -> None:
             )
         print_users(found["measured"]["users"], options.user_rate)
     if options.out is not None:
-        options.out.write_text(json.dumps({**found, "command": command("reader_predicted.py")}, indent=1) + "\n")
+        write(options.out, {**found, "command": command("reader_predicted.py")})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ H200. Sketches are built from the model's weights in memory. Writes JSON and pri
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from command import command
+from common import write
 
 from epsim.kernels.reader import ReadBytes
 from epsim.policies.reader import ThresholdChannels, TopkChannels
@@ -362,8 +362,7 @@ def main() -> None:
     rows = claim_rows(report)
     report["claims"] = [row.to_json() for row in rows]
     report["command"] = command("reader_quality.py")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
     print(table(rows))
     print(f"wrote {arguments.out}; seconds: {report['seconds']}")
 

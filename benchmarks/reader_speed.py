@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 from command import command
-from oea_latency import grouped_layer, sorted_rows, timed, two_products
-from reading import read_bandwidth
+from common import RESULTS, write
+from device_times import read_bandwidth, timed
+from oea_latency import grouped_layer, sorted_rows, two_products
 
 from epsim.kernels.experts import decode
 from epsim.kernels.reader.build import build_layer
@@ -33,7 +34,6 @@ from epsim.kernels.reader.read import Experts, read_output
 from epsim.kernels.reader.rotate import rotated
 from epsim.kernels.reader.screen import Screen, coordinates
 
-ROOT = Path(__file__).resolve().parents[1]
 LAYERS, CALLS, REPLAYS = 4, 64, 11
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 BUDGETS = (0.128, 0.178, 0.28)
@@ -44,6 +44,9 @@ SHAPES: dict[str, tuple[int, int, int, int, Gate]] = {
     "qwen3.5-35b-a3b": (256, 8, 2048, 512, "silu"),
     "own": (64, 8, 512, 256, "silu"),
 }
+
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Layers:
@@ -68,7 +71,7 @@ class Layers:
             copies.append(ReaderLayer(sketch, gate_up, first.down.clone(), first.kept_of, self.gate))
         return copies
 
-    def inputs(self, batch: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def inputs(self, batch: int) -> list[Given]:
         found = []
         for _ in range(CALLS):
             chosen = torch.rand(batch, self.experts, device="cuda", generator=self.source).topk(self.top_k)
@@ -102,26 +105,28 @@ def bytes_of(layer: ReaderLayer, x: torch.Tensor, ids: torch.Tensor, weights: to
     }
 
 
+def dense_times(layers: Layers, given: list[Given]) -> dict[str, float]:
+    """Microseconds of the whole layer, by form."""
+    each = list(zip(given, itertools.cycle(layers.whole)))
+    forms: dict[str, list[Callable[[], Any]]] = {}
+    if len(given[0][0]) <= 64:
+        forms["dense"] = [lambda g=g, o=o: decode(*g, *o) for g, o in each]
+    forms["grouped layer"] = [lambda g=g, o=o: grouped_layer(*g, *o) for g, o in each]
+    presorted = [(*sorted_rows(x, ids, layers.experts), *own) for (x, ids, _), own in each]
+    forms["two products"] = [lambda g=g: two_products(g[0], *g[2:]) for g in presorted]
+    return {form: timed(calls, REPLAYS) for form, calls in forms.items()}
+
+
 def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rate: float) -> list[dict[str, Any]]:
     layers = Layers(SHAPES[name])
     readers = {budget: layers.readers(budget) for budget in budgets}
     rows = []
     for batch in batches:
         given = layers.inputs(batch)
-        row: dict[str, Any] = {"shape": name, "batch": batch}
-
-        def time(form: Callable[..., Any], own: list[Any], given: Any = given) -> float:
-            calls = [lambda g=g, o=o: form(o, *g) for g, o in zip(given, itertools.cycle(own), strict=False)]
-            return timed(calls, REPLAYS)
-
-        whole = layers.whole
-        if batch <= 64:
-            row["dense"] = time(lambda own, x, ids, weights: decode(x, ids, weights, *own), whole)
-        row["grouped layer"] = time(lambda own, x, ids, weights: grouped_layer(x, ids, weights, *own), whole)
-        presorted = [(*sorted_rows(x, ids, layers.experts), *own) for (x, ids, _), own in zip(given, whole * CALLS)]
-        row["two products"] = timed([lambda g=g: two_products(g[0], *g[2:]) for g in presorted], REPLAYS)
+        row: dict[str, Any] = {"shape": name, "batch": batch} | dense_times(layers, given)
         for budget in budgets:
-            us = time(lambda own, x, ids, weights: own.read(x, ids, weights), readers[budget])
+            calls = [lambda o=o, g=g: o.read(*g) for g, o in zip(given, itertools.cycle(readers[budget]))]
+            us = timed(calls, REPLAYS)
             read = bytes_of(readers[budget][0], *given[0])
             floor = read["union"] / rate * 1e6
             own = {"us": us, **read, "floor": floor, "reached": floor / us}
@@ -139,7 +144,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/reader_speed.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "reader_speed.json")
     options = parser.parse_args()
     rate = read_bandwidth()
     found: dict[str, Any] = {
@@ -150,10 +155,9 @@ def main() -> None:
         "rows": [],
     }
     print(f"{found['device']}: a kernel that only reads, {rate / 1e12:.2f} TB/s")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in options.shapes:
         found["rows"] += measure(name, tuple(options.batches), tuple(options.budgets), rate)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(options.out, found)
 
 
 if __name__ == "__main__":

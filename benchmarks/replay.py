@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import platform
 import resource
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from command import command
+from common import machine, write
 
 LAYERS, EXPERTS, TOP_K, RANKS, NODES, REDUNDANT = 58, 256, 8, 16, 2, 32
 TOKENS = 4096
@@ -117,7 +117,7 @@ def main() -> None:
                 rows.append(json.loads(done.stdout))
                 rows[-1]["equal"] = rows[-1]["results"] == next(r["results"] for r in rows if r["stack"] == stack)
     floor = floor_once(20_000)
-    print(f"{LAYERS} layers, {EXPERTS} experts, {RANKS} ranks on {NODES} nodes, {REDUNDANT} redundant; {processor()}")
+    print(f"{LAYERS} layers, {EXPERTS} experts, {RANKS} ranks on {NODES} nodes, {REDUNDANT} redundant; {machine()}")
     head = f"{'stack':12} {'splits on':>9} {'pairs/s scored':>15} {'pairs/s read':>13} {'of product alone':>17}"
     print(f"{head} {'resident MiB':>13}")
     for row in rows:
@@ -129,32 +129,21 @@ def main() -> None:
             f"{row['pairs_read_per_second']:13,.0f} {row['ratio_to_product_alone']:17.3f} {row['resident_mib']:13,.0f}"
             + ("" if row["equal"] else " DIFFERS")
         )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "command": command("replay.py"),
-        "machine": processor(),
+        "machine": machine(),
         "gpu": gpu_name() if arguments.device == "cuda" else None,
         "shape": {"layers": LAYERS, "experts": EXPERTS, "ranks": RANKS, "nodes": NODES, "redundant": REDUNDANT},
         "product_alone_pairs_per_second": floor,
         "rows": rows,
     }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
 
 
 def gpu_name() -> str:
     import torch
 
     return torch.cuda.get_device_name()
-
-
-def processor() -> str:
-    """Model and number of cores that this process may use."""
-    import os
-
-    names = [
-        line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return f"{names[0] if names else platform.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ forms take the same experts on every rank.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -21,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from columns import table
 from command import command
+from common import RESULTS, table, write
+from runtime_common import Bench
 
 from epsim.policies.base import Routed, RouterWork, alone
 from epsim.policies.routing import fused
@@ -30,7 +30,6 @@ from epsim.policies.stack import parse_stack
 from epsim.runtime.collective import Collective
 from epsim.runtime.peer import choose_collective
 
-ROOT = Path(__file__).resolve().parents[1]
 EXPERTS, TOP_K, REDUNDANT, CALLS, REPEATS = 128, 8, 16, 20, 9
 TOKENS = (16, 64)
 ROUTERS = (
@@ -52,7 +51,7 @@ def work_of(tokens: int, rank: int, size: int, collective: Collective, whole: bo
     return RouterWork(scores, scores, ids, weights / weights.sum(-1, keepdim=True), decode, holds, total)
 
 
-def on_host(route: Callable[[], Any]) -> float:
+def on_host(bench: Bench, route: Callable[[], Any]) -> float:
     found = []
     for _ in range(REPEATS):
         dist.barrier()
@@ -62,34 +61,10 @@ def on_host(route: Callable[[], Any]) -> float:
             route()
         torch.cuda.synchronize()
         found.append((time.perf_counter() - began) / CALLS * 1e6)
-    return slowest(statistics.median(found))
+    return bench.slowest(statistics.median(found))
 
 
-def in_graph(route: Callable[[], Any]) -> float:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(CALLS):
-            route()
-    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    for begin, end in marks:
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    us = statistics.median(begin.elapsed_time(end) for begin, end in marks) * 1e3 / CALLS
-    graph.reset()
-    return slowest(us)
-
-
-def slowest(us: float) -> float:
-    values = torch.tensor([us], device="cuda")
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return float(values)
-
-
-def measure(name: str, tokens: int, collective: Collective) -> dict[str, Any]:
+def measure(bench: Bench, name: str, tokens: int, collective: Collective) -> dict[str, Any]:
     router = parse_stack(f"contiguous+{name}").router
     work = work_of(tokens, collective.rank, collective.size, collective, router.whole_batch)
     row: dict[str, Any] = {"router": name, "tokens": tokens, "collective": collective.name}
@@ -100,33 +75,33 @@ def measure(name: str, tokens: int, collective: Collective) -> dict[str, Any]:
         for _ in range(3):
             routed = router.route(work)
         taken.append(routed)
-        row[f"{form}: host"] = on_host(lambda: router.route(work))
+        row[f"{form}: host"] = on_host(bench, lambda: router.route(work))
         # Copies of an expert are matched on the CPU.
         if collective.name == "peer" and not (form == "operations" and router.name == "oea-ep"):
-            row[f"{form}: graph"] = in_graph(lambda: router.route(work))
+            row[f"{form}: graph"] = bench.time_graph(router.route, work, inner=CALLS, repeats=REPEATS)
     fused.router.available = served
-    row["same"] = slowest(float(not torch.equal(taken[0].expert_ids, taken[1].expert_ids))) == 0
+    row["same"] = bench.slowest(float(not torch.equal(taken[0].expert_ids, taken[1].expert_ids))) == 0
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/router_ranks.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "router_ranks.json")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    rows = []
+    bench, rows = Bench(dist.get_rank(), dist.get_world_size(), device), []
     for kind in ("peer", "torch"):
         collective, _ = choose_collective(kind, None, device, 8 * (EXPERTS + 1))
         tokens = TOKENS if kind == "peer" else TOKENS[:1]
-        rows += [measure(name, number, collective) for number in tokens for name in ROUTERS]
+        rows += [measure(bench, name, number, collective) for number in tokens for name in ROUTERS]
         collective.close()
     if dist.get_rank() == 0:
         table("microseconds", rows)
         name = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
         found = {"device": name, "torch": torch.__version__, "command": command("router_ranks.py"), "rows": rows}
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(options.out, found)
     dist.destroy_process_group()
 
 

@@ -1,9 +1,9 @@
-"""The expert-parallel layer on the GPUs of one host: exchange, balance, phases, graphs, slices, relocation.
+"""The expert-parallel layer on the GPUs of one host: exchange, balance, phases, graphs, relocation.
 
     torchrun --nproc-per-node 2 benchmarks/runtime.py [--parts NAME ...] [--out benchmarks/results/runtime.json]
 
 One process a GPU. Times are microseconds between device events, medians of repeats, the slowest rank's; `graph` means
-replays of a CUDA graph. Parts: benchmarks/runtime_parts.py and benchmarks/runtime_slices.py say what each measures.
+replays of a CUDA graph. Parts: benchmarks/runtime_parts.py and benchmarks/runtime_relocation.py say what each measures.
 Some --parts alone replace those of a file that is there, of the same device and versions, and leave the others.
 """
 
@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import runtime_parts as parts
-import runtime_slices as slices
 import torch
 import torch.distributed as dist
-from columns import table
+from common import table, write
 from later_parts import with_parts
 from runtime_common import Bench, versions
+from runtime_relocation import relocation
 
 PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "outputs": parts.outputs,
@@ -35,8 +35,7 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "balance": parts.balance,
     "phases": parts.phases,
     "graph": parts.graph,
-    "slices": slices.slices,
-    "relocation": slices.relocation,
+    "relocation": relocation,
 }
 
 
@@ -72,8 +71,7 @@ def main() -> None:
                 report: dict[str, Any] = {"command": shlex.join(launched)}
                 report |= {"device": torch.cuda.get_device_name(device), "num_devices": bench.size, **versions()}
                 report |= {"parts": found}
-                text = json.dumps(report if before is None else with_parts(before, report), indent=1)
-                options.out.write_text(text + "\n")
+                write(options.out, report if before is None else with_parts(before, report))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -10,7 +10,6 @@ steps and layers; `predicted` is the mean of the layer's time by `--hardware h20
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from command import command
+from common import write
 
 from epsim.models.shapes import shape_of
 from epsim.results import read_results
@@ -91,7 +91,7 @@ def main() -> None:
         print("  ".join(f"{line[key]:.0f}" if isinstance(line[key], float) else str(line[key]) for key in shown))
     if options.out:
         report = {"command": command("runtime_run.py"), "device": rows[0]["device"]}
-        options.out.write_text(json.dumps(report | {"runs": rows}, indent=1) + "\n")
+        write(options.out, report | {"runs": rows})
 
 
 if __name__ == "__main__":

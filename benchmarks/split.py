@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -32,13 +31,13 @@ import split_baselines as baselines
 import split_problems as problems
 import torch
 from command import command
+from common import ROOT, processor
 from split_problems import TOP_K as TOP_K
 from split_problems import ProblemSet, marginals
 from split_solvers import GLOP, HIGHS, OURS, Answer, Asked, Flags, Floats, solvers
 
 from epsim.kernels.split import solve
 
-ROOT = Path(__file__).resolve().parents[1]
 HARD_STEPS = 40
 DRAWN_STEPS = 20
 TIMED = {
@@ -139,13 +138,6 @@ def print_summary(summary: Sequence[dict[str, Any]]) -> None:
                 f"{figure(line, 'us_with_model', '8.0f')} {figure(line, 'us_batch', '8.3f')}"
                 + (f" UNPROVEN {line['unproven']}" if line.get("unproven") else "")
             )
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def versions() -> dict[str, str]:

@@ -17,7 +17,6 @@ that does nothing); `layers` all layers of a batch in one launch; `batch_ns` nan
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,49 +25,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from command import command
-from split_problems import TOP_K, marginals
+from common import RESULTS, ROOT, write
+from device_times import graph, times_by_input
+from split_problems import TOP_K, marginals, planned_by_eplb, sample_counts
 
 from epsim.kernels.split import Solution, SplitStructure, prepare, solve, solve_batched, solve_gathered
 from epsim.kernels.split.problems import drifted_counts, steady_counts
-from epsim.placement.eplb import rebalance_experts
 
-ROOT = Path(__file__).resolve().parents[1]
 REPEATS, REPLAYS, BATCH = 10, 3, 50_000
-HELD = 600_000
-"""Cycles for which the device is busy while the host queues an input's replays: without them times are the host's."""
 COLUMNS = ("one", "alone", "warm", "steady", "layers")
-
-
-def graph(run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        for _ in range(repeats):
-            run()
-    return captured
-
-
-def replay_times(
-    captured: torch.cuda.CUDAGraph, feed: Callable[[int], object], inputs: int, replays: int
-) -> np.ndarray:
-    """Microseconds [inputs], the median of the replays of each after feed(i) has set its input."""
-    marks = []
-    for i in range(inputs):
-        feed(i)
-        captured.replay()
-        torch.cuda._sleep(HELD)
-        for _ in range(replays):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            captured.replay()
-            end.record()
-            marks.append((start, end))
-    torch.cuda.synchronize()
-    times = np.array([start.elapsed_time(end) for start, end in marks]) * 1e3
-    return np.median(times.reshape(inputs, replays), axis=1)
 
 
 def quantiles(times: np.ndarray) -> dict[str, float]:
@@ -100,8 +65,8 @@ def singles(structure: SplitStructure, counts: torch.Tensor, start: torch.Tensor
     def run() -> Solution:
         return solve(structure, loads, layer, start=begin)
 
-    found = {"one": quantiles(replay_times(graph(run, REPEATS), feed, num, REPLAYS) / REPEATS)}
-    found["alone"] = quantiles(replay_times(graph(run), feed, num, REPLAYS))
+    found = {"one": quantiles(times_by_input(graph(run, REPEATS), feed, num, REPLAYS) / REPEATS)}
+    found["alone"] = quantiles(times_by_input(graph(run), feed, num, REPLAYS))
     return found
 
 
@@ -144,7 +109,7 @@ def measure(
     layer = torch.arange(structure.num_layers, device="cuda")
     all_layers = graph(lambda: solve(structure, batch[0], layer), REPEATS)
     feed_batch: Callable[[int], object] = lambda i: batch.copy_(device_counts[i : i + 1])  # noqa: E731
-    row["layers"] = quantiles(replay_times(all_layers, feed_batch, min(len(counts), 50), REPLAYS) / REPEATS)
+    row["layers"] = quantiles(times_by_input(all_layers, feed_batch, min(len(counts), 50), REPLAYS) / REPEATS)
 
     many = device_counts.repeat(-(-BATCH // len(flat)), 1, 1)
     num_many = many.shape[0] * many.shape[1]
@@ -152,7 +117,7 @@ def measure(
         ("batch", lambda: solve_batched(structure, many)),
         ("whole", lambda: solve_gathered(structure, many)),
     ):
-        row[f"{kind}_ns"] = float(replay_times(graph(run), lambda i: None, 1, 7)[0]) / num_many * 1e3
+        row[f"{kind}_ns"] = float(times_by_input(graph(run), lambda i: None, 1, 7)[0]) / num_many * 1e3
     row["batch_problems"] = num_many
     return row
 
@@ -175,16 +140,11 @@ Problem: TypeAlias = tuple[str, int, SplitStructure, torch.Tensor, torch.Tensor]
 
 
 def sample_problems() -> Iterator[Problem]:
-    from epsim.planning import to_counts
-    from epsim.traces.store import StoredTrace
-
-    trace = StoredTrace(ROOT / "traces/sample.parquet")
-    experts = trace.meta.num_experts
-    counts = np.concatenate([to_counts(block, experts).counts for block in trace.blocks()])
+    counts = sample_counts()
     batches = torch.from_numpy(counts.astype(np.int64))
-    for num_ranks, redundant in ((16, 16), (16, 32)):
-        slots, _, _ = rebalance_experts(torch.from_numpy(counts.mean(0)), experts + redundant, 1, 1, num_ranks)
-        yield f"sample, {redundant} redundant", 0, prepare(slots, num_ranks, experts), batches, batches
+    for redundant in (16, 32):
+        structure = planned_by_eplb(counts.mean(0), 16, redundant)
+        yield f"sample, {redundant} redundant", 0, structure, batches, batches
 
 
 def random_problems(rng: np.random.Generator) -> Iterator[Problem]:
@@ -207,11 +167,10 @@ def problems(recordings: Path, rng: np.random.Generator) -> Iterator[Problem]:
         (32, 64, 16384),
         (64, 64, 16384),
     ):
-        slots, _, _ = rebalance_experts(torch.from_numpy(planned), 256 + redundant, 1, 1, num_ranks)
         steps = 20 if num_ranks > 32 else 50
         counts = drifted_counts(planned, later, tokens * TOP_K, steps, rng)
         steady = steady_counts(planned, later, tokens * TOP_K, 20, rng)
-        yield f"real, {redundant} redundant", tokens, prepare(slots, num_ranks, 256), counts, steady
+        yield f"real, {redundant} redundant", tokens, planned_by_eplb(planned, num_ranks, redundant), counts, steady
     yield from sample_problems()
     yield from random_problems(rng)
 
@@ -219,13 +178,13 @@ def problems(recordings: Path, rng: np.random.Generator) -> Iterator[Problem]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces/deepseek-v3-sglang")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/split_gpu.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "split_gpu.json")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
     rows: list[dict[str, Any]] = []
     nothing = torch.zeros(1, device="cuda")
-    empty = float(np.median(replay_times(graph(lambda: nothing.add_(1)), lambda i: None, 50, REPLAYS)))
+    empty = float(np.median(times_by_input(graph(lambda: nothing.add_(1)), lambda i: None, 50, REPLAYS)))
     print(
         f"{'p50 and p99 in us':22} ranks tokens | {' | '.join(f'{kind:>11}' for kind in COLUMNS)} |"
         "  batch whole CPU us ratio | equal: cold, whole, warm"
@@ -240,7 +199,6 @@ def main() -> None:
             f"{row['equal']} {row['equal_whole']} {row['equal_warm']}" + " UNPROVEN" * bool(row["unproven"]),
             flush=True,
         )
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         result = {
             "command": command("split_gpu.py"),
             "device": torch.cuda.get_device_name(),
@@ -248,7 +206,7 @@ def main() -> None:
             "empty_us": empty,
             "rows": rows,
         }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, result)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from common import ROOT
 
 from epsim.kernels.split import SplitStructure, prepare
 from epsim.kernels.split.problems import chain, clique, drifted_counts
@@ -18,7 +19,6 @@ from epsim.placement.eplb import rebalance_experts
 from epsim.planning import to_counts
 from epsim.traces.store import StoredTrace
 
-ROOT = Path(__file__).resolve().parents[1]
 PLANNED, LATER = "prefill_in1024.json", "decode_in1000out1000.json"
 TOP_K = 8
 REDUNDANT = {8: (0, 16, 32, 64), 16: (0, 16, 32, 64), 32: (0, 32, 64), 64: (0, 64)}
@@ -66,11 +66,15 @@ def drawn_problems(planned: Floats, later: Floats, num_steps: int, rng: np.rando
                 yield ProblemSet("real", "DeepSeek-V3, drawn", redundant, tokens, structure, counts)
 
 
+def sample_counts() -> Ints:
+    """Counts [S, L, E] of the sample trace."""
+    sample = StoredTrace(ROOT / "traces/sample.parquet")
+    return np.concatenate([to_counts(block, sample.meta.num_experts).counts for block in sample.blocks()])
+
+
 def recorded_problems(recordings: Path) -> Iterator[ProblemSet]:
     """Batches as recorded, on EPLB's placement for their first half; of the recordings only those that are there."""
-    sample = StoredTrace(ROOT / "traces/sample.parquet")
-    blocks = [to_counts(block, sample.meta.num_experts).counts for block in sample.blocks()]
-    found = {"sample": (np.concatenate(blocks), ((8, 32), (16, 16), (16, 32), (32, 32)))}
+    found = {"sample": (sample_counts(), ((8, 32), (16, 16), (16, 32), (32, 32)))}
     smartmoe = recordings / "smartmoe-gpt/smartmoe_gpt_24L32E_global_counts_501iters.npz"
     if smartmoe.exists():
         found["SmartMoE GPT, training"] = (np.load(smartmoe)["counts"][::10], ((8, 8), (16, 16), (16, 32)))

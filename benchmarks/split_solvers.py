@@ -26,7 +26,7 @@ from epsim.policies.ipm import LplbIpm
 
 ALONE = 30
 """Problems that a time alone is the median of, at most."""
-LARGE_BATCH = 50_000
+REPEATS, LARGE_BATCH = 10, 50_000
 """Problems of a GPU's batch, a tenth for the largest ones."""
 
 
@@ -151,7 +151,7 @@ def _ours_whole(asked: Asked) -> Answer:
 
 
 def _ours_gpu(asked: Asked) -> Answer:
-    from split_gpu import REPEATS, graph, replay_times
+    from device_times import graph, times_by_input
 
     structure, counts = asked.structure, asked.problems.counts.cuda()
     loads, layer = torch.from_numpy(asked.loads).cuda(), torch.from_numpy(asked.layer).cuda()
@@ -162,13 +162,13 @@ def _ours_gpu(asked: Asked) -> Answer:
         one.copy_(loads[i : i + 1])
         its_layer.copy_(layer[i : i + 1])
 
-    alone = replay_times(graph(lambda: solve(structure, one, its_layer), REPEATS), feed, len(loads), 3) / REPEATS
+    alone = times_by_input(graph(lambda: solve(structure, one, its_layer), REPEATS), feed, len(loads), 3) / REPEATS
     every = torch.arange(structure.num_layers, device="cuda")
     step = counts[0].clone()
-    together = replay_times(graph(lambda: solve(structure, step, every), REPEATS), lambda i: None, 1, 5) / REPEATS
+    together = times_by_input(graph(lambda: solve(structure, step, every), REPEATS), lambda i: None, 1, 5) / REPEATS
     size = LARGE_BATCH if structure.num_physical < 512 else LARGE_BATCH // 10
     many = counts.repeat(-(-size // (counts.shape[0] * counts.shape[1])), 1, 1)
-    batch = replay_times(graph(lambda: solve_batched(structure, many)), lambda i: None, 1, 5)
+    batch = times_by_input(graph(lambda: solve_batched(structure, many)), lambda i: None, 1, 5)
     times = {
         "alone": float(np.median(alone)),
         "alone_p99": float(np.quantile(alone, 0.99)),

@@ -17,22 +17,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from columns import table
 from command import command
-from oea_latency import timed
+from common import RESULTS, table, write
+from device_times import timed
 from reader_speed import SHAPES, Layers
 
 from epsim.kernels.experts import decode
 from epsim.kernels.router import Rule, route_logits
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAPE, CALLS, REPLAYS, SHARED = "qwen3-30b-a3b", 16, 11, 0.95
 EXPERTS, TOP_K, HIDDEN = SHAPES[SHAPE][:3]
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -120,7 +118,7 @@ def same(stacks: Stacks) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/stack_speed.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "stack_speed.json")
     options = parser.parse_args()
     stacks = Stacks()
     found: dict[str, Any] = {
@@ -134,7 +132,7 @@ def main() -> None:
     for kind in ("us", "gain"):
         names = ("routing", "batch", "read", "read, oea")
         table(kind, [{**{name: row[name] for name in names}, **row[kind]} for row in found["rows"]])
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(options.out, found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import shlex
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from command import command
+from common import machine, write
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 8, 256, 8, 2048
 STACKS = ("eplb", "eplb+lplb", "eplb+lplb(counts=gathered)")
@@ -121,11 +121,6 @@ def serial(grid: Path, out: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.processor())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, default=24)
@@ -152,7 +147,7 @@ def main() -> None:
                 rows[-1]["equal"] = contents(out) == expected
         by_ranks = serial(write_grid(folder, "ranks", RANKS, 1, 4, ("eplb", "eplb+lplb")), folder / "ranks")
     found = {
-        "machine": f"{processor()}, {len(os.sched_getaffinity(0))} cores",
+        "machine": machine(),
         "command": command("sweep.py"),
         "shape": {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "tokens": TOKENS, "stacks": list(STACKS)},
         "load_before": load,
@@ -179,8 +174,7 @@ def main() -> None:
             f"({row['cpu_s']:.2f} s CPU), {row['resident_mib'] / 1024:.1f} GiB resident so far, "
             f"gap {row['optimality_gap']:.1%}"
         )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(arguments.out, found)
 
 
 if __name__ == "__main__":

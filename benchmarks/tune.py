@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from command import command
-from replay import processor
+from common import RESULTS, machine, write
 
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--drift", type=float, default=0.05)
     parser.add_argument("--gpus", type=int, default=16)
     parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tune.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "tune.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.parquet")
@@ -83,7 +83,7 @@ def main() -> None:
     tuned = results["tune"]
     report = {
         "command": command("tune.py").replace(str(arguments.folder), "FOLDER"),
-        "machine": processor(),
+        "machine": machine(),
         "load_average": os.getloadavg()[0],
         "shape": {"steps": arguments.steps, "layers": 58, "experts": 256, "tokens": TOKENS, "gpus": arguments.gpus},
         "candidates": len(tuned["candidates"]),
@@ -99,8 +99,7 @@ def main() -> None:
     for number, one in enumerate(tuned["rounds"], 1):
         print(f"  round {number}: {one['candidates']} candidates on {one['steps']} steps, {one['layers']} layers")
     print(report["verdict"])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+from common import RESULTS
 
 from epsim.reproduce.held_out import MEDIAN, P95
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 CALIBRATED = RESULTS / "calibrated_h200"
 LAYER, TELLING, ORDERED = 0.07, 0.03, 0.95
 

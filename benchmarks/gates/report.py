@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import RESULTS, write
 
 from epsim.cost.calibrated import ExchangeTable, load_calibration, read_table
 from epsim.cost.curve import curve
@@ -32,7 +33,7 @@ from epsim.machines.hardware import load_hardware
 from epsim.models.spec import ModelSpec, load_model
 from epsim.reproduce.deepep import TOLERANCE, published_exchange
 from epsim.reproduce.held_out import MEDIAN, P95, held_out
-from gates.gate import CALIBRATED, RESULTS, Gate, call_gate, layer_gate, ordered, ranking_gate
+from gates.gate import CALIBRATED, Gate, call_gate, layer_gate, ordered, ranking_gate
 from gates.predicted import layer_gates
 
 MODELS = ("deepseek-v3-bf16", "qwen3-30b-a3b", "gpt-oss-20b")
@@ -165,4 +166,4 @@ def main(words: list[str]) -> None:
         )
     if options.out:
         report = {"command": "python benchmarks/gates.py", "device": measured["device"], "date": measured["date"]}
-        options.out.write_text(json.dumps(report | {"gates": [asdict(gate) for gate in gates]}, indent=1) + "\n")
+        write(options.out, report | {"gates": [asdict(gate) for gate in gates]})

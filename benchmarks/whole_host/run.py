@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from columns import table
 from command import command
+from common import table
 from runtime_run import STEPS, draw
 
 from epsim.files import message_line, whole_file

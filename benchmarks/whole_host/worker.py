@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from gates.gate import CALIBRATED
 from runtime_common import Bench, versions
-from runtime_slices import Move, relocation
+from runtime_relocation import Move, relocation
 
 from epsim.calibrate.folder import write_table
 from epsim.calibrate.machine import Machine

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = str(ROOT / "benchmarks")
 if SCRIPTS not in sys.path:
     sys.path.append(SCRIPTS)
-lines: Any = importlib.import_module("lines")
+common: Any = importlib.import_module("common")
 # arXiv 2511.02237, tables 3 and 4: at k0 = 3 to 8, the means over four benchmarks, and these.
 PAPER_T = [25.1, 29.9, 35.1, 40.3, 44.4, 48.8]
 PAPER_US = [106.8, 120.9, 136.0, 151.3, 163.0, 175.7]
@@ -43,7 +43,7 @@ def form(found: Any, name: str) -> Any:
 
 
 def test_the_papers_latencies_are_the_papers_line() -> None:
-    line = lines.fit(EACH_T, EACH_US)
+    line = common.fit(EACH_T, EACH_US)
     assert line["fixed"] == pytest.approx(33.3, abs=0.2)
     assert line["slope"] == pytest.approx(2.923, abs=0.005)
     assert line["r2"] == pytest.approx(0.9998, abs=1e-4)
@@ -53,9 +53,9 @@ def test_the_papers_latencies_are_the_papers_line() -> None:
 
 def test_a_line_is_found_again() -> None:
     active = [8, 20, 33, 64]
-    line = lines.fit(active, [7 + 2.5 * t for t in active])
+    line = common.fit(active, [7 + 2.5 * t for t in active])
     assert line == {"fixed": pytest.approx(7), "slope": pytest.approx(2.5), "r2": pytest.approx(1)}
-    bent = lines.fit([1, 2, 3], [1.0, 3.0, 2.0])
+    bent = common.fit([1, 2, 3], [1.0, 3.0, 2.0])
     assert bent["r2"] == pytest.approx(0.25)
 
 
@@ -75,7 +75,7 @@ def test_results_keep_what_is_claimed(found: Any) -> None:
 
 def test_lines_and_shares_follow_from_the_latencies(found: Any) -> None:
     for row in found["latency"]:
-        again = lines.fit(row["T"], row["us"])
+        again = common.fit(row["T"], row["us"])
         assert {key: row[key] for key in again} == pytest.approx(again)
     for k0, mean in zip(range(3, 9), PAPER_T, strict=True):
         assert found["paper"][str(k0)]["T"] == pytest.approx(mean, abs=0.1)
