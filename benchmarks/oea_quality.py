@@ -2,10 +2,10 @@
 
     python benchmarks/oea_quality.py [--cache DIR] [--device cuda] [--sequences 128] [--out FILE]
 
-Needs the trained model (`epsim model train`, docs/model.md). In one go: pruning, oea, its general form, lynx, masking
-of low demand, and oea-ep at 4 and 8 ranks, at batches of 8 to 64 tokens of mixed text and 16 of each domain alone; how
-much long continuations repeat; and the paper's claims in numbers. Writes JSON, which `epsim report --quality` draws. Made for 2 to 4
-minutes on an H200; not timed there yet.
+Needs the trained model (`epsim model train`, docs/model.md). It compares pruning, oea, its general form, lynx, masking
+of low demand, and oea-ep on 4 and 8 ranks, with batches of 8 to 64 tokens of mixed text, and of 16 tokens of each
+domain. It also measures how much long continuations repeat, and checks the paper's claims. `epsim report --quality`
+draws the JSON that it writes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from command import command
 from common import write
+from quality.frontier import Point, Trial, active_without_policy, default_trials, measure
+from quality.oea_claims import Claim, check_claims
 
 from epsim.policies.stack import parse_stack
-from epsim.quality.claims import Claim, check_claims
 from epsim.quality.decoding import generate
 from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
-from epsim.quality.frontier import Point, Trial, active_without_policy, default_trials, measure
 from epsim.quality.hook import check_rules, reroute_of
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model

@@ -20,15 +20,16 @@ import numpy as np
 import torch
 from command import command
 from common import write
+from quality.figures import Trial, kept_by_token, measure
+from quality.reader_claims import claim_rows, pair, spearman, table, tally
 
 from epsim.kernels.reader import ReadBytes
 from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.quality.batch_bytes import batch_bytes
 from epsim.quality.decoding import Decoder
 from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
 from epsim.quality.hook import check_rules, keep
 from epsim.quality.reader import Layer, Reading, SparseInputs, build_sketches, calibrated, layers_of
-from epsim.quality.reader_claims import claim_rows, pair, spearman, table, tally
-from epsim.quality.reader_measure import Trial, batch_bytes, kept_by_token, measure
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
 

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from epsim.files import whole_file
 from epsim.kernels.reader.store import load_sketches
 from epsim.policies.stack import parse_stack
+from epsim.quality.batch_bytes import batch_bytes
 from epsim.quality.decoding import generate
 from epsim.quality.hook import Reroute, check_rules, contiguous_ranks, keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
 from epsim.quality.options import NGRAM, EvaluateOptions
 from epsim.quality.reader import Reading, reading_of, reads
-from epsim.quality.reader_measure import batch_bytes
 from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model, model_folder
 

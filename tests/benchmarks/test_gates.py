@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +16,11 @@ from epsim.policies.apply import bind
 from epsim.policies.stack import parse_stack
 from epsim.runtime.job import Job, JobStack
 from epsim.traces.trace import TokenBlock
+from tests.benchmarks.scripts import script
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
-if str(SCRIPTS) not in sys.path:
-    sys.path.append(str(SCRIPTS))
-gates: Any = importlib.import_module("gates.gate")
-layers: Any = importlib.import_module("gates.layers")
-predicted: Any = importlib.import_module("gates.predicted")
+gates: Any = script("gates.gate")
+layers: Any = script("gates.layers")
+predicted: Any = script("gates.predicted")
 
 SHAPE = dataclasses.replace(shape_of("deepseek-v3-layer"), num_experts=16, top_k=4, groups=1, top_groups=1)
 STACKS = ("contiguous", "eplb+lplb", "eplb+random", "eplb+even+waterfill")

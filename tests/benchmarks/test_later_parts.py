@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPTS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-if SCRIPTS not in sys.path:
-    sys.path.append(SCRIPTS)
-later_parts: Any = importlib.import_module("later_parts")
+from tests.benchmarks.scripts import script
+
+later_parts: Any = script("later_parts")
 
 ABOUT = {"device": "a GPU", "num_devices": 2, "torch": "2.11"}
 FIRST = {"command": "all", **ABOUT, "parts": {"exchange": [1], "balance": [2], "phases": [3]}}

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.benchmarks.scripts import script
+
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = str(ROOT / "benchmarks")
-if SCRIPTS not in sys.path:
-    sys.path.append(SCRIPTS)
-common: Any = importlib.import_module("common")
+common: Any = script("common")
 # arXiv 2511.02237, tables 3 and 4: at k0 = 3 to 8, the means over four benchmarks, and these.
 PAPER_T = [25.1, 29.9, 35.1, 40.3, 44.4, 48.8]
 PAPER_US = [106.8, 120.9, 136.0, 151.3, 163.0, 175.7]

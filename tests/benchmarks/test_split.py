@@ -21,13 +21,11 @@ from epsim.kernels.split.reference import solve_reference
 from epsim.placement.base import Placement
 from epsim.placement.eplb import rebalance_experts
 from epsim.policies.copies import Copies
+from tests.benchmarks.scripts import SCRIPTS, script
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = str(ROOT / "benchmarks")
-if SCRIPTS not in sys.path:
-    sys.path.append(SCRIPTS)
-baselines: Any = importlib.import_module("split_baselines")
-problems: Any = importlib.import_module("split_problems")
+baselines: Any = script("split_baselines")
+problems: Any = script("split_problems")
 
 
 def planned(num_ranks: int, redundant: int, num_problems: int) -> tuple[torch.Tensor, torch.Tensor]:

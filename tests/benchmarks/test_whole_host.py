@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import subprocess
 import sys
@@ -18,15 +17,13 @@ import torch
 
 from epsim.cost.calibrated import load_calibration
 from epsim.models.shapes import shape_of
+from tests.benchmarks.scripts import SCRIPTS, script
 
-SCRIPTS = str(Path(__file__).resolve().parents[2] / "benchmarks")
-if SCRIPTS not in sys.path:
-    sys.path.append(SCRIPTS)
-whole_host: Any = importlib.import_module("whole_host.run")
-sources: Any = importlib.import_module("whole_host.sources")
-worker: Any = importlib.import_module("whole_host.worker")
-gates: Any = importlib.import_module("whole_host.gates")
-common: Any = importlib.import_module("runtime_common")
+whole_host: Any = script("whole_host.run")
+sources: Any = script("whole_host.sources")
+worker: Any = script("whole_host.worker")
+gates: Any = script("whole_host.gates")
+common: Any = script("runtime_common")
 CPU = torch.device("cpu")
 
 

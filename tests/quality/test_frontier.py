@@ -14,24 +14,18 @@ pytest.importorskip("transformers")
 
 from epsim.policies.stack import parse_stack
 from epsim.quality import evaluate
-from epsim.quality.claims import check_claims
 from epsim.quality.decoding import generate
-from epsim.quality.frontier import (
-    Point,
-    Trial,
-    active_without_policy,
-    default_trials,
-    loss_at,
-    measure,
-    pareto,
-    sweep_of,
-)
 from epsim.quality.hook import check_rules, filled, keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
 from epsim.traces.model import tokens
 from epsim.traces.routers import find_routers
+from tests.benchmarks.scripts import script
 from tests.policies.oea_reading import two_phases
 from tests.quality.test_evaluate import first_only, make_model, save_cache
+
+frontier: Any = script("quality.frontier")
+claims_of: Any = script("quality.oea_claims")
+Point, Trial = frontier.Point, frontier.Trial
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +138,7 @@ def test_measure_against_one_evaluation_each(model: Any, text: torch.Tensor) -> 
         (Trial("oea", "oea(k0=1)"), 8),
         (Trial("oea-ep 4", "oea-ep(k0=1)", 4), 8),
     ]
-    points, plain = measure(model, text, trials, chunk=8)
+    points, plain = frontier.measure(model, text, trials, chunk=8)
     for point, (trial, batch_size) in zip(points, trials, strict=True):
         one = Meter(reroute_of(parse_stack(trial.router).router, trial.ranks), (1, 4))
         loss = evaluate.loss_in_batches(model, one, text, batch_size)
@@ -156,13 +150,13 @@ def test_measure_against_one_evaluation_each(model: Any, text: torch.Tensor) -> 
         assert point.by_sequence.shape == (8,)
     assert points[0].delta == points[0].kl == 0
     assert points[0].kept_mass == 1
-    assert active_without_policy(model, text, (4,), chunk=8)[4] == pytest.approx(points[0].active[1])
+    assert frontier.active_without_policy(model, text, (4,), chunk=8)[4] == pytest.approx(points[0].active[1])
     # The same base, but more of it is read at 8 than at 4; ranks with slack read more.
     assert points[1].active[1] < points[2].active[1] < points[3].active[1]
     assert points[2].kept_mass < points[3].kept_mass
 
 
-def point(family: str, router: str, active: float, delta: float, spread: float = 0.0, ranks: int = 1) -> Point:
+def point(family: str, router: str, active: float, delta: float, spread: float = 0.0, ranks: int = 1) -> Any:
     by_sequence = delta + spread * np.array([-1.0, 1.0, -1.0, 1.0])
     return Point(
         Trial(family, router, ranks), 16, {1: active, 4: active / 3, 8: active / 5}, 0.9, delta, delta, by_sequence
@@ -173,9 +167,9 @@ def test_frontiers_by_hand() -> None:
     points = [
         point("oea", f"oea(k0={i})", a, d) for i, (a, d) in enumerate([(10, 0.4), (20, 0.2), (15, 0.5), (30, 0.25)])
     ]
-    assert [p.active[1] for p in pareto(points)] == [10, 20]
-    assert loss_at(points, 15) == pytest.approx(0.3)
-    assert loss_at(points, 9) is loss_at(points, 21) is None
+    assert [p.active[1] for p in frontier.pareto(points)] == [10, 20]
+    assert frontier.loss_at(points, 15) == pytest.approx(0.3)
+    assert frontier.loss_at(points, 9) is frontier.loss_at(points, 21) is None
 
 
 def test_claims_tell_who_loses_less() -> None:
@@ -189,7 +183,7 @@ def test_claims_tell_who_loses_less() -> None:
             point("oea general", f"oea(k0={k0},kmax=5)", active, delta - 0.001, spread=0.01),
             point("oea-ep 4", f"oea-ep(k0={k0})", active + 5, delta / 2, ranks=4),
         ]
-    claims = {claim.words: claim for claim in check_claims(points, 4)}
+    claims = {claim.words: claim for claim in claims_of.check_claims(points, 4)}
     holds = {words: claim.holds for words, claim in claims.items()}
     assert holds.pop("OEA's frontier is at or under lynx's, batch 16") is False
     assert holds.pop("kmax > k does not help, batch 16") is False, "its mean is above zero"
@@ -204,14 +198,14 @@ def test_claims_tell_who_loses_less() -> None:
 
 
 def test_trials_are_stacks_and_divide() -> None:
-    trials = list(default_trials(8, 64, {8: 30.0, 16: 40.0}))
+    trials = list(frontier.default_trials(8, 64, {8: 30.0, 16: 40.0}))
     for trial, _ in trials:
         parse_stack(trial.router)
     assert len(trials) == len({(trial, size) for trial, size in trials})
     assert {size for trial, size in trials if trial.family == "oea general"} == {16}
-    assert "k0=3,maxp=8" in sweep_of(8, 64)
+    assert "k0=3,maxp=8" in frontier.sweep_of(8, 64)
     with pytest.raises(ValueError, match="do not divide"):
-        measure(None, torch.zeros(8, 4), [(Trial("topk", "topk"), 3)], chunk=8)
+        frontier.measure(None, torch.zeros(8, 4), [(Trial("topk", "topk"), 3)], chunk=8)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,17 @@ from epsim.kernels.reader import coordinates, union_bytes
 from epsim.kernels.reader.rotate import rotated
 from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
+from epsim.quality.batch_bytes import batch_bytes
 from epsim.quality.evaluate import loss_in_batches
 from epsim.quality.hook import keep, reroute_of, rerouted
 from epsim.quality.reader import Reading, build_sketches, calibrated, layers_of
-from epsim.quality.reader_claims import Pair, claim_rows, pair, spearman, table, tally
-from epsim.quality.reader_measure import Figures, Trial, batch_bytes, kept_by_token, measure
+from tests.benchmarks.scripts import script
 from tests.quality.reader_models import random_model
 from tests.quality.test_evaluate import save_cache
+
+figures_of: Any = script("quality.figures")
+claims: Any = script("quality.reader_claims")
+Trial = figures_of.Trial
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def text() -> torch.Tensor:
 @pytest.mark.parametrize("chunk", [2, 6])
 def test_figures_are_those_of_the_evaluation(model: Any, layers: Any, text: torch.Tensor, chunk: int) -> None:
     trials = {"read": Trial(Reading(layers, TopkChannels(0.4))), "plain": Trial(None)}
-    found, plain = measure(model, text, trials, chunk)
+    found, plain = figures_of.measure(model, text, trials, chunk)
     one = loss_in_batches(model, keep, text, 3, Reading(layers, TopkChannels(0.4)))
     assert found["read"].loss.mean() == pytest.approx(one.cross_entropy - one.plain, abs=1e-5)
     assert found["read"].kl.mean() == pytest.approx(one.kl, rel=2e-3)
@@ -57,11 +60,11 @@ def test_figures_are_those_of_the_evaluation(model: Any, layers: Any, text: torc
 
 
 def test_kept_by_token(model: Any, layers: Any, text: torch.Tensor) -> None:
-    topk = kept_by_token(model, Reading(layers, TopkChannels(0.4)), text, 4)
+    topk = figures_of.kept_by_token(model, Reading(layers, TopkChannels(0.4)), text, 4)
     assert topk.tolist() == [[TopkChannels(0.4).sizes(256, 40).kept(0.4, 3)] * 20] * 6
     reader = ThresholdChannels(0.4)
     reading = Reading(layers, reader, calibrated(model, layers, reader, text, (0.4,))[0.4])
-    found = kept_by_token(model, reading, text, 4)
+    found = figures_of.kept_by_token(model, reading, text, 4)
     assert found.std() > 1
     assert found.sum() == pytest.approx(float(reading.counts[:, 1].sum()) / 2)
     assert reading.record is None
@@ -114,48 +117,37 @@ def test_bytes_of_a_batch_that_chooses_as_one(model: Any, layers: Any, text: tor
     assert found["per_token"] == pytest.approx(sizes.token(2, sizes.kept(0.4, 2)) / (2 * sizes.expert))
 
 
-def figures(*loss: float) -> Figures:
+def figures(*loss: float) -> Any:
     values = np.array(loss)
-    return Figures(values, values**2, values * 0, 3.0)
+    return figures_of.Figures(values, values**2, values * 0, 3.0)
 
 
 def test_pairs_by_the_paired_standard_error() -> None:
     # Differences 0.1, 0.2, 0.3: mean 0.2, standard error 0.0577.
-    one = pair("a", 0.2, figures(1, 2, 3), figures(1.1, 2.2, 3.3))
+    one = claims.pair("a", 0.2, figures(1, 2, 3), figures(1.1, 2.2, 3.3))
     assert one.difference == pytest.approx(0.2)
     assert one.standard_error == pytest.approx(0.1 / 3**0.5)
     assert one.result == "win"
-    assert pair("a", 0.2, figures(1.1, 2.2, 3.3), figures(1, 2, 3)).result == "loss"
-    assert pair("a", 0.2, figures(1, 2, 3), figures(1.3, 2.0, 3.1)).result == "tie"
-    assert pair("a", 0.2, figures(1, 2), figures(2, 3), "kl").difference == pytest.approx(4.0)
-    pairs = [Pair("a", 0.1, *each) for each in ((1.0, 0.4), (1.0, 0.6), (-1.0, 0.4), (0.0, 0.0))]
-    assert tally(pairs) == {"win": 1, "tie": 2, "loss": 1}
+    assert claims.pair("a", 0.2, figures(1.1, 2.2, 3.3), figures(1, 2, 3)).result == "loss"
+    assert claims.pair("a", 0.2, figures(1, 2, 3), figures(1.3, 2.0, 3.1)).result == "tie"
+    assert claims.pair("a", 0.2, figures(1, 2), figures(2, 3), "kl").difference == pytest.approx(4.0)
+    pairs = [claims.Pair("a", 0.1, *each) for each in ((1.0, 0.4), (1.0, 0.6), (-1.0, 0.4), (0.0, 0.0))]
+    assert claims.tally(pairs) == {"win": 1, "tie": 2, "loss": 1}
 
 
 def test_spearman() -> None:
     x = np.array([1.0, 2.0, 3.0, 4.0])
-    assert spearman(x, np.exp(x)) == pytest.approx(1)
-    assert spearman(x, -(x**3)) == pytest.approx(-1)
+    assert claims.spearman(x, np.exp(x)) == pytest.approx(1)
+    assert claims.spearman(x, -(x**3)) == pytest.approx(-1)
     # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4.
-    assert spearman(np.array([0.0, 5, 5, 9]), x) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    path = Path(__file__).resolve().parents[2] / "benchmarks/reader_quality.py"
-    monkeypatch.syspath_prepend(path.parent)
-    spec = importlib.util.spec_from_file_location("reader_quality", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert claims.spearman(np.array([0.0, 5, 5, 9]), x) == pytest.approx(4.5 / (4.5 * 5) ** 0.5)
 
 
 @pytest.mark.slow
 def test_the_benchmark_runs_and_every_claim_gets_its_row(
-    module: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module = script("reader_quality")
     save_cache(model, tmp_path)
     monkeypatch.setattr(module, "BUDGETS", (0.4, 0.6))
     options = {"sequences": 4, "calibration": 2, "length": 12, "generated": 12, "seed": 0, "out": None}
@@ -173,8 +165,8 @@ def test_the_benchmark_runs_and_every_claim_gets_its_row(
     assert trials["partial on 0.6"]["kl"] < trials["partial off 0.4"]["kl"]
     assert "cats 0.2" in report["not_payable"]
     assert set(report["drift"]) == {"0.4", "0.6"}
-    rows = claim_rows(report)
+    rows = claims.claim_rows(report)
     assert len({row.claim for row in rows}) == len(rows) > 15
-    printed = table(rows)
+    printed = claims.table(rows)
     assert printed.count("\n") == len(rows) + 2
     assert "nan" not in printed

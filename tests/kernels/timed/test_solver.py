@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from epsim.kernels.split import SplitStructure, prepare, solve_gathered
 from epsim.kernels.split.problems import chain, clique, drifted_counts
 from epsim.kernels.timed import FEW_COPIES, TimedSolution, solve_timed
-from epsim.kernels.timed.reference import solve_reference
 from epsim.kernels.timed.solver import LARGEST, whole_costs
 from epsim.placement import placement_policy
 from epsim.placement.base import Cluster
+from tests.kernels.timed.reference import solve_reference
 
 RECORDINGS = Path(__file__).resolve().parents[3] / "../shared/traces/deepseek-v3-sglang"
 COSTS = st.sampled_from([(1, 0), (0, 1), (1, 1), (1, 5), (1, 50), (3, 7), (7, 250), (10, 3), (1000, 1)])

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from epsim.quality.frontier import Point, loss_at, standard_error
+from quality.figures import standard_error
+from quality.frontier import Point, loss_at
 
 SURE = 2.0
 """Standard errors beyond which a difference counts."""

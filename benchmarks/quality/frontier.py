@@ -1,20 +1,19 @@
-"""Cross-entropy against active experts for many router policies on one model: who loses least for what is read."""
+"""Cross-entropy against active experts for many router policies on one model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import keep, reroute_of, rerouted
 from epsim.quality.meter import Meter
-
-Floats = npt.NDArray[np.float64]
+from quality.figures import Floats, compare, standard_error
 
 RANKS = (1, 4, 8)
 """Numbers of ranks for which every point tells the most active experts of a rank."""
@@ -61,69 +60,28 @@ class Point:
         }
 
 
-def standard_error(values: Floats) -> float:
-    """Of the mean of independent values [n]."""
-    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
-
-
-@torch.no_grad()
 def measure(
-    model: Any,
-    text: torch.Tensor,
-    trials: Sequence[tuple[Trial, int]],
-    chunk: int = 64,
-    progress: Callable[[], None] = lambda: None,
+    model: Any, text: torch.Tensor, trials: Sequence[tuple[Trial, int]], chunk: int = 64
 ) -> tuple[list[Point], float]:
     """text [sequences, length + 1], trials with batch sizes -> a point each, and the plain model's cross-entropy.
 
-    Teacher-forced: the t-th tokens of batch_size sequences are one batch. `chunk` sequences pass at once, a multiple of
-    every batch size that divides `sequences`; the plain model passes once a chunk.
+    Teacher-forced: the t-th tokens of batch_size sequences are one batch. `chunk` sequences pass at once. It must be a
+    multiple of every batch size, and divide the number of sequences.
     """
     for _, batch_size in trials:
         if chunk % batch_size or len(text) % chunk:
             raise ValueError(f"batches of {batch_size}, passes of {chunk} and {len(text)} sequences do not divide")
-    meters = [Meter(reroute_of(parse_stack(t.router).router, t.ranks), RANKS) for t, _ in trials]
-    deltas: list[list[torch.Tensor]] = [[] for _ in trials]
-    kls: list[list[torch.Tensor]] = [[] for _ in trials]
-    plain_losses = []
-    for first in range(0, len(text), chunk):
-        part = text[first : first + chunk].to(model.device)
-        inputs, targets = part[:, :-1], part[:, 1:]
-        plain = _log_probabilities(model, inputs)
-        plain_loss = -plain.gather(-1, targets[..., None])[..., 0]
-        plain_losses.append(plain_loss.double().mean(1))
-        for number, (_, batch_size) in enumerate(trials):
-            with rerouted(model, meters[number], whole_sequences=True, batch_size=batch_size):
-                own = _log_probabilities(model, inputs)
-            loss = -own.gather(-1, targets[..., None])[..., 0]
-            deltas[number].append((loss - plain_loss).double().mean(1))
-            kls[number].append(torch.stack([_divergence(p, q) for p, q in zip(plain, own, strict=True)]))
-            progress()
+    meters = [Meter(reroute_of(parse_stack(trial.router).router, trial.ranks), RANKS) for trial, _ in trials]
+    forms = [
+        partial(rerouted, model, meter, whole_sequences=True, batch_size=batch_size)
+        for meter, (_, batch_size) in zip(meters, trials, strict=True)
+    ]
+    found, plain = compare(model, text, forms, chunk)
     points = []
-    for (trial, batch_size), meter, delta, kl in zip(trials, meters, deltas, kls, strict=True):
-        values = torch.cat(delta).cpu().numpy()
-        points.append(
-            Point(
-                trial,
-                batch_size,
-                meter.active_experts(),
-                meter.kept_mass(),
-                float(values.mean()),
-                float(torch.cat(kl).mean()),
-                values,
-            )
-        )
-    return points, float(torch.cat(plain_losses).mean())
-
-
-def _log_probabilities(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
-    return logits.float().log_softmax(-1)
-
-
-def _divergence(plain: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """[tokens, vocabulary] twice -> []: mean KL; a sequence at a time, as all at once are gigabytes."""
-    return (plain.exp() * (plain - own)).sum(-1).double().mean()
+    for (trial, batch_size), meter, one in zip(trials, meters, found, strict=True):
+        read, kept = meter.active_experts(), meter.kept_mass()
+        points.append(Point(trial, batch_size, read, kept, float(one.loss.mean()), float(one.kl.mean()), one.loss))
+    return points, float(plain.loss.mean())
 
 
 def active_without_policy(

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from epsim.quality.claims import SURE
-from epsim.quality.frontier import standard_error
-from epsim.quality.reader_measure import Figures, Floats
+from quality.figures import Figures, Floats, standard_error
+from quality.oea_claims import SURE
 
 
 @dataclass(frozen=True, slots=True)

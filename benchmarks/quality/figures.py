@@ -1,0 +1,141 @@
+"""What policies cost a model in loss, sequence by sequence, and what thresholds of readers keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from epsim.policies.stack import parse_stack
+from epsim.quality.hook import reroute_of, rerouted
+from epsim.quality.reader import Reading
+
+Floats = npt.NDArray[np.float64]
+Acting = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A reader to measure, under a router that sees batches of the t-th tokens of batch_size sequences."""
+
+    reading: Reading | None
+    router: str = "topk"
+    batch_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Values of each sequence [n].
+
+    loss: above the plain model's, and kl: from its prediction, both in nats a token. right: the share of tokens that
+    were predicted as the likeliest. kept: the mean number of channels that a token keeps in a layer, NaN if unknown.
+    """
+
+    loss: Floats = field(repr=False)
+    kl: Floats = field(repr=False)
+    right: Floats = field(repr=False)
+    kept: float
+
+    def to_json(self) -> dict[str, float | None]:
+        return {
+            "loss": float(self.loss.mean()),
+            "loss_standard_error": standard_error(self.loss),
+            "kl": float(self.kl.mean()),
+            "kl_standard_error": standard_error(self.kl),
+            "right": float(self.right.mean()),
+            "kept_channels": None if np.isnan(self.kept) else self.kept,
+        }
+
+
+def standard_error(values: Floats) -> float:
+    """The standard error of the mean of independent values [n]."""
+    return float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else float("nan")
+
+
+def measure(
+    model: Any, text: torch.Tensor, trials: Mapping[str, Trial], chunk: int = 64
+) -> tuple[dict[str, Figures], Figures]:
+    """text [sequences, length + 1] -> figures of each trial, and those of the plain model, whose loss is the whole one.
+
+    Teacher-forced: every token is read as in a decode step. `chunk` sequences pass at once.
+    """
+    found, plain = compare(model, text, [partial(acting, model, trial) for trial in trials.values()], chunk)
+    figures = {}
+    for (name, trial), one in zip(trials.items(), found, strict=True):
+        known = trial.reading is not None and bool(trial.reading.counts.any())
+        kept = trial.reading.kept_channels() if trial.reading is not None and known else float("nan")
+        figures[name] = replace(one, kept=kept)
+    return figures, plain
+
+
+@torch.no_grad()
+def compare(model: Any, text: torch.Tensor, forms: Sequence[Acting], chunk: int) -> tuple[list[Figures], Figures]:
+    """Figures of the model inside each form's context, and those of the plain model."""
+    found: list[list[list[torch.Tensor]]] = [[] for _ in forms]
+    plain_found: list[list[torch.Tensor]] = []
+    for part in torch.split(text, chunk):
+        inputs, targets = part[:, :-1].to(model.device), part[:, 1:].to(model.device)
+        plain = log_probabilities(model, inputs)
+        plain_loss, plain_right = _against(plain, targets)
+        plain_found.append([plain_loss, torch.zeros_like(plain_loss), plain_right])
+        for parts, form in zip(found, forms, strict=True):
+            with form():
+                own = log_probabilities(model, inputs)
+            loss, right = _against(own, targets)
+            # A sequence at a time: all at once are gigabytes.
+            kl = torch.stack([(p.exp() * (p - q)).sum(-1).double().mean() for p, q in zip(plain, own, strict=True)])
+            parts.append([loss - plain_loss, kl, right])
+    return [_figures(parts) for parts in found], _figures(plain_found)
+
+
+@contextmanager
+def acting(model: Any, trial: Trial) -> Iterator[None]:
+    """A context in which the trial's router and reader act on all tokens of a pass."""
+    reroute = reroute_of(parse_stack(trial.router).router)
+    with rerouted(model, reroute, whole_sequences=True, batch_size=trial.batch_size):
+        if trial.reading is None:
+            yield
+            return
+        with trial.reading.on(model, whole_sequences=True):
+            yield
+
+
+def log_probabilities(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits
+    return logits.float().log_softmax(-1)
+
+
+def _against(predicted: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> loss [n], right [n]."""
+    loss = -predicted.gather(-1, targets[..., None])[..., 0].double().mean(1)
+    return loss, (predicted.argmax(-1) == targets).double().mean(1)
+
+
+def _figures(parts: list[list[torch.Tensor]]) -> Figures:
+    loss, kl, right = (torch.cat(each).cpu().numpy() for each in zip(*parts, strict=True))
+    return Figures(loss, kl, right, float("nan"))
+
+
+@torch.no_grad()
+def kept_by_token(model: Any, reading: Reading, text: torch.Tensor, chunk: int = 16) -> Floats:
+    """text [sequences, length] -> [sequences, length]: channels that a token keeps, mean over layers."""
+    rows = []
+    before = reading.record
+    for part in torch.split(text, chunk):
+        sums = torch.zeros(part.numel(), device=model.device)
+
+        def add(number: int, x: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor, sums: torch.Tensor = sums) -> None:
+            sums += kept.sum((1, 2))
+
+        reading.record = add
+        with reading.on(model, whole_sequences=True):
+            model(input_ids=part.to(model.device), use_cache=False, logits_to_keep=1)
+        rows.append((sums / len(reading.layers)).view(part.shape).double().cpu())
+    reading.record = before
+    return torch.cat(rows).numpy()

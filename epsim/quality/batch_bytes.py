@@ -1,0 +1,77 @@
+"""The bytes that a batch of tokens reads together under a reader, beside those that each token reads alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from epsim.kernels.reader import ReadBytes, batch_coordinates, coordinates, token_bytes, union_bytes
+from epsim.kernels.reader.rotate import rotated
+from epsim.policies.reader import TopkChannels
+from epsim.quality.reader import Reading
+
+
+@torch.no_grad()
+def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: tuple[int, ...]) -> dict[int, Any]:
+    """text [sequences, length]: of batches of sequences' t-th tokens, {batch size: what a token alone reads, what the
+    batch really reads (the union), and what independent choices would have it read, as shares of the bytes of the
+    experts that are active}, means over steps and layers. All t are taken, in batches of the first sequences; where a
+    batch chooses as one, `reading.batch_size` says which, and the batch sizes should not be others."""
+    reader, sketch = reading.reader, reading.layers[0].screen.sketch
+    assert isinstance(reader, TopkChannels)
+    sizes = reader.sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
+    seen: list[tuple[torch.Tensor, ...]] = []
+
+    def note(number: int, x: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor) -> None:
+        turned = rotated(x.float(), reading.layers[number].screen.sketch.signs)
+        if reader.quota == "batch":
+            counted = torch.where((ids >= 0).any(1, keepdim=True), turned, 0.0)
+            read = batch_coordinates(counted, reader.coordinates, *reading.batches(x, text.shape[1]))
+        else:
+            read = coordinates(turned, reader.coordinates)
+        seen.append((ids, kept, read))
+
+    before, reading.record = reading.record, note
+    with reading.on(model, whole_sequences=True):
+        model(input_ids=text.to(model.device), use_cache=False, logits_to_keep=1)
+    reading.record = before
+    found: dict[int, Any] = {}
+    for size in batch_sizes:
+        rows = [_step_bytes(sizes, reading, step) for step in _steps(seen, len(text), size)]
+        alone, union, independent, dense = np.array(rows).mean(0)
+        found[size] = {
+            "per_token": alone,
+            "union": union / dense,
+            "union_if_independent": independent / dense,
+        }
+    return found
+
+
+def _steps(
+    seen: list[tuple[torch.Tensor, ...]], sequences: int, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    for ids, kept, read in seen:
+        by_step = [t.view(sequences, -1, *t.shape[1:])[:size].transpose(0, 1) for t in (ids, kept, read)]
+        yield from zip(*by_step, strict=True)
+
+
+def _step_bytes(
+    sizes: ReadBytes, reading: Reading, step: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> tuple[float, float, float, float]:
+    """A token's share, mean over tokens, and bytes: the union's, the expected ones, those of the active experts. Every
+    rank that has any reads signs and U."""
+    ids, kept, read = step
+    reader, ranks = reading.reader, reading.ranks_of(ids)
+    assert isinstance(reader, TopkChannels)
+    once = sizes.once if reader.budget < 1 else 0
+    own = token_bytes(sizes, ids, kept) + (ranks - 1).clamp(min=0) * once
+    experts = torch.unique(ids[ids >= 0])
+    several = max(len(torch.unique(reading.rank_of_expert[experts])) - 1, 0) * once
+    union = union_bytes(sizes, ids, kept, read, len(reading.rank_of_expert)) + several
+    active, tokens = torch.tensor([float(len(experts))]), torch.tensor([float((ids >= 0).sum())])
+    expected = reader.bytes_read(tokens, active, sizes.hidden, sizes.intermediate, sizes.weight_bytes, ids.shape[1])
+    alone = (own.double() / ((ids >= 0).sum(1).clamp(min=1) * sizes.expert)).mean()
+    return float(alone), float(union), float(expected) + several, float(active) * sizes.expert
