@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,125 +76,103 @@ def claim_rows(report: Mapping[str, Any]) -> list[Row]:
     return [row for make in _MAKERS for row in make(report)]
 
 
-def _under_reading(report: Mapping[str, Any]) -> list[Row]:
+def _under_reading(report: Mapping[str, Any]) -> Iterator[Row]:
     shares = [row["threshold_keeps"] for row in report["pairs"]]
-    rows = [
-        Row(
-            "a threshold reads another number of channels than it is calibrated for, on held-out text of each domain",
-            "less in 72 of 72 runs; 18% calibrated reads 12.9% on average, 9.9% at the least",
-            f"{_span(shares)} of its k over {len(shares)} runs, less in {sum(s < 0.99 for s in shares)}; "
-            f"calibrated on one domain {_span([row['threshold_of_one_domain_keeps'] for row in report['pairs']])}",
-            max(abs(s - 1) for s in shares) > 0.05,
-        )
-    ]
+    yield Row(
+        "a threshold reads another number of channels than it is calibrated for, on held-out text of each domain",
+        "less in 72 of 72 runs; 18% calibrated reads 12.9% on average, 9.9% at the least",
+        f"{_span(shares)} of its k over {len(shares)} runs, less in {sum(s < 0.99 for s in shares)}; "
+        f"calibrated on one domain {_span([row['threshold_of_one_domain_keeps'] for row in report['pairs']])}",
+        max(abs(s - 1) for s in shares) > 0.05,
+    )
     for budget, found in report.get("drift", {}).items():
         positions = list(found["by_position"].values())
-        rows.append(
-            Row(
-                f"the longer it writes, the less a threshold of {budget} keeps; top-k keeps its k at every token",
-                "at 6,000 tokens 71, 92 and 88% of the calibrated number",
-                f"{positions[0]:.3f} of its k in the first 128 tokens, {positions[-1]:.3f} in the last; top-k 1",
-                positions[-1] < positions[0],
-            )
+        yield Row(
+            f"the longer it writes, the less a threshold of {budget} keeps; top-k keeps its k at every token",
+            "at 6,000 tokens 71, 92 and 88% of the calibrated number",
+            f"{positions[0]:.3f} of its k in the first 128 tokens, {positions[-1]:.3f} in the last; top-k 1",
+            positions[-1] < positions[0],
         )
         ratio = found["late_window_after_prompt"] / found["late_window_in_place"]
-        rows.append(
-            Row(
-                f"the same late window keeps more right after the prompt, threshold of {budget}",
-                "57% more",
-                f"{ratio - 1:+.1%}",
-                ratio > 1,
-            )
+        yield Row(
+            f"the same late window keeps more right after the prompt, threshold of {budget}",
+            "57% more",
+            f"{ratio - 1:+.1%}",
+            ratio > 1,
         )
     if "drift" in report:
         shares = [share for found in report["drift"].values() for share in found["by_domain"].values()]
-        rows.append(
-            Row(
-                "in generation a threshold reads less than calibrated",
-                "72 of 72 runs",
-                f"{sum(s < 1 for s in shares)} of {len(shares)} runs; {_span(shares)} of its k",
-                all(s < 1 for s in shares),
-            )
+        yield Row(
+            "in generation a threshold reads less than calibrated",
+            "72 of 72 runs",
+            f"{sum(s < 1 for s in shares)} of {len(shares)} runs; {_span(shares)} of its k",
+            all(s < 1 for s in shares),
         )
     found = report["kept_and_loss_spearman"]
-    rows.append(
-        Row(
-            "what a threshold keeps hardly goes with the loss of the next token (Spearman)",
-            "-0.29 to +0.14",
-            ", ".join(f"{value:+.2f} at {budget}" for budget, value in found.items()),
-            all(abs(value) < 0.3 for value in found.values()),
-        )
+    yield Row(
+        "what a threshold keeps hardly goes with the loss of the next token (Spearman)",
+        "-0.29 to +0.14",
+        ", ".join(f"{value:+.2f} at {budget}" for budget, value in found.items()),
+        all(abs(value) < 0.3 for value in found.values()),
     )
-    return rows
 
 
-def _pairs(report: Mapping[str, Any]) -> list[Row]:
-    rows = []
+def _pairs(report: Mapping[str, Any]) -> Iterator[Row]:
     for key, words, published in (
         ("loss", "same score, same calibrated budget: top-k against the threshold", "10 wins, 30 ties, 3 losses of 43"),
         ("as_many_loss", "top-k cut to what the threshold really reads", "37 wins or ties of 41"),
     ):
         loss, kl = report["tallies"][key], report["tallies"][key.replace("loss", "kl")]
-        rows.append(
-            Row(
-                f"{words} (paired, two standard errors)",
-                published,
-                f"in loss {_tally(loss)}; in KL {_tally(kl)}",
-                loss["win"] + loss["tie"] >= 0.9 * sum(loss.values()),
-            )
+        yield Row(
+            f"{words} (paired, two standard errors)",
+            published,
+            f"in loss {_tally(loss)}; in KL {_tally(kl)}",
+            loss["win"] + loss["tie"] >= 0.9 * sum(loss.values()),
         )
-    return rows
 
 
-def _collapse(report: Mapping[str, Any]) -> list[Row]:
+def _collapse(report: Mapping[str, Any]) -> Iterator[Row]:
     found = report.get("repetition")
     if not found:
-        return []
+        return
     budgets = [name.split()[1] for name in found if name.startswith("topk")]
     words = "; ".join(f"{b}: {found[f'threshold {b}']:.3f}, {found[f'topk {b}']:.3f}" for b in budgets)
-    return [
-        Row(
-            "thresholds fall into loops where top-k does not (share of 4-grams held before: threshold, top-k)",
-            "Gemma 4 at 18%: 674 of 792 answers reach the limit, 145 with top-k",
-            f"{words}; plain {found['plain']:.3f}",
-            any(found[f"threshold {b}"] > found[f"topk {b}"] + 0.05 for b in budgets),
-        )
-    ]
+    yield Row(
+        "thresholds fall into loops where top-k does not (share of 4-grams held before: threshold, top-k)",
+        "Gemma 4 at 18%: 674 of 792 answers reach the limit, 145 with top-k",
+        f"{words}; plain {found['plain']:.3f}",
+        any(found[f"threshold {b}"] > found[f"topk {b}"] + 0.05 for b in budgets),
+    )
 
 
-def _screens(report: Mapping[str, Any]) -> list[Row]:
-    trials, rows = report["trials"], []
+def _screens(report: Mapping[str, Any]) -> Iterator[Row]:
+    trials = report["trials"]
     for budget, published in ((0.135, "0.488 to 0.310"), (0.185, "0.245 to 0.187")):
         for kind, words in (("{} on", ""), ("packed {}", ", codes counted at 26 bytes a block")):
             names = [f"{kind.format(screen)} {budget}" for screen in ("full", "partial")]
             if any(name not in trials for name in names):
                 continue
             full, partial = (trials[name] for name in names)
-            rows.append(
-                Row(
-                    f"a partial screen beats a full one at {budget:.1%} (KL){words}",
-                    published,
-                    f"{full['kl']:.4f} to {partial['kl']:.4f} ({full['kept_channels']:.0f} and "
-                    f"{partial['kept_channels']:.0f} channels)",
-                    partial["kl"] < full["kl"],
-                )
+            yield Row(
+                f"a partial screen beats a full one at {budget:.1%} (KL){words}",
+                published,
+                f"{full['kl']:.4f} to {partial['kl']:.4f} ({full['kept_channels']:.0f} and "
+                f"{partial['kept_channels']:.0f} channels)",
+                partial["kl"] < full["kl"],
             )
     for budget in (0.128, 0.178, 0.18, 0.28):
         on, off = (trials.get(f"partial {restore} {budget}") for restore in ("on", "off"))
         if on and off:
-            rows.append(
-                Row(
-                    f"restoring what is skipped helps at {budget:.1%} (KL without, with, bytes equal)",
-                    "IFEval +11.6 points at 18%" if budget == 0.18 else "",
-                    f"{off['kl']:.4f}, {on['kl']:.4f}",
-                    on["kl"] < off["kl"],
-                )
+            yield Row(
+                f"restoring what is skipped helps at {budget:.1%} (KL without, with, bytes equal)",
+                "IFEval +11.6 points at 18%" if budget == 0.18 else "",
+                f"{off['kl']:.4f}, {on['kl']:.4f}",
+                on["kl"] < off["kl"],
             )
-    return rows
 
 
-def _scores(report: Mapping[str, Any]) -> list[Row]:
-    trials, rows = report["trials"], []
+def _scores(report: Mapping[str, Any]) -> Iterator[Row]:
+    trials = report["trials"]
     for name, budget, published in (
         ("int4-gate", 0.178, "2.8 times"),
         ("teal", 0.178, "5.1 times"),
@@ -204,35 +182,27 @@ def _scores(report: Mapping[str, Any]) -> list[Row]:
     ):
         ours, other = trials.get(f"sketch {budget}"), trials.get(f"{name} {budget}")
         if ours and other:
-            rows.append(
-                Row(
-                    f"KL of the {name} score over that of the sketch at {budget:.1%}, nothing restored",
-                    published,
-                    f"{other['kl'] / ours['kl']:.2f} times ({other['kl']:.4f} against {ours['kl']:.4f})",
-                    other["kl"] > ours["kl"],
-                )
+            yield Row(
+                f"KL of the {name} score over that of the sketch at {budget:.1%}, nothing restored",
+                published,
+                f"{other['kl'] / ours['kl']:.2f} times ({other['kl']:.4f} against {ours['kl']:.4f})",
+                other["kl"] > ours["kl"],
             )
     if any(name.startswith("cats") for name in report["not_payable"]):
-        rows.append(
-            Row("CATS reads the gate rows whole", "", "a third of the bytes: no budget below 33.4% pays for it", None)
-        )
+        yield Row("CATS reads the gate rows whole", "", "a third of the bytes: no budget below 33.4% pays for it", None)
     for budget in (0.178, 0.28):
         raw, scaled = trials.get(f"int4-gate {budget}"), trials.get(f"int4-gate in output units {budget}")
         if raw and scaled:
             ratio = raw["kl"] / scaled["kl"]
-            rows.append(
-                Row(
-                    f"output units alone lower the KL of an int4 copy, {budget:.1%}",
-                    "1.3 to 1.5 times",
-                    f"{ratio:.2f} times",
-                    ratio > 1,
-                )
+            yield Row(
+                f"output units alone lower the KL of an int4 copy, {budget:.1%}",
+                "1.3 to 1.5 times",
+                f"{ratio:.2f} times",
+                ratio > 1,
             )
-    return rows
 
 
-def _kept_quality(report: Mapping[str, Any]) -> list[Row]:
-    rows = []
+def _kept_quality(report: Mapping[str, Any]) -> Iterator[Row]:
     for budget, published in ((0.128, ""), (0.178, "98.1% on average, 95.0% at worst"), (0.28, "within 10%")):
         shares = [
             row["topk"]["right"] / row["plain_right"]
@@ -240,57 +210,52 @@ def _kept_quality(report: Mapping[str, Any]) -> list[Row]:
             if row["budget"] == budget and row["plain_right"] > 0
         ]
         if shares:
-            rows.append(
-                Row(
-                    f"share of the full model's accuracy (here: of the next token) that {budget:.1%} keeps",
-                    published,
-                    f"{np.mean(shares):.1%} on average, {min(shares):.1%} at worst of {len(shares)} domains",
-                    None if not published else bool(np.mean(shares) >= (0.981 if budget == 0.178 else 0.9)),
-                )
+            yield Row(
+                f"share of the full model's accuracy (here: of the next token) that {budget:.1%} keeps",
+                published,
+                f"{np.mean(shares):.1%} on average, {min(shares):.1%} at worst of {len(shares)} domains",
+                None if not published else bool(np.mean(shares) >= (0.981 if budget == 0.178 else 0.9)),
             )
-    return rows
 
 
-def _bytes(report: Mapping[str, Any]) -> list[Row]:
+def _bytes(report: Mapping[str, Any]) -> Iterator[Row]:
     sizes = report["sizes"]
     of = sizes["published_models"].values()
     screens, maps, sketches = (
         [one[key] for one in of] for key in ("screen_of_read", "map_of_experts", "sketch_of_experts")
     )
-    return [
-        Row(
-            "a block of 128 weights takes about 30 bytes of sketch in place of 256",
-            "30",
-            f"{sizes['packed_block_bytes']:.1f}; with rows filled up to sectors "
-            f"{', '.join(f'{256 * share / 2 * 3:.1f}' for share in dict.fromkeys(sketches))} in the three models",
-            29 < sizes["packed_block_bytes"] < 31,
-        ),
-        Row(
-            "the sketch takes 7% of what is resident, the map 0.5%",
-            "7%, 0.5%",
-            f"{_span(sketches, '.3f')} and {_span(maps, '.4f')} of the experts' weights in the three models; "
-            f"{sizes['sketch_of_experts']:.3f} and {sizes['map_of_experts']:.3f} here",
-            0.06 < min(sketches) <= max(sketches) < 0.09 and max(maps) < 0.009,
-        ),
-        Row(
-            "a full sketch is 44 to 61% of what is read at 12.8 and 17.8%",
-            "44 to 61%",
-            f"{min(screens):.0%} to {max(screens):.0%} in the three models",
-            0.4 < min(screens) <= max(screens) < 0.62,
-        ),
-        Row(
-            "the map adds 0.5 to 0.8 points to what is read",
-            "0.5 to 0.8",
-            f"{100 * min(maps):.2f} to {100 * max(maps):.2f} in the three models; "
-            f"{100 * sizes['map_of_experts']:.2f} and more here, where rows are a quarter as long",
-            0.005 < min(maps) <= max(maps) < 0.008,
-        ),
-    ]
+    yield Row(
+        "a block of 128 weights takes about 30 bytes of sketch in place of 256",
+        "30",
+        f"{sizes['packed_block_bytes']:.1f}; with rows filled up to sectors "
+        f"{', '.join(f'{256 * share / 2 * 3:.1f}' for share in dict.fromkeys(sketches))} in the three models",
+        29 < sizes["packed_block_bytes"] < 31,
+    )
+    yield Row(
+        "the sketch takes 7% of what is resident, the map 0.5%",
+        "7%, 0.5%",
+        f"{_span(sketches, '.3f')} and {_span(maps, '.4f')} of the experts' weights in the three models; "
+        f"{sizes['sketch_of_experts']:.3f} and {sizes['map_of_experts']:.3f} here",
+        0.06 < min(sketches) <= max(sketches) < 0.09 and max(maps) < 0.009,
+    )
+    yield Row(
+        "a full sketch is 44 to 61% of what is read at 12.8 and 17.8%",
+        "44 to 61%",
+        f"{min(screens):.0%} to {max(screens):.0%} in the three models",
+        0.4 < min(screens) <= max(screens) < 0.62,
+    )
+    yield Row(
+        "the map adds 0.5 to 0.8 points to what is read",
+        "0.5 to 0.8",
+        f"{100 * min(maps):.2f} to {100 * max(maps):.2f} in the three models; "
+        f"{100 * sizes['map_of_experts']:.2f} and more here, where rows are a quarter as long",
+        0.005 < min(maps) <= max(maps) < 0.008,
+    )
 
 
-def _beyond(report: Mapping[str, Any]) -> list[Row]:
+def _beyond(report: Mapping[str, Any]) -> Iterator[Row]:
     """What is not claimed, but asked: without a second exchange, beside a router, and of a batch."""
-    trials, rows = report["trials"], []
+    trials = report["trials"]
     whole = {name.split()[-1]: one for name, one in trials.items() if name.startswith("partial on")}
     for name, one in trials.items():
         if " ranks by " in name:
@@ -299,50 +264,41 @@ def _beyond(report: Mapping[str, Any]) -> list[Row]:
             best = trials.get(f"{ranks} ranks by token {budget}")
             if by == "token" or best is None:
                 continue
-            rows.append(
-                Row(
-                    f"{ranks} ranks that each keep their own best, shared out by {by}, {float(budget):.1%} (KL)",
-                    "",
-                    f"{one['kl']:.4f}, best of all ranks {best['kl']:.4f}",
-                    None,
-                )
+            yield Row(
+                f"{ranks} ranks that each keep their own best, shared out by {by}, {float(budget):.1%} (KL)",
+                "",
+                f"{one['kl']:.4f}, best of all ranks {best['kl']:.4f}",
+                None,
             )
         if name.startswith("one set for"):
             size, budget = name.split()[3], name.split()[-1]
             union = report.get("batches", {}).get(size) or report.get("batches", {}).get(int(size))
             reads = f" that reads {union['union']:.3f} of the experts active" if union else ""
-            rows.append(
-                Row(
-                    f"one set of channels for {size} tokens, {float(budget):.1%} of the experts active (KL)",
-                    "future work",
-                    f"{one['kl']:.4f}; each token its own {whole[budget]['kl']:.4f}{reads}",
-                    None,
-                )
+            yield Row(
+                f"one set of channels for {size} tokens, {float(budget):.1%} of the experts active (KL)",
+                "future work",
+                f"{one['kl']:.4f}; each token its own {whole[budget]['kl']:.4f}{reads}",
+                None,
             )
         if "+reader" in name:
             router, budget = name.split("+")[0], name.split()[-1]
-            rows.append(
-                Row(
-                    f"{router} beside a reader of {float(budget):.1%} (KL)",
-                    "",
-                    f"{one['kl']:.4f}; the router alone {trials[router]['kl']:.4f}, the reader alone "
-                    f"{whole[budget]['kl']:.4f}",
-                    None,
-                )
+            yield Row(
+                f"{router} beside a reader of {float(budget):.1%} (KL)",
+                "",
+                f"{one['kl']:.4f}; the router alone {trials[router]['kl']:.4f}, the reader alone "
+                f"{whole[budget]['kl']:.4f}",
+                None,
             )
     if report.get("batches"):
         words = ", ".join(
             f"{size}: {one['union']:.3f} ({one['union_if_independent']:.3f})" for size, one in report["batches"].items()
         )
-        rows.append(
-            Row(
-                "what a batch reads of its active experts, all tokens together (if they chose independently)",
-                "",
-                words,
-                None,
-            )
+        yield Row(
+            "what a batch reads of its active experts, all tokens together (if they chose independently)",
+            "",
+            words,
+            None,
         )
-    return rows
 
 
 _MAKERS = (_under_reading, _pairs, _collapse, _screens, _scores, _kept_quality, _bytes, _beyond)
