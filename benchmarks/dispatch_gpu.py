@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from command import command
-from common import RESULTS, ROOT, write
+from common import RESULTS, ROOT, table, write
 from device_times import graph, times_by_input
 from split_problems import marginals
 
@@ -232,16 +232,8 @@ def main() -> None:
         (64, 64, 4096, ("lplb", "lplb(counts=gathered)", "lplb+waterfill")),
     ):
         given = problem(planned, later, ranks, redundant, tokens, options.seed)
-        for text in stacks:
-            row = measure(text, given)
-            rows.append(row)
-            parts = " ".join(f"{name} {row[name]:5.1f}" for name in ("count", "other", "solve", "assign"))
-            print(
-                f"{text:44} {ranks:3} ranks {tokens:5} tokens | us {row['us']:5.1f} most {row['us_most']:5.1f} alone "
-                f"{row['alone']:5.1f} | {parts} | host {row['host']:5.1f} "
-                f"torch {row['torch']:7.1f} | equal {row['equal']}",
-                flush=True,
-            )
+        rows += [measure(text, given) for text in stacks]
+    table("microseconds", rows)
     result = {
         "command": command("dispatch_gpu.py"),
         "device": torch.cuda.get_device_name(),

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import write
+from common import table, write
 
 from epsim.kernels.split import prepare, solve_peak
 from epsim.kernels.split.problems import drifted_counts
@@ -138,17 +138,14 @@ def main() -> None:
     for name, problem in problems.items():
         rows = score(problem)
         report.append({"problem": name, "steps": problem[3], "layers": problem[0].num_layers, "rows": rows})
-        print(f"\n{name}: {problem[3]} steps x {problem[0].num_layers} layers")
-        print(f"{'stack':58} {'peak/mean':>9} {'against ' + BASE:>46} {'above least':>11} {'remote':>7}")
+        shown = []
         for row in rows:
             versus = row["versus_one_after_the_other"]
-            words = f"{versus['difference']:+.4f}"
-            if versus["low"] is not None:
-                words += f" [{versus['low']:+.4f}, {versus['high']:+.4f}]"
-            print(
-                f"{row['stack']:58} {row['max_over_mean']['mean']:9.4f} {words:>46} "
-                f"{row['above_least_total_peak']['mean']:11.2%} {row['shared_remote_share']:7.1%}"
-            )
+            own = {"stack": row["stack"], "peak/mean": row["max_over_mean"]["mean"], "difference": versus["difference"]}
+            own |= {"low": versus["low"], "high": versus["high"]}
+            own |= {"above least": row["above_least_total_peak"]["mean"], "remote": row["shared_remote_share"]}
+            shown.append(own)
+        table(f"{name}: {problem[3]} steps x {problem[0].num_layers} layers, against {BASE}", shown)
     document = {
         "command": shlex.join(["python", *sys.argv]),
         "setting": {"ranks": RANKS, "nodes": NODES, "shared_cost": 1.0, "base": BASE},

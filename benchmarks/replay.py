@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 from command import command
-from common import machine, write
+from common import machine, table, write
 
 LAYERS, EXPERTS, TOP_K, RANKS, NODES, REDUNDANT = 58, 256, 8, 16, 2, 32
 TOKENS = 4096
@@ -118,17 +118,11 @@ def main() -> None:
                 rows[-1]["equal"] = rows[-1]["results"] == next(r["results"] for r in rows if r["stack"] == stack)
     floor = floor_once(20_000)
     print(f"{LAYERS} layers, {EXPERTS} experts, {RANKS} ranks on {NODES} nodes, {REDUNDANT} redundant; {machine()}")
-    head = f"{'stack':12} {'splits on':>9} {'pairs/s scored':>15} {'pairs/s read':>13} {'of product alone':>17}"
-    print(f"{head} {'resident MiB':>13}")
     for row in rows:
         row["pairs_scored_per_second"] = row["pairs_scored"] / row["seconds"]
         row["pairs_read_per_second"] = row["pairs_read"] / row["seconds"]
         row["ratio_to_product_alone"] = row["pairs_scored_per_second"] / floor
-        print(
-            f"{row['stack']:12} {row['device']:>9} {row['pairs_scored_per_second']:15,.0f} "
-            f"{row['pairs_read_per_second']:13,.0f} {row['ratio_to_product_alone']:17.3f} {row['resident_mib']:13,.0f}"
-            + ("" if row["equal"] else " DIFFERS")
-        )
+    table("replays", rows)
     report = {
         "command": command("replay.py"),
         "machine": machine(),

@@ -31,7 +31,7 @@ import split_baselines as baselines
 import split_problems as problems
 import torch
 from command import command
-from common import ROOT, processor
+from common import RESULTS, ROOT, processor, table
 from split_problems import TOP_K as TOP_K
 from split_problems import ProblemSet, marginals
 from split_solvers import GLOP, HIGHS, OURS, Answer, Asked, Flags, Floats, solvers
@@ -121,23 +121,11 @@ def summarize(rows: Sequence[dict[str, Any]], gaps: dict[tuple[str, str], list[F
 
 
 def print_summary(summary: Sequence[dict[str, Any]]) -> None:
-    def figure(line: dict[str, Any], key: str, form: str) -> str:
-        value = line.get(key)
-        width = int(form.partition(".")[0])
-        return " " * (width - 1) + "-" if value is None else format(value, form)
-
-    head = f"{'solver':30} {'answered':>13} {'infeasible':>10} {'gap mean':>9} {'p99':>9} {'worst':>9}"
     for kind in dict.fromkeys(line["kind"] for line in summary):
-        print(f"\n{kind} problems\n{head} | {'alone us':>9} {'p99':>7} {'built':>8} {'batch':>8}")
-        for line in (line for line in summary if line["kind"] == kind):
-            of = f"{line['answered']:,}/{line['problems']:,}"
-            print(
-                f"{line['solver']:30} {of:>13} {line['infeasible']:10,} {figure(line, 'gap_mean', '9.1e')} "
-                f"{figure(line, 'gap_p99', '9.1e')} {figure(line, 'gap_worst', '9.1e')} | "
-                f"{figure(line, 'us_alone', '9.1f')} {figure(line, 'us_alone_p99', '7.1f')} "
-                f"{figure(line, 'us_with_model', '8.0f')} {figure(line, 'us_batch', '8.3f')}"
-                + (f" UNPROVEN {line['unproven']}" if line.get("unproven") else "")
-            )
+        rows = [
+            {key: value for key, value in line.items() if key != "kind"} for line in summary if line["kind"] == kind
+        ]
+        table(f"{kind} problems", rows)
 
 
 def versions() -> dict[str, str]:
@@ -173,7 +161,7 @@ def main() -> None:
     parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces")
     parser.add_argument("--solvers", nargs="*", default=[], help="beginnings of their names; all by default")
     parser.add_argument("--kinds", nargs="*", default=[], help="real, pairs, hard; all by default")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/split.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "split.json")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     begun = time.perf_counter()

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from command import command
-from common import RESULTS, ROOT, write
+from common import RESULTS, ROOT, table, write
 from device_times import graph, times_by_input
 from split_problems import TOP_K, marginals, planned_by_eplb, sample_counts
 
@@ -185,20 +185,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     nothing = torch.zeros(1, device="cuda")
     empty = float(np.median(times_by_input(graph(lambda: nothing.add_(1)), lambda i: None, 50, REPLAYS)))
-    print(
-        f"{'p50 and p99 in us':22} ranks tokens | {' | '.join(f'{kind:>11}' for kind in COLUMNS)} |"
-        "  batch whole CPU us ratio | equal: cold, whole, warm"
-    )
     for problem in problems(options.recordings, rng):
         row = measure(*problem)
         rows.append(row)
-        shown = " ".join(f"{row[kind]['p50']:5.1f} {row[kind]['p99']:5.1f} |" for kind in COLUMNS)
-        print(
-            f"{row['name']:22} {row['ranks']:5} {row['tokens']:6} | {shown} {row['batch_ns']:5.1f} "
-            f"{row['whole_ns']:5.1f} {row['cpu_us']:5.2f} {row['cpu_us'] / row['batch_ns'] * 1e3:5.0f} | "
-            f"{row['equal']} {row['equal_whole']} {row['equal_warm']}" + " UNPROVEN" * bool(row["unproven"]),
-            flush=True,
-        )
         result = {
             "command": command("split_gpu.py"),
             "device": torch.cuda.get_device_name(),
@@ -207,6 +196,8 @@ def main() -> None:
             "rows": rows,
         }
         write(options.out, result)
+    shown = [{**row, **{f"{kind} p50": row[kind]["p50"] for kind in COLUMNS}} for row in rows]
+    table("microseconds", shown)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from command import command
-from common import machine, write
+from common import machine, table, write
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 8, 256, 8, 2048
 STACKS = ("eplb", "eplb+lplb", "eplb+lplb(counts=gathered)")
@@ -162,18 +162,8 @@ def main() -> None:
         f"one by one: {found['serial_cells_per_minute']:.0f} cells a minute, "
         f"{found['serial_cpu_s_per_cell']:.2f} s CPU each"
     )
-    for row in rows:
-        same = "same bytes" if row["equal"] else "RESULTS DIFFER"
-        print(
-            f"{row['kind']:>9} {row['workers']}: {row['cells_per_minute']:6.0f} cells a minute, first after "
-            f"{row['first_cell_s']:.1f} s, whole {row['whole_s']:.1f} s, CPU {row['cpu_s']:.1f} s; {same}"
-        )
-    for row in by_ranks:
-        print(
-            f"{row['ranks']:5} ranks, {row['redundant']:4} redundant: {row['seconds']:7.2f} s "
-            f"({row['cpu_s']:.2f} s CPU), {row['resident_mib'] / 1024:.1f} GiB resident so far, "
-            f"gap {row['optimality_gap']:.1%}"
-        )
+    table("workers", rows)
+    table("by ranks, one by one", by_ranks)
     write(arguments.out, found)
 
 
