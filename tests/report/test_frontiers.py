@@ -15,14 +15,16 @@ import pytest
 from epsim.cli.main import main
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.quality.frontier import Point, Trial
-from epsim.quality.reader_measure import Figures
 from epsim.replay import ReplayOptions, replay
 from epsim.report.frontiers import frontier_figures, read_frontiers
 from epsim.results import check_results, write_results
 from epsim.traces.store import StoredTrace
+from tests.benchmarks.scripts import script
 
-ROUTER = Point(Trial("oea", "oea(k0=3)"), 16, {1: 35.5, 4: 12.0}, 0.95, 0.0125, 0.02, np.array([0.01, 0.015]))
+frontier: Any = script("quality.frontier")
+
+OEA = frontier.Trial("oea", "oea(k0=3)")
+ROUTER: Any = frontier.Point(OEA, 16, {1: 35.5, 4: 12.0}, 0.95, 0.0125, 0.02, np.array([0.01, 0.015]))
 
 
 def written(folder: Path, **content: Any) -> Path:
@@ -46,7 +48,7 @@ def test_routers(tmp_path: Path) -> None:
 
 def test_readers(tmp_path: Path) -> None:
     values = np.array([0.1, 0.3])
-    figures = Figures(loss=values, kl=values, right=values, kept=755.0).to_json()
+    figures = script("quality.figures").Figures(loss=values, kl=values, right=values, kept=755.0).to_json()
     (found,) = read_frontiers(
         written(tmp_path, trials={"sketch 0.178": figures, "cats 0.2": figures, "with oea": figures})
     )
