@@ -27,7 +27,7 @@ from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting, bind
 from epsim.policies.routing.block import kept_scores, scores_by_expert
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
 from epsim.traces.select import select_steps

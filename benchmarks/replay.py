@@ -50,7 +50,7 @@ def replay_once(path: Path, stack: str, device: str) -> dict[str, Any]:
     """Runs in a process of its own: seconds, pairs and the peak of resident memory."""
     from epsim.placement.base import Cluster
     from epsim.policies.stack import parse_stack
-    from epsim.replay import ReplayOptions, check_device, replay
+    from epsim.replaying import ReplayOptions, check_device, replay
     from epsim.traces.store import StoredTrace
 
     trace = StoredTrace(path)
@@ -103,7 +103,7 @@ def main() -> None:
         print(json.dumps(replay_once(Path(path), stack, device)))
         return
     if arguments.device == "cuda":
-        from epsim.replay import check_device
+        from epsim.replaying import check_device
 
         check_device("cuda")
     rows = []

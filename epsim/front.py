@@ -49,7 +49,7 @@ def replay(request: ReplayRequest) -> Results:
     """
     from epsim.placement.base import Cluster
     from epsim.policies.stack import named_stacks
-    from epsim.replay import ReplayOptions, check_device, replay, replay_length
+    from epsim.replaying import ReplayOptions, check_device, replay, replay_length
     from epsim.report.results import Results
 
     options = ReplayOptions(
@@ -129,9 +129,9 @@ def tune(request: TuneRequest) -> Results:
     from epsim.policies.stack import named_stacks
     from epsim.report.results import Results
     from epsim.traces.store import StoredTrace
-    from epsim.tune.memory import GB, parse_memory
-    from epsim.tune.migration import LAYER_MS
-    from epsim.tune.tune import TuneOptions, tune
+    from epsim.tuning.memory import GB, parse_memory
+    from epsim.tuning.migration import LAYER_MS
+    from epsim.tuning.tune import TuneOptions, tune
 
     table = None if request.expert_table is None else Path(request.expert_table)
     timing = load_timing(request.hardware, request.model, 1, "unknown", request.overlap, table)

@@ -21,7 +21,7 @@ from epsim.placement.base import Cluster, Placement
 from epsim.planning import plan_placements
 from epsim.policies.base import Dense
 from epsim.policies.stack import PolicyStack, named_stacks
-from epsim.replay import ReplayOptions, planned_steps
+from epsim.replaying import ReplayOptions, planned_steps
 from epsim.runtime.job import Job, JobStack
 from epsim.traces.importing import open_trace
 from epsim.traces.regroup import regroup, regrouped_meta

@@ -19,7 +19,7 @@ from epsim.placement import placement_policy
 from epsim.placement.base import Cluster
 from epsim.placement.eplb import rebalance_experts
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.results import Results, check_results
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
@@ -178,7 +178,7 @@ def test_levels_agree_on_what_they_share(make_trace: TraceMaker, level: str) -> 
 def test_block_size_changes_nothing(make_trace: TraceMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks = options("eplb", "eplb+lplb", "eplb+random", "eplb+lplb-sampled+waterfill", shared_cost=1.0)
     whole = replay(make_trace("tokens", steps=12, tokens=256), stacks)
-    monkeypatch.setattr("epsim.replay.BLOCK_BYTES", 1)
+    monkeypatch.setattr("epsim.replaying.BLOCK_BYTES", 1)
     monkeypatch.setattr("epsim.planning.BLOCK_BYTES", 1)
     parts = replay(make_trace("tokens", steps=12, tokens=256, name="again.parquet"), stacks)
     for one, other in zip(whole["stacks"], parts["stacks"], strict=True):
@@ -266,7 +266,7 @@ import numpy as np
 from epsim.placement.base import Cluster
 from epsim.placement.eplb import rebalance_experts
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock
 small = StoredTrace({str(trace.path)!r})
@@ -288,7 +288,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 def test_many_source_ranks_make_small_blocks(make_trace: TraceMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts by source rank take memory however few tokens a step has; how steps are cut changes no figure."""
-    from epsim import replay as module
+    from epsim import replaying as module
 
     trace = make_trace("tokens", steps=8, tokens=4, ranks=4)
     options = ReplayOptions(Cluster(4, 1, 4), (("", parse_stack("eplb+lplb")),))

@@ -11,7 +11,7 @@ from epsim.cli.main import main
 from epsim.kernels.split import cuda, solver
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import Device, ReplayOptions, check_device, replay
+from epsim.replaying import Device, ReplayOptions, check_device, replay
 from epsim.results import Results
 from epsim.traces.store import StoredTrace
 

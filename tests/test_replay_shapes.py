@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.results import Results, check_results
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import Block, TokenBlock, TraceMeta

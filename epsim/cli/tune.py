@@ -13,6 +13,6 @@ def tune_command(request: TuneRequest, out: OutOption = None, json_output: JsonO
     check_out(out)
     with progress_bar() as progress:
         results = front.tune(**vars(request) | {"command": command_line(), "progress": progress})
-    from epsim.tune.show import print_tune
+    from epsim.tuning.show import print_tune
 
     give(results, out, json_output, print_tune)

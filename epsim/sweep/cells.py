@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.placement.base import Cluster
-from epsim.replay import ReplayOptions
+from epsim.replaying import ReplayOptions
 from epsim.sweep.grid import DEFAULTS, FILL, Grid, NamedStack, Values
 from epsim.sweep.sources import TRACES, Making, Opening, Source, content_key, find_source, imported
 from epsim.traces.options import DEFAULT_RANKS, ImportOptions, SynthesisOptions

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from epsim.files import message_line
-from epsim.replay import replay
+from epsim.replaying import replay
 from epsim.results import Results
 from epsim.sweep.cells import Cell
 from epsim.sweep.sources import Making, Opening

@@ -9,7 +9,7 @@ import pytest
 from epsim.kernels.split import cuda
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import Device, ReplayOptions, replay
+from epsim.replaying import Device, ReplayOptions, replay
 from epsim.report.write import write_report
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions

@@ -19,7 +19,7 @@ from epsim.launch.inline import run_inline
 from epsim.launch.options import RunOptions
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.results import read_results
 from epsim.runtime.exchange.collectives import TorchExchange
 from epsim.runtime.faults import Watch

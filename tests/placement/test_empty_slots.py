@@ -14,7 +14,7 @@ from epsim.cost.layer_time import load_timing
 from epsim.placement.balance import even_rank_loads, even_shares
 from epsim.placement.base import Placement
 from epsim.placement.formats import read_placement, write_placement
-from epsim.tune.migration import held, migration
+from epsim.tuning.migration import held, migration
 
 ROWS = [[0, 1, -1, 2, 1, -1], [-1, -1, -1, 2, 1, 0]]
 

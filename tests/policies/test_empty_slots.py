@@ -21,7 +21,7 @@ from epsim.policies.nearest import nearest_slots
 from epsim.policies.one_copy import held_by_rank
 from epsim.policies.registry import KINDS
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, TokenBlock
 from tests.policies.conftest import random_placement

@@ -15,7 +15,7 @@ from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting, bind
 from epsim.policies.routing import block as routing_block
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.traces.importing import import_trace
 from epsim.traces.options import ImportOptions
 from epsim.traces.store import StoredTrace, TraceWriter

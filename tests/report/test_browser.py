@@ -14,7 +14,7 @@ import torch
 
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.report.write import write_report
 from epsim.results import Results
 from epsim.score.formulas import METRICS

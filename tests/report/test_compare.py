@@ -17,7 +17,7 @@ from epsim.cli.main import main
 from epsim.files import message_line
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.report.compare import Row, Side, combined, compare, read_sides, words
 from epsim.report.conditions import OF_A_PAIR, OF_A_STACK, Condition, holds, parse_condition
 from epsim.results import Results, check_results, write_results

@@ -15,7 +15,7 @@ import pytest
 from epsim.cli.main import main
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.report.frontiers import frontier_figures, read_frontiers
 from epsim.results import check_results, write_results
 from epsim.traces.store import StoredTrace

@@ -16,7 +16,7 @@ import pytest
 
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.report.content import PEAK_OVER_MEAN, cells, headers, meanings, metrics_table, reasons, rows
 from epsim.report.table import print_table
 from epsim.report.write import write_pages, write_report

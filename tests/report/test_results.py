@@ -13,7 +13,7 @@ import pytest
 import epsim.report.results
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.report.content import rows
 from epsim.report.results import Results
 from epsim.traces.store import StoredTrace

@@ -12,7 +12,7 @@ from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.results import Results
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, TraceMeta
-from epsim.tune.tune import TuneOptions, tune
+from epsim.tuning.tune import TuneOptions, tune
 from tests.tune.cases import EXPERTS, GPUS, LAYERS, MODEL, TOP_K, MakeCounts, RunTune
 
 

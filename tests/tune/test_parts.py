@@ -26,15 +26,15 @@ from epsim.policies.apply import Setting
 from epsim.policies.stack import parse_stack
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
-from epsim.tune.candidates import Candidate, all_candidates, possible_intervals, redundancies
-from epsim.tune.conditions import _permuted, _Resized
-from epsim.tune.ideal import ideal_us
-from epsim.tune.memory import Memory, amount, parse_memory
-from epsim.tune.migration import migration
-from epsim.tune.race import Interval, affordable, change
-from epsim.tune.scorer import Part, Problem, score
-from epsim.tune.steps import WindowSums, chosen_blocks, evenly
-from epsim.tune.systems import Setup, sglang_command, sglang_lacks, vllm_command, vllm_lacks
+from epsim.tuning.candidates import Candidate, all_candidates, possible_intervals, redundancies
+from epsim.tuning.conditions import _permuted, _Resized
+from epsim.tuning.ideal import ideal_us
+from epsim.tuning.memory import Memory, amount, parse_memory
+from epsim.tuning.migration import migration
+from epsim.tuning.race import Interval, affordable, change
+from epsim.tuning.scorer import Part, Problem, score
+from epsim.tuning.steps import WindowSums, chosen_blocks, evenly
+from epsim.tuning.systems import Setup, sglang_command, sglang_lacks, vllm_command, vllm_lacks
 from tests.tune.cases import GPUS, MakeCounts, hot
 
 V3, H200 = load_model("deepseek-v3"), load_hardware("h200")

@@ -15,15 +15,15 @@ from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.kernels.reader import ReadBytes
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
-from epsim.replay import ReplayOptions, replay
+from epsim.replaying import ReplayOptions, replay
 from epsim.report.write import write_report
 from epsim.results import check_results, read_results
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock
-from epsim.tune.candidates import Candidate
-from epsim.tune.memory import Memory
-from epsim.tune.systems import sglang_lacks, vllm_lacks
-from epsim.tune.tune import TuneOptions, tune
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.memory import Memory
+from epsim.tuning.systems import sglang_lacks, vllm_lacks
+from epsim.tuning.tune import TuneOptions, tune
 from tests.tune.cases import GPUS, Floats, MakeCounts, RunTune, answered, hot
 
 EPLB = (parse_stack("eplb"),)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from epsim.traces.trace import Block, Ints, TokenBlock
-from epsim.tune.candidates import Candidate
-from epsim.tune.race import Interval, change
-from epsim.tune.scorer import ChangeBlock, Part, Problem, score
-from epsim.tune.steps import chosen_blocks, evenly
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.race import Interval, change
+from epsim.tuning.scorer import ChangeBlock, Part, Problem, score
+from epsim.tuning.steps import chosen_blocks, evenly
 
 FEWER = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 MORE = (2, 4, 8, 16)

@@ -15,8 +15,8 @@ from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_
 from epsim.traces.regroup import regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TraceMeta
-from epsim.tune.answers import Answers, Searched, answer
-from epsim.tune.candidates import (
+from epsim.tuning.answers import Answers, Searched, answer
+from epsim.tuning.candidates import (
     Candidate,
     all_candidates,
     check_levels,
@@ -24,13 +24,13 @@ from epsim.tune.candidates import (
     possible_intervals,
     redundancies,
 )
-from epsim.tune.final import Finals
-from epsim.tune.memory import Memory, amount
-from epsim.tune.migration import LAYER_MS
-from epsim.tune.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair_us, race
-from epsim.tune.scorer import Part, Problem
-from epsim.tune.steps import WindowSums, evenly
-from epsim.tune.systems import Setup, sglang_lacks, vllm_lacks
+from epsim.tuning.final import Finals
+from epsim.tuning.memory import Memory, amount
+from epsim.tuning.migration import LAYER_MS
+from epsim.tuning.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair_us, race
+from epsim.tuning.scorer import Part, Problem
+from epsim.tuning.steps import WindowSums, evenly
+from epsim.tuning.systems import Setup, sglang_lacks, vllm_lacks
 from epsim.version import VERSION
 
 FEWEST_STEPS = 6

@@ -13,7 +13,7 @@ from rich.text import Text
 from epsim.files import printable
 from epsim.report.table import PIPE_WIDTH
 from epsim.results import Results
-from epsim.tune.memory import amount
+from epsim.tuning.memory import amount
 
 MOST_ROWS = 12
 HEADERS = ("candidate", "weights a GPU", "gain choosing", "gain on steps held out (95% interval)", "rounds")

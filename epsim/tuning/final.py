@@ -14,15 +14,15 @@ from epsim.planning import to_counts
 from epsim.policies.apply import BoundStack
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load
-from epsim.replay import least_peak
+from epsim.replaying import least_peak
 from epsim.score.metrics import layer_metrics
 from epsim.score.statistics import BlockBootstrap, Series
 from epsim.score.steps import ScoredSteps
 from epsim.score.summary import StackSummary
 from epsim.score.time_metrics import timed_metrics
 from epsim.traces.trace import Block, Ints
-from epsim.tune.candidates import Candidate
-from epsim.tune.scorer import Floats, Part, Problem, Times, score
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.scorer import Floats, Part, Problem, Times, score
 
 GAIN = "throughput_gain"
 

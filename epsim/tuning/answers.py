@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from epsim.tune import words
-from epsim.tune.candidates import Candidate
-from epsim.tune.conditions import FEWER, MORE, Condition, by_tokens, with_other_experts
-from epsim.tune.final import Finals
-from epsim.tune.memory import Memory
-from epsim.tune.migration import Migration, migration
-from epsim.tune.race import Interval, Round, change
-from epsim.tune.scorer import Part, Problem
-from epsim.tune.systems import (
+from epsim.tuning import words
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.conditions import FEWER, MORE, Condition, by_tokens, with_other_experts
+from epsim.tuning.final import Finals
+from epsim.tuning.memory import Memory
+from epsim.tuning.migration import Migration, migration
+from epsim.tuning.race import Interval, Round, change
+from epsim.tuning.scorer import Part, Problem
+from epsim.tuning.systems import (
     VLLM_INTERVAL,
     Setup,
     plan_command,

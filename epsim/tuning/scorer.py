@@ -25,9 +25,9 @@ from epsim.policies.stack import PolicyStack
 from epsim.traces.select import take_steps
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
-from epsim.tune.candidates import Candidate
-from epsim.tune.migration import Migration, migration
-from epsim.tune.steps import WindowSums, chosen_blocks
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.migration import Migration, migration
+from epsim.tuning.steps import WindowSums, chosen_blocks
 
 Floats = npt.NDArray[np.float64]
 ChangeBlock = Callable[[Block], Block]

@@ -13,10 +13,10 @@ import numpy as np
 
 from epsim.score.statistics import BlockBootstrap, Series
 from epsim.traces.trace import Ints
-from epsim.tune.candidates import Candidate
-from epsim.tune.ideal import ideal_us
-from epsim.tune.scorer import Floats, Part, Problem, Times, score
-from epsim.tune.steps import evenly
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.ideal import ideal_us
+from epsim.tuning.scorer import Floats, Part, Problem, Times, score
+from epsim.tuning.steps import evenly
 
 Class = Callable[[Candidate], bool]
 Cost = Callable[[Candidate], tuple[float, int, float, str]]

@@ -11,8 +11,8 @@ from epsim.planning import to_counts
 from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
 from epsim.traces.trace import Block, Ints
-from epsim.tune.scorer import Floats, Problem
-from epsim.tune.steps import chosen_blocks
+from epsim.tuning.scorer import Floats, Problem
+from epsim.tuning.steps import chosen_blocks
 
 
 def ideal_us(problem: Problem, places: Ints, layers: Sequence[int] | None = None) -> Floats:

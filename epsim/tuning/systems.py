@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 
 from epsim.policies.waterfill import Waterfill
-from epsim.tune.candidates import Candidate
+from epsim.tuning.candidates import Candidate
 
 ON_EACH_HOST = "on every host, HEAD being the first one's address and NODE the host's number from 0"
 VLLM_INTERVAL = 3000

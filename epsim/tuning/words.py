@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from epsim.traces.trace import LEVELS
-from epsim.tune.candidates import Candidate
-from epsim.tune.conditions import Condition
-from epsim.tune.memory import GB, Memory, amount
-from epsim.tune.race import Interval
-from epsim.tune.scorer import Part, Problem
-from epsim.tune.systems import ON_EACH_HOST, sglang_lacks, vllm_lacks
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.conditions import Condition
+from epsim.tuning.memory import GB, Memory, amount
+from epsim.tuning.race import Interval
+from epsim.tuning.scorer import Part, Problem
+from epsim.tuning.systems import ON_EACH_HOST, sglang_lacks, vllm_lacks
 
 if TYPE_CHECKING:
-    from epsim.tune.answers import Rebalancing, Searched
-    from epsim.tune.final import Finals
+    from epsim.tuning.answers import Rebalancing, Searched
+    from epsim.tuning.final import Finals
 
 SYSTEMS = {"sglang": "SGLang", "vllm": "vLLM"}
 
