@@ -1,3 +1,26 @@
-"""epsim: which expert-parallel load-balancing policy makes the slowest rank least slow?"""
+"""Expert-parallel load balancing for mixture-of-experts models: which policy is best, and by how much?
 
-__version__ = "0.1.0"
+>>> results = epsim.replay("sample", ["eplb", "best=eplb+lplb"], ranks=16, nodes=2, redundant=32)
+>>> print(results.verdict)
+
+docs/python.md shows all functions.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from epsim.front import compare, load, plan, replay, run, tune
+from epsim.version import VERSION
+
+if TYPE_CHECKING:
+    from epsim.report.results import Results
+
+__version__ = VERSION
+__all__ = ["Results", "__version__", "compare", "load", "plan", "replay", "run", "tune"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Results":
+        from epsim.report.results import Results
+
+        return Results
+    raise AttributeError(f"module 'epsim' has no attribute {name!r}")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from epsim import front
+import epsim
 from epsim.cli.options import progress_bar
 from epsim.files import check_target
 from epsim.requests import PlanRequest
@@ -25,7 +25,7 @@ def plan_command(
     check_format(format_name)
     check_target(out)
     with progress_bar() as progress:
-        placement = front.plan(**vars(request) | {"progress": progress})
+        placement = epsim.plan(**vars(request) | {"progress": progress})
     placement.write(out, format_name)
     slots = f"{placement.num_physical} slots a layer"
     print(f"{out}: {request.placement} for {request.ranks} ranks, {slots}, {format_name} format")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epsim import front
+import epsim
 from epsim.cli.options import JsonOption, OutOption, command_line, give, progress_bar
 from epsim.files import check_out
 from epsim.requests import ReplayRequest
@@ -12,7 +12,7 @@ def replay_command(request: ReplayRequest, out: OutOption = None, json_output: J
     """Replay a recorded trace through policy stacks: which is best, and how far each is from the best possible."""
     check_out(out)
     with progress_bar() as progress:
-        results = front.replay(**vars(request) | {"command": command_line(), "progress": progress})
+        results = epsim.replay(**vars(request) | {"command": command_line(), "progress": progress})
     from epsim.report.table import print_table
 
     give(results, out, json_output, print_table)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from epsim import front
+import epsim
 from epsim.requests import LaunchOptions
 
 
 def run_command(options: LaunchOptions) -> None:
     """Run a recorded trace's tokens through real expert-parallel layers under policy stacks, and measure."""
-    results = front.run(**vars(options))
+    results = epsim.run(**vars(options))
     from epsim.report.table import print_table
 
     print_table(results.data)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from epsim import front
+import epsim
 from epsim.cli.options import JsonOption, OutOption, command_line, give, progress_bar
 from epsim.files import check_out
 from epsim.requests import TuneRequest
@@ -12,7 +12,7 @@ def tune_command(request: TuneRequest, out: OutOption = None, json_output: JsonO
     """Say what to run within a memory limit: redundant experts, placement, policies, rebalancing; gains and costs."""
     check_out(out)
     with progress_bar() as progress:
-        results = front.tune(**vars(request) | {"command": command_line(), "progress": progress})
+        results = epsim.tune(**vars(request) | {"command": command_line(), "progress": progress})
     from epsim.tuning.show import print_tune
 
     give(results, out, json_output, print_tune)
