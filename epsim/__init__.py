@@ -6,21 +6,21 @@
 docs/python.md shows all functions.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from epsim.front import compare, load, plan, replay, run, tune
 from epsim.version import VERSION
 
-if TYPE_CHECKING:
-    from epsim.report.results import Results
-
 __version__ = VERSION
 __all__ = ["Results", "__version__", "compare", "load", "plan", "replay", "run", "tune"]
 
+if TYPE_CHECKING:
+    from epsim.report.results import Results
+else:
 
-def __getattr__(name: str) -> Any:
-    if name == "Results":
-        from epsim.report.results import Results
+    def __getattr__(name: str) -> object:
+        if name == "Results":
+            from epsim.report.results import Results
 
-        return Results
-    raise AttributeError(f"module 'epsim' has no attribute {name!r}")
+            return Results
+        raise AttributeError(f"module 'epsim' has no attribute {name!r}")

@@ -29,7 +29,7 @@ def load(request: LoadRequest) -> StoredTrace:
 
     >>> trace = epsim.load("sample")
     >>> trace.num_steps, trace.meta.num_experts, trace.meta.level
-    (120, 64, 'tokens')
+    (360, 64, 'tokens')
 
     Raises ValueError or FileNotFoundError in one line that says what is wrong and what to do.
     """
@@ -119,9 +119,9 @@ def plan(request: PlanRequest) -> Plan:
 def tune(request: TuneRequest) -> Results:
     """Finds what to run on a cluster: redundant experts, placement, policies and rebalancing, within its memory.
 
-    >>> results = epsim.tune("sample", model="model.toml", hardware="h200", gpus=8)
-    >>> results.answers["any"].stack
-    'eplb+lplb'
+    >>> tuned = epsim.tune("sample", model="epsim-small", hardware="h200", gpus=8, policies=["eplb", "eplb+lplb"])
+    >>> tuned.answers.names
+    ['any', 'sglang', 'vllm']
 
     Raises ValueError or FileNotFoundError in one line that says what is wrong and what to do.
     """
@@ -173,8 +173,8 @@ def tune(request: TuneRequest) -> Results:
 def run(options: LaunchOptions) -> Results:
     """Runs a trace's tokens through real expert-parallel layers under policy stacks, and measures loads and times.
 
-    >>> results = epsim.run("sample", ["eplb", "eplb+lplb"], model="tiny", out="out", steps=2, device="cpu")
-    >>> results.data["run"]["equals_replay"]
+    >>> measured = epsim.run("sample", ["contiguous"], model="tiny", out="run", steps=1, device="cpu")
+    >>> measured.data["run"]["equals_replay"]
     True
 
     Raises ValueError or FileNotFoundError in one line that says what is wrong and what to do. If a rank fails, the

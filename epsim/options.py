@@ -77,9 +77,7 @@ class Options:
     def __post_init__(self) -> None:
         for entry in parameters(type(self)):
             value, told = getattr(self, entry.name), entry.about
-            if value is None:
-                continue
-            for one in value if entry.many else (value,):
+            for one in [] if value is None else _values(value):
                 if told.choices and one not in told.choices:
                     raise ValueError(f"{entry.flag} {one}: choose {', '.join(told.choices)}")
                 if told.least is not None and not one >= told.least:
@@ -104,6 +102,11 @@ def _parameters(options: Any) -> tuple[Parameter, ...]:
                 kind, about = get_args(hint)
                 found[name] = Parameter(name, *_kind(about.kind or kind), by_name[name].default, about)
     return tuple(found.values())
+
+
+def _values(value: Any) -> Sequence[Any]:
+    """The values of an option, of which there may be one or several."""
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
@@ -163,8 +166,7 @@ def command_words(options: Any, *groups: type) -> list[str]:
     words: list[str] = []
     for entry in {entry.name: entry for group in groups or (type(options),) for entry in parameters(group)}.values():
         value = getattr(options, entry.name)
-        values = list(value) if entry.many and not isinstance(value, str) else [value]
-        texts = [os.fspath(part) if isinstance(part, os.PathLike) else str(part) for part in values]
+        texts = [os.fspath(part) if isinstance(part, os.PathLike) else str(part) for part in _values(value)]
         if entry.about.argument:
             words += texts
         elif value is True:
