@@ -1,23 +1,29 @@
-"""The split on the CPU: sweeps to come near, a proof, and augmenting paths where it is not yet one.
+"""The split on the CPU: sweeps of water-filling, a lower bound, and augmenting paths until the bound is reached.
 
-1. From the even split (or another batch's), sweeps of water-filling: each replicated expert in turn is poured over the
-   ranks of its copies (pairs in closed form). A step is exact for its expert and never raises the peak.
-2. A lower bound: for any rank set A, M* >= (load that cannot leave A) / |A|. First the whole group's mean, and each
-   rank's fixed load alone; after a sweep the sets {ranks with load >= t}, which meet it at the least-squares split.
-3. Between sweeps each set of ranks connected by partly used copies is levelled along a spanning tree, which is a step
-   to the least-squares split in one pass, where water-filling takes thousands of sweeps on a long chain.
-   Up to 32 ranks all of this is done in integers (coarse.py), until the peak is within the tolerance of the bound.
-   Beyond, three sweeps are, in float64.
-4. What is found is looked at in float64. While ranks are above the bound by more than the tolerance: breadth first from
-   all of them, over experts with load on a reached rank to the other ranks of their copies, to ranks below the bound;
-   load is pushed along the tree. If no rank below can be reached, the reached set is closed: no expert with load in it
-   has a copy outside. What cannot leave the set is then all of its load, more than the bound times its size, and gives
-   a larger bound (Dinkelbach's iteration over minimum cuts). This ends after finitely many pushes, whatever the shape.
-   (Real problems of up to 32 ranks do not come to this: of thousands, none.)
+M* is the lowest peak load of any split.
 
-With `whole` the loads are integers below 2^53 in float64, every operation on them is exact, the capacity in step 4 is
-the bound rounded up, and the split is integral with a peak of exactly ceil(M*): a flow with integral capacities has an
-integral solution wherever it has one.
+1. Water-filling: starting from the even split (or from another batch's split), the load of each replicated expert in
+turn
+   is distributed over the ranks of its copies so that these ranks are as level as possible. This is optimal for the
+   expert alone and never raises the peak. Experts with two copies have a closed form.
+2. Lower bound: for any set A of ranks, M* >= (load that cannot leave A) / |A|. The first bounds are the mean load and
+   each rank's fixed load. After a sweep, the sets {ranks with load >= t} are tried; at the least-squares split they
+   give M*.
+3. Levelling: between sweeps, each set of ranks connected by partly used copies is levelled along a spanning tree. This
+   moves towards the least-squares split in one pass; on a long chain, water-filling alone takes thousands of sweeps.
+   Up to 32 ranks, steps 1 to 3 are computed in integers (coarse.py) until the peak is within the tolerance of the
+   bound. Beyond 32 ranks, three sweeps are made in float64.
+4. Augmenting paths, in float64: while ranks are above the bound by more than the tolerance, a breadth-first search
+starts
+   from all of them. It goes from a rank, over each expert with load there, to the other ranks of that expert, until it
+   reaches ranks below the bound. Load is pushed along the search tree. If no rank below the bound can be reached, the
+   reached set is closed: no expert with load in it has a copy outside. Then none of its load can leave, and its mean is
+   a higher bound (Dinkelbach's iteration over minimum cuts). This ends after finitely many pushes for any placement.
+   (In practice, problems with up to 32 ranks do not need this step: none of thousands did.)
+
+If `whole` is set, loads are integers below 2^53 in float64, so all operations are exact. The capacity in step 4 is the
+bound rounded up, and the split is integral with a peak of exactly ceil(M*), because a feasible flow with integral
+capacities has an integral solution.
 """
 
 from __future__ import annotations
@@ -55,7 +61,7 @@ NUM_SWEEPS = 3
 
 @njit(nogil=True, error_model="numpy")
 def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floats) -> tuple[float, float]:
-    """Sums each rank's fixed experts into fixed [R]; returns their total, and the least load seen if below zero."""
+    """Sums the fixed experts of each rank into fixed [R]. Returns the total, and the lowest load if it is below 0."""
     total, low = 0.0, 0.0
     for r in range(fixed.size):
         here = 0.0
@@ -70,7 +76,7 @@ def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floa
 
 @njit(nogil=True, error_model="numpy")
 def add_even(graph: Graph, share: Floats, fixed: Floats, load: Floats) -> float:
-    """The largest load of the even split over physical experts."""
+    """The peak load of the even split over slots."""
     for r in range(load.size):
         load[r] = fixed[r]
     for c in range(share.size):
@@ -94,9 +100,9 @@ def near_split(
     scratch: Scratch,
     seen: Search,
 ) -> tuple[float, int, int, bool]:
-    """Fills x and load by coarse.py's search; `warm`: from the loads in x, where they are better than the even split.
+    """Computes x and load by the search in coarse.py. warm: starts from x if it is better than the even split.
 
-    Returns the bound's numerator and size, the sweeps taken, and whether the even split's peak may be less.
+    Returns the bound's numerator and size, the number of sweeps, and whether the even split may have a lower peak.
     """
     unit = unit_of(total, whole)
     need, part, fixed_units, load_units = scratch.need, scratch.part, scratch.words[4], scratch.words[5]
@@ -123,7 +129,7 @@ def near_split(
     for c in range(x.size):
         x[c] = part[c] * inverse
     for k in range(need.size):
-        x[graph.copy_start[k]] += graph.demand[k] - need[k] * inverse  # what the units leave out
+        x[graph.copy_start[k]] += graph.demand[k] - need[k] * inverse  # the part that the integer units lose
     add_loads(graph, x, fixed, load)
     size = 0
     for r in range(load.size):
@@ -144,7 +150,7 @@ def far_split(
     limit: int,
     whole: bool,
 ) -> tuple[float, int, int, bool]:
-    """As near_split, by three sweeps in float64."""
+    """As near_split, but by three sweeps in float64, for more than 32 ranks."""
     if warm:
         rescale(graph, x)
     else:
@@ -163,7 +169,7 @@ def far_split(
 
 @njit(nogil=True, error_model="numpy")
 def write_split(source: Ints, twin: Ints, values: Floats, split: Floats, whole: bool) -> None:
-    """split [P] from the experts' and the copies' loads; slots of one copy share it evenly."""
+    """Writes split [P] from the loads of experts and copies. The slots of one copy share its load evenly."""
     for p in range(split.size):
         split[p] = values[source[p]]
     for i in range(twin.shape[0]):
@@ -193,9 +199,9 @@ def _solve_range(
 ) -> None:
     """Solves problems one after the other: loads [N, E] of the layers `layer` [N].
 
-    start [N, P], or [0, P] for none. Results go to split [N, P] ([0, P]: not wanted), peak, numerator, size, sweeps and
-    status [N]; a problem whose status is not OK has no other result. Totals from too_large on are refused. `whole`:
-    integral split (module docstring).
+    start [N, P], or [0, P] for none. Results: split [N, P] ([0, P] if not wanted), peak, numerator, size, sweeps and
+    status [N]. A problem whose status is not OK has no other result. A total of too_large or more is refused. whole:
+    integral split (see the module docstring).
     """
     num_ranks = tables.fixed_start.shape[1] - 1
     num_experts = loads.shape[1]
@@ -213,7 +219,7 @@ def _solve_range(
         np.empty(num_physical, np.int64),
         np.empty(num_experts, np.int64),
     )
-    tiny_part = num_ranks / (2 * num_physical)  # empty copies of a rank hold less than half of the slack together
+    tiny_part = num_ranks / (2 * num_physical)  # unused copies of a rank together hold less than half of the slack
     for b in range(loads.shape[0]):
         at = layer[b]
         for e in range(num_experts):
@@ -274,7 +280,7 @@ def _solve_range(
                 add_loads(graph, x, fixed, load)
                 peak[b] = largest(load)
         if not whole and (look_at_even or rounds):
-            # Never worse than even, not by a part of the tolerance either.
+            # The result is never worse than the even split, not even within the tolerance.
             even_peak = add_even(graph, share, fixed, load)
             if peak[b] > even_peak:
                 for c in range(x.size):
@@ -287,10 +293,10 @@ def _solve_range(
 
 
 def _cached(stamp: str) -> Callable[..., None]:
-    """_solve_range, compiled once for this stamp and kept on disk.
+    """_solve_range, compiled once per stamp and cached on disk.
 
-    numba's cache looks at a function's own file alone, and would go on using what it compiled from an older flow.py. A
-    variable of the enclosing function is part of its key.
+    numba's cache checks the function's own file alone, so it would keep code compiled from an older flow.py. A variable
+    of the enclosing function is part of the cache key.
     """
 
     @njit(cache=True, nogil=True, error_model="numpy")

@@ -1,4 +1,5 @@
-"""What a placement fixes about the split problem, laid out once for all batches: who may serve what."""
+"""The part of the split problem that depends on the placement alone, prepared once: which rank may serve which
+expert."""
 
 from __future__ import annotations
 
@@ -15,27 +16,29 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class Tables(NamedTuple):
-    """The graph of experts and ranks of all layers as flat arrays, int32 but for copy_share and copy_until.
+    """The graph of experts and ranks of all layers, as flat arrays: float64 for copy_share and copy_until, else int32.
 
-    A *replicated* expert has copies on at least two ranks; the rest are fixed to the one rank that holds them. Slots of
-    one expert on one rank are one *copy*. Of a layer's replicated experts those with two copies come first; of either
-    kind, those of one *colour* (they share no rank) stand together. Its copies stand by expert, then by rank. All
-    places are counted from the layer's first.
+    Terms: the slots of one expert on one rank are one *copy*. A *replicated* expert has copies on at least two ranks;
+    any other expert is *fixed* to its rank. Experts of one *colour* share no rank. Empty slots are in no list. Order:
+    the replicated experts of a layer are sorted into those with two copies and the others, then by colour. The copies
+    of a layer are sorted by expert in this order, then by rank. Positions are relative to the layer's first one.
 
     fixed_start [L, R + 1], fixed_expert: rank r of layer l holds the fixed experts
         fixed_expert[fixed_start[l, r] : fixed_start[l, r + 1]].
     expert_start [L + 1], expert: layer l has the replicated experts expert[expert_start[l] : expert_start[l + 1]].
-    copy_start: the copies of a layer's k-th replicated expert are copy_start[i] .. copy_start[i + 1] - 1 with
-        i = expert_start[l] + l + k (one entry more than experts in every layer).
-    num_paired [L]: how many of the layer's first copies belong to experts with two.
-    layer_copies [L + 1]: where the layer's part of copy_rank, copy_expert and rank_copy begins.
-    copy_rank, copy_expert: a copy's rank and the place of its expert. copy_share: its part of the expert's slots.
-    copy_until: the part of the slots of the expert's copies up to this one, 1.0 for the last.
-    rank_start [L, R + 1], rank_copy: the copies on a rank.
-    source [L, P]: where a slot's load is found in (the loads of E experts, then those of the layer's copies), -1 for an
-        empty slot.
-    twin_start [L + 1], twin [_, 3]: slots whose expert has more slots on the same rank: slot, its place among them, how
-        many they are.
+    copy_start: the copies of the k-th replicated expert of layer l are copy_start[i] .. copy_start[i + 1] - 1 with
+        i = expert_start[l] + l + k. (A layer has one entry more than replicated experts.)
+    num_paired [L]: how many copies belong to experts with two copies. They are the layer's first copies.
+    layer_copies [L + 1]: where the layer begins in copy_rank, copy_expert and rank_copy.
+    copy_rank, copy_expert: the rank of a copy and the position of its expert. copy_share: the copy's share of the
+    expert's
+        slots. copy_until: the sum of the shares of the expert's copies up to this one, 1.0 for the last.
+    rank_start [L, R + 1], rank_copy: the copies on each rank.
+    source [L, P]: the index of a slot's load in the list of the E experts' loads followed by the layer's copies' loads.
+        -1 for an empty slot.
+    twin_start [L + 1], twin [_, 3]: the slots of copies with several slots: slot, index among the copy's slots, number
+    of
+        the copy's slots.
     """
 
     fixed_start: Ints
@@ -58,8 +61,10 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SplitStructure:
-    """A placement made ready for `solve`: physical_to_logical [L, P] int64 (on the CPU), and its tables, of which
-    `on_device` keeps the copies on CUDA devices."""
+    """A placement prepared for `solve`: physical_to_logical [L, P] int64 (on the CPU) and its tables.
+
+    on_device: the tables on CUDA devices.
+    """
 
     physical_to_logical: torch.Tensor
     num_ranks: int
@@ -77,10 +82,11 @@ class SplitStructure:
 
 
 def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int | None = None) -> SplitStructure:
-    """Lays out the split problems of a placement; needed again only when the placement changes.
+    """Prepares the split problems of a placement. Needed once per placement.
 
-    physical_to_logical [L, P] int64, slot p on rank p // (P // num_ranks). num_experts: E, by default the largest id
-    plus one. Raises ValueError where P does not divide, or an expert is out of range or has no slot.
+    physical_to_logical [L, P] int64: the expert in each slot, -1 for an empty slot; slot p is on rank
+    p // (P // num_ranks). num_experts: by default the largest id plus 1.
+    Raises ValueError if P is not a multiple of num_ranks, or if an expert is out of range or has no slot.
     """
     slots = physical_to_logical.detach().cpu().numpy()
     if slots.ndim != 2 or slots.dtype != np.int64 or not slots.size:
@@ -94,7 +100,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     if num_experts > num_physical:
         raise ValueError(f"{num_experts} experts, with ids up to {num_experts - 1}, do not fit {num_physical} slots")
 
-    # One key per filled slot, (layer, expert, rank): equal keys are slots of one copy.
+    # One key (layer, expert, rank) per filled slot. Slots with equal keys are one copy.
     filled = np.flatnonzero(slots.ravel() >= 0)
     held, (layer, slot) = slots.ravel()[filled], np.divmod(filled, num_physical)
     key = (layer * num_experts + held) * num_ranks + slot // (num_physical // num_ranks)
@@ -109,7 +115,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     fixed_layer, fixed_expert = np.divmod(owner[fixed], num_experts)
     fixed_place = fixed_layer * num_ranks + on_rank[fixed]
 
-    # Experts with few copies first: a sweep then ends with those that can still even things out.
+    # Experts with few copies come first, so that a sweep ends with those that can still balance the ranks.
     experts = np.flatnonzero(num_copies > 1)
     expert_layer = experts // num_experts
     experts = experts[np.lexsort((experts, num_copies[experts], expert_layer))]
@@ -125,11 +131,11 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     by_rank = np.lexsort((copy_rank, copy_layer))
     new_copy = np.full(len(copies), -1)
     new_copy[moved] = np.arange(len(moved)) - layer_copies[copy_layer]
-    # A zero before every layer's first expert; ends counted from the layer's first copy.
+    # Each layer has a 0 before its first expert. Ends are relative to the layer's first copy.
     ends = num_copies[experts].cumsum() - layer_copies[expert_layer]
     copy_start = np.insert(ends, expert_start[:-1], 0)
 
-    # Slots of all copies before and with a copy, less those of earlier experts.
+    # The number of slots of the expert's copies up to each copy: a running sum minus that of earlier experts.
     upto = mates[moved].cumsum()
     first_of_expert = np.concatenate(([0], num_copies[experts].cumsum()[:-1]))[place[owner[moved]]]
     upto -= (upto - mates[moved])[first_of_expert]
@@ -167,14 +173,14 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
 
 
 def _by_colour(experts: Longs, num_copies: Longs, owner: Longs, on_rank: Longs, layer: Longs) -> Longs:
-    """The order of the experts, sorted by layer and number of copies, by (layer, pairs first, colour).
+    """The order of the experts by (layer, two copies first, colour). Experts come sorted by layer and number of copies.
 
-    An expert has the first colour that no earlier one of its kind has on any of its ranks: experts of a colour can be
-    poured at the same time. owner, on_rank: the expert and the rank of all copies, sorted by owner.
+    An expert gets the first colour that no earlier expert of its kind has on any of its ranks. Experts of one colour
+    can be processed at the same time. owner, on_rank: the expert and the rank of each copy, sorted by owner.
     """
     colours = np.empty(len(experts), dtype=np.int64)
     first = np.searchsorted(owner, experts)
-    taken: dict[tuple[int, bool, int], int] = {}  # colours, as bits, on (layer, pair, rank)
+    taken: dict[tuple[int, bool, int], int] = {}  # the colours in use, as bits, by (layer, two copies, rank)
     for i, (at, num, here) in enumerate(zip(first.tolist(), num_copies.tolist(), layer.tolist())):
         places = [(here, num == 2, rank) for rank in on_rank[at : at + num].tolist()]
         union = 0
@@ -192,12 +198,12 @@ def _narrow(values: npt.NDArray[Any]) -> Ints:
 
 
 def _starts(group: Longs, num_groups: int) -> Longs:
-    """[num_groups + 1]: where each group's members begin once sorted by group."""
+    """[num_groups + 1]: where the members of each group begin when sorted by group."""
     return np.concatenate(([0], np.bincount(group, minlength=num_groups).cumsum()))
 
 
 def _starts_by_rank(place: Longs, num_layers: int, num_ranks: int) -> Longs:
-    """[L, R + 1]: where each (layer, rank)'s members begin, with the end of the layer's last rank."""
+    """[L, R + 1]: where the members of each (layer, rank) begin, and the end of the layer's last rank."""
     index: Longs = np.arange(num_layers)[:, None] * num_ranks + np.arange(num_ranks + 1)
     starts: Longs = _starts(place, num_layers * num_ranks)[index]
     return starts
