@@ -1,8 +1,8 @@
-"""The search of the split in 30-bit integers: sweeps of water-filling, levelling along trees, bounds from level sets.
+"""The split's search in 30-bit integers: sweeps of water-filling, levelling along trees, bounds from level sets.
 
-Loads are counted in a unit, a power of two, of which the total has 2^29 to 2^30. Whole numbers add up alike in any
-order: on a GPU (coarse.cuh, the same steps) all ranks move at once, and the result is the same bit for bit. What comes
-out is near enough for the tolerances of practice; cpu.py checks it in float64, and goes on from it where it is not.
+Loads are integer multiples of a unit, a power of two chosen so that the total has 2^29 to 2^30 units. Integer sums do
+not depend on their order, so the GPU form (coarse.cuh), which processes all ranks at once, gives the same bits. The
+result is usually within the tolerance; cpu.py checks it in float64 and continues from it if not.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from epsim.kernels.split.flow import Graph
 from epsim.kernels.split.structure import Floats, Ints, Longs
 
 MOST_RANKS = 32
-"""Up to as many ranks are searched in this way: sets of them are bits of a word."""
+"""The most ranks for this search: sets of ranks are the bits of a word."""
 MOST_SWEEPS, MOST_WHOLE = 40, 8
-"""Sweeps after which it is left to the augmenting paths; where tokens are whole, sweeps seldom end exactly."""
+"""The most sweeps before augmenting paths take over, for real-valued and for integral splits."""
 COLD, WARM, LEVELLED = 2, 1, 8
-"""Sweeps before ranks are levelled, from the even split and from another batch's (none where that is near); and after
-which they are levelled after every other sweep: both may move in turn what the other moves back."""
+"""A search from the even split levels ranks from sweep COLD on, a search from another batch's split from sweep WARM on
+(or at once if that split is near). After LEVELLED sweeps ranks are levelled at every other sweep only, because sweeps
+and levelling may undo each other."""
 
 
 class Scratch(NamedTuple):
-    """Experts' and copies' loads in units, need [K] and part [copies]; and words [6, R], used [E], tree [4, R]."""
+    """need [K], part [copies]: loads of experts and copies, in units. words [6, R], used [E], tree [4, R]: buffers."""
 
     need: Longs
     part: Longs
@@ -37,7 +38,7 @@ class Scratch(NamedTuple):
 
 @njit(nogil=True, error_model="numpy")
 def unit_of(total: float, whole: bool) -> float:
-    """Units in a load of 1.0; `whole`: no less than a token is moved."""
+    """Units per load of 1.0. whole: at most 1, so that whole tokens move."""
     if total <= 0.0:
         return 1.0
     exponent = min(max(30 - math.frexp(total)[1], -1000), 1000)
@@ -46,7 +47,8 @@ def unit_of(total: float, whole: bool) -> float:
 
 @njit(nogil=True, error_model="numpy")
 def even_start(graph: Graph, until: Floats, need: Longs, x: Longs) -> None:
-    """The even split over physical experts; until [copies]: the part of an expert's slots up to a copy's last."""
+    """Sets x to the even split over slots. until [copies]: the share of the expert's slots up to and including each
+    copy."""
     for k in range(need.size):
         below = 0
         for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
@@ -57,9 +59,9 @@ def even_start(graph: Graph, until: Floats, need: Longs, x: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
-    """Another batch's loads of the copies, before [copies], scaled to this one's: evenly where all are next to zero.
+    """Sets x to another batch's split, before [copies], scaled to this batch; evenly if all its loads are near zero.
 
-    In float32, which is near enough for a beginning, and sooner done on a GPU.
+    Computed in float32, which is accurate enough for a start and faster on a GPU.
     """
     for k in range(need.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
@@ -70,12 +72,12 @@ def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
             total += part
             if part > most_part:
                 largest, most_part = c, part
-        # Beyond, 2^30 units over the total, or the total, are none of float32's numbers.
+        # Outside this range, float32 cannot represent the total, or 2^30 units over the total.
         if not np.float32(1e-28) <= total <= np.float32(1e38):
             for c in range(first, last):
                 before[c] = 1.0
             total, largest = np.float32(last - first), first
-        # The others' parts sum to less than the need: the largest takes what is left.
+        # The other copies sum to less than the need. The largest copy takes the rest.
         scale = np.float32(need[k]) / total
         rest = need[k]
         for c in range(first, last):
@@ -87,7 +89,7 @@ def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def add_loads(graph: Graph, x: Longs | Floats, fixed: Longs | Floats, load: Longs | Floats) -> None:
-    """Each rank's load [R]: its fixed experts' and its copies'; in units or in tokens."""
+    """Sets load [R] to the sum of each rank's fixed experts and copies, in units or in tokens."""
     for r in range(load.size):
         load[r] = fixed[r]
     for c in range(x.size):
@@ -96,7 +98,7 @@ def add_loads(graph: Graph, x: Longs | Floats, fixed: Longs | Floats, load: Long
 
 @njit(nogil=True, error_model="numpy")
 def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
-    """Pours every replicated expert over the ranks of its copies."""
+    """One sweep of water-filling over all replicated experts."""
     ranks, num_pairs = graph.copy_rank, graph.num_paired // 2
     for k in range(num_pairs):
         u, v = ranks[2 * k], ranks[2 * k + 1]
@@ -114,7 +116,7 @@ def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
             total += load[ranks[c]]
             if load[ranks[c]] < load[ranks[lowest]]:
                 lowest = c
-        # Ranks above the water, total / wet, are dropped until there is none (Michelot's projection).
+        # Ranks above the water level, total / wet, are dropped until none is left (Michelot's projection).
         wet = last - first
         while True:
             under, lower = 0, need[k]
@@ -138,10 +140,10 @@ def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool, words: Longs) -> tuple[int, int]:
-    """The best bound that a set {ranks with load >= t} gives, in units, and the set's bits."""
+    """The best bound in units from the sets {ranks with load >= t}, and the bits of that set."""
     num_ranks = load.size
     order, place, held = words[0], words[1], words[2]
-    # By counting: sorting would leave the processor guessing at every comparison.
+    # Ranks are sorted by counting, which avoids unpredictable branches.
     for r in range(num_ranks):
         here, ahead = load[r], 0
         for j in range(r):
@@ -162,7 +164,7 @@ def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool
     captive, best = 0, -1
     for i in range(num_ranks):
         captive += held[i]
-        # In float64, which is exact here once rounded down, and sooner done.
+        # Computed in float64, which is faster, and exact once rounded down.
         held[i] = int((captive + (i if whole else 0)) / (i + 1))
         best = max(best, held[i])
     best_rank, best_set = num_ranks, 0
@@ -175,10 +177,10 @@ def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool
 
 @njit(nogil=True, error_model="numpy")
 def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
-    """Moves each set of ranks that partly used copies connect towards its mean, along a tree.
+    """Moves each set of ranks that partly used copies connect towards its mean load, along a spanning tree.
 
-    At the least-squares split such ranks have equal loads, and any flow with the right sums will do: the tree's is
-    found from the leaves up. A flow that a copy cannot carry is cut off.
+    At the least-squares split, such ranks have equal loads, and any flow with the right sums reaches this. The flow
+    along the tree is computed from the leaves to the root. A flow larger than a copy can carry is cut.
     """
     num_ranks = load.size
     near, levels, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
@@ -197,10 +199,10 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
                 near[ranks[c]] |= here
     for r in range(num_ranks):
         if not near[r] & ~(1 << r):
-            seen |= 1 << r  # connected to none
+            seen |= 1 << r  # not connected to another rank
     everyone = (1 << num_ranks) - 1
     while seen != everyone:
-        # From the rank with most neighbours trees are flat, and loads take short ways.
+        # A tree is flat, and its paths are short, if its root is the rank with the most neighbours.
         root, most_near = 0, 0
         for r in range(num_ranks):
             degree = num_bits(near[r]) if not seen >> r & 1 else 0
@@ -233,7 +235,7 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
         seen |= those
         mean = total // num_bits(those)
         for level in range(num_levels - 2, -1, -1):
-            # What the ranks of a level draw on is what their parents' copies had before.
+            # First the ranks of a level that draw load, so that they draw on what their parents' copies had before.
             for drawing in (True, False):
                 left = levels[level]
                 while left:
@@ -256,11 +258,10 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
 def search(
     graph: Graph, fixed: Longs, load: Longs, tol: float, limit: int, unlevelled: int, whole: bool, scratch: Scratch
 ) -> tuple[int, int, int]:
-    """Improves scratch.part until the largest load is within tol of a bound; fixed and load [R], in units.
+    """Improves scratch.part until the peak load is within tol of a bound. fixed, load [R]: in units.
 
-    unlevelled: the sweeps before ranks are levelled.
-
-    Returns the bits of the set of ranks that gives the bound, the sweeps taken (at most limit), and the largest load.
+    unlevelled: the number of sweeps before ranks are levelled.
+    Returns the bits of the set of ranks that gives the bound, the number of sweeps (at most limit), and the peak load.
     """
     need, x, words = scratch.need, scratch.part, scratch.words
     num_ranks = load.size
@@ -273,7 +274,7 @@ def search(
     for r in range(num_ranks):
         if fixed[r] > bound:
             bound, inside = fixed[r], 1 << r
-    # A little less than the tolerance: the rest is for what the units leave out.
+    # A little less than the tolerance. The rest allows for what the integer units lose.
     spare = 0 if whole else int(tol * 0.96875 * 4294967296.0)
     sweeps = 0
     while top > bound + (bound * spare >> 32):
@@ -293,14 +294,14 @@ def search(
         sweep(graph, need, x, load)
         top = most(load)
         sweeps += 1
-        if found > bound:  # on a GPU it is found meanwhile
+        if found > bound:  # a GPU computes it during the sweep
             bound, inside = found, those
     return inside, sweeps, top
 
 
 @njit(nogil=True, error_model="numpy")
 def num_bits(word: int) -> int:
-    """Bits set in a word of 32."""
+    """The number of bits set in a 32-bit word."""
     word -= word >> 1 & 0x55555555
     word = (word & 0x33333333) + (word >> 2 & 0x33333333)
     return ((word + (word >> 4) & 0x0F0F0F0F) * 0x01010101 & 0xFFFFFFFF) >> 24

@@ -3,23 +3,21 @@
 M* is the lowest peak load of any split.
 
 1. Water-filling: starting from the even split (or from another batch's split), the load of each replicated expert in
-turn
-   is distributed over the ranks of its copies so that these ranks are as level as possible. This is optimal for the
-   expert alone and never raises the peak. Experts with two copies have a closed form.
+   turn is distributed over the ranks of its copies so that these ranks are as level as possible. This is optimal for
+   the expert alone and never raises the peak. Experts with two copies have a closed form.
 2. Lower bound: for any set A of ranks, M* >= (load that cannot leave A) / |A|. The first bounds are the mean load and
    each rank's fixed load. After a sweep, the sets {ranks with load >= t} are tried; at the least-squares split they
    give M*.
 3. Levelling: between sweeps, each set of ranks connected by partly used copies is levelled along a spanning tree. This
-   moves towards the least-squares split in one pass; on a long chain, water-filling alone takes thousands of sweeps.
-   Up to 32 ranks, steps 1 to 3 are computed in integers (coarse.py) until the peak is within the tolerance of the
-   bound. Beyond 32 ranks, three sweeps are made in float64.
+   moves towards the least-squares split in one pass; on a long chain, water-filling alone takes thousands of sweeps. Up
+   to 32 ranks, steps 1 to 3 are computed in integers (coarse.py) until the peak is within the tolerance of the bound.
+   Beyond 32 ranks, three sweeps are made in float64.
 4. Augmenting paths, in float64: while ranks are above the bound by more than the tolerance, a breadth-first search
-starts
-   from all of them. It goes from a rank, over each expert with load there, to the other ranks of that expert, until it
-   reaches ranks below the bound. Load is pushed along the search tree. If no rank below the bound can be reached, the
-   reached set is closed: no expert with load in it has a copy outside. Then none of its load can leave, and its mean is
-   a higher bound (Dinkelbach's iteration over minimum cuts). This ends after finitely many pushes for any placement.
-   (In practice, problems with up to 32 ranks do not need this step: none of thousands did.)
+   starts from all of them. It goes from a rank, over each expert with load there, to the other ranks of that expert,
+   until it reaches ranks below the bound. Load is pushed along the search tree. If no rank below the bound can be
+   reached, the reached set is closed: no expert with load in it has a copy outside. Then none of its load can leave,
+   and its mean is a higher bound (Dinkelbach's iteration over minimum cuts). This ends after finitely many pushes for
+   any placement. (In practice, problems with up to 32 ranks do not need this step: none of thousands did.)
 
 If `whole` is set, loads are integers below 2^53 in float64, so all operations are exact. The capacity in step 4 is the
 bound rounded up, and the split is integral with a peak of exactly ceil(M*), because a feasible flow with integral

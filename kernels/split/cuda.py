@@ -1,7 +1,8 @@
-"""The split on CUDA devices: split.cu, a warp a problem, compiled by NVRTC at first use; CuPy keeps it on disk.
+"""The split on CUDA devices (split.cu): one warp per problem. It gives the same bits as the CPU form.
 
-Equal to the CPU form bit for bit. One launch on PyTorch's current stream, nothing read back: it can be captured in a
-CUDA graph once a first call has compiled it and has moved the structure's tables to the device.
+NVRTC compiles the kernel at first use, and CuPy caches the binary on disk. A call is one launch on PyTorch's current
+stream and reads nothing back. It can be captured in a CUDA graph after a first call, which compiles the kernel and
+copies the structure's tables to the device.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from epsim.kernels.split.structure import SplitStructure
 
 NUM_INVERSES = 33
 NEAR = 32
-"""Up to as many ranks a lane keeps a rank."""
+"""Up to this number of ranks, each lane holds one rank."""
 WIDE, FEW = 8, 264
-"""Warps a problem in launches of few problems, FEW at most: as many as an H200 solves at the same time."""
+"""A launch of at most FEW problems uses WIDE warps per problem. An H200 solves FEW problems at the same time."""
 TWIN = 0x8000
 SIZES = ("ranks", "experts", "slots", "fixed", "rows", "replicated", "copies", "waves", "twins", "staged")
 ARGUMENTS = np.dtype(
@@ -34,11 +35,11 @@ ARGUMENTS = np.dtype(
     + [(name, np.int32) for name in ("problems", "layers", "table_bytes", "integral", "limit", "whole", *SIZES)],
     align=True,
 )
-"""split.cu's Arguments."""
+"""The struct Arguments of split.cu."""
 Section: TypeAlias = tuple[Any, int, type]
-"""Values of a table, how many there is place for, and their type."""
+"""The values of a section, its length, and its element type."""
 _PACKING = threading.Lock()
-"""Threads of a replay share structures: one packs, the others wait for it."""
+"""Threads of a replay share structures: one thread packs the tables, the others wait."""
 INVERSE_UNITS = np.array([0, *((2**32 - 1) // n for n in range(1, NUM_INVERSES))], np.uint32)
 
 
@@ -48,7 +49,7 @@ def available() -> bool:
 
 
 def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, int]]:
-    """The tables as split.cu's `place_table` reads them: [L, bytes], and the sizes that its sections have."""
+    """The tables in the layout that `place_table` in split.cu reads, [L, bytes], and the sizes of their sections."""
     t = structure.tables
     num_layers, num_ranks, num_experts = structure.num_layers, structure.num_ranks, structure.num_experts
     near = num_ranks <= NEAR
@@ -79,7 +80,7 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
         mask = np.zeros(num, np.uint32)
         np.bitwise_or.at(mask, owner, np.left_shift(np.uint32(1), (rank % NEAR).astype(np.uint32)))
         source = t.source[at]
-        expert = np.where(source < 0, num_experts, source)  # the last expert's load is followed by a 0
+        expert = np.where(source < 0, num_experts, source)  # a 0 follows the load of the last expert
         place = np.where(source < num_experts, even_copies + expert, source - num_experts)
         place[twin[:, 0]] |= TWIN
         fixed_expert = t.fixed_expert[fixed[0] : fixed[-1]]
@@ -133,7 +134,7 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
 
 
 def _joined(sections: list[Section]) -> bytes:
-    """The sections one after the other, each from a multiple of 8 bytes on, padded to a multiple of 16."""
+    """The concatenated sections. Each is aligned to 8 bytes, the result is padded to a multiple of 16."""
     row = b""
     for values, length, kind in sections:
         padded: npt.NDArray[Any] = np.zeros(length, kind)
@@ -144,7 +145,7 @@ def _joined(sections: list[Section]) -> bytes:
 
 
 def _others(wave_mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """[waves, R]: a byte for each of the first three other ranks of the expert, as coarse.cuh's `Cell` has them."""
+    """[waves, R]: one byte for each of the expert's first three other ranks, as in `Cell` of coarse.cuh."""
     found = np.zeros_like(wave_mask)
     for (wave, rank), mask in np.ndenumerate(wave_mask):
         others = [r for r in range(NEAR) if r != rank and int(mask) >> r & 1][:3]
@@ -154,8 +155,10 @@ def _others(wave_mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
-    """Where each wave of a layer's experts begins (a wave: neighbours in order that share no rank, one a lane), with
-    the end of the last, and how many of the waves are of pairs."""
+    """Where each wave of a layer's experts begins, with the end of the last one, and the number of waves of pairs.
+
+    A wave: consecutive experts that share no rank, one per lane. A pair: an expert with two copies.
+    """
     t = structure.tables
     first, end = t.expert_start[at], t.expert_start[at + 1]
     ranks = t.copy_rank[t.layer_copies[at] : t.layer_copies[at + 1]].tolist()
@@ -177,7 +180,7 @@ def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
 
 
 def shared_bytes(sizes: dict[str, int]) -> int:
-    """Shared memory of a problem, as split.cu's `solve` lays it out: what is staged of a layer's table, and state."""
+    """Bytes of shared memory per problem, as `solve` in split.cu uses it: the staged part of a table, and the state."""
     ranks, replicated = sizes["ranks"], sizes["replicated"]
     words = (sizes["copies"] + 1) // 2 * 2 + sizes["experts"] + 1 + 2 * ranks + replicated
     if ranks <= NEAR:
@@ -190,7 +193,7 @@ def shared_bytes(sizes: dict[str, int]) -> int:
 
 
 def source() -> str:
-    """split.cu with its headers in place."""
+    """The text of split.cu with its headers inserted."""
     return with_headers(Path(__file__).with_name("split.cu"))
 
 
@@ -210,7 +213,7 @@ def _kernel(device: int, name: str, shared: int) -> int:
 def _module() -> Any:
     import cupy
 
-    # No contraction: sums and products are rounded as on the CPU.
+    # --fmad=false: sums and products are rounded as on the CPU.
     return cupy.RawModule(code=source(), options=("--std=c++17", "--fmad=false"))
 
 
@@ -224,12 +227,12 @@ def _on_device(structure: SplitStructure, device: torch.device) -> tuple[torch.T
 
 
 class Out(NamedTuple):
-    """Where `solve` writes: a Solution's tensors for B problems, on one device, contiguous."""
+    """The contiguous tensors that `solve` writes for B problems, on one device."""
 
-    split: torch.Tensor  # [B, P] float64, int64 of the integral split; or [B, 0]: not wanted
+    split: torch.Tensor  # [B, P] float64, int64 for the integral split; [B, 0] if not wanted
     peak: torch.Tensor  # [B] float64
     bound: torch.Tensor  # [B] float64
-    numerator: torch.Tensor  # [B], of the loads' type
+    numerator: torch.Tensor  # [B], in the type of the loads
     size: torch.Tensor  # [B] int64
     sweeps: torch.Tensor  # [B] int64
     status: torch.Tensor  # [B] int64
@@ -243,7 +246,7 @@ def empty(
     whole: bool = False,
     want_split: bool = True,
 ) -> Out:
-    """Room for the solutions of num problems; integral: of integer loads."""
+    """Allocates the tensors for `num` problems. integral: whether loads are integers."""
     peak, bound = torch.empty(2, num, dtype=torch.float64, device=device)
     size, sweeps, status = torch.empty(3, num, dtype=torch.int64, device=device)
     split = torch.empty(num, num_physical * want_split, dtype=torch.int64 if whole else torch.float64, device=device)
@@ -265,9 +268,9 @@ def solve(
 ) -> Out:
     """loads [B, E], layer [B] int64, start [B, P] or None, on one CUDA device -> the tensors of a Solution, in order.
 
-    `whole`: the integral split. A problem that the CPU form refuses has a status instead of OK, an infinite peak, and a
-    split of zeros. out: where to write, as `empty` makes it; it is returned, and nothing is allocated where loads,
-    layer and start are contiguous and of type (loads int64 or float64, start float64).
+    whole: the integral split. A problem that the CPU form refuses has a status other than OK, an infinite peak, and a
+    split of zeros. out: the tensors to write (see `empty`), which are returned. Then nothing is allocated if loads,
+    layer and start are contiguous, loads are int64 or float64, and start is float64.
     """
     device = loads.device
     tables, sizes = _on_device(structure, device)
@@ -305,6 +308,6 @@ def solve(
     function, threads = _kernel(index, name, shared), 32 * WIDE if name == "split_wide" else 32
     with torch.cuda.device(index):
         stream = torch.cuda.current_stream(device).cuda_stream
-        # It stages a layer's table before it waits for the kernel before it.
+        # The kernel loads a layer's table before it waits for the previous kernel.
         launch(function, (num,), threads, shared, stream, arguments, early=True)
     return out

@@ -1,6 +1,6 @@
-"""The steps of the split on one layer's graph: pour, level, push along paths, and the certificate (see cpu.py).
+"""The float64 steps of the split on one layer's graph: water-filling, levelling, augmenting paths, bound (see cpu.py).
 
-split.cu takes the same steps with the same roundings: what changes here changes there, and its tests compare bits.
+split.cu does the same steps with the same rounding. Tests compare bits, so both must change together.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numba import njit
 from epsim.kernels.split.structure import Floats, Ints
 
 NUM_LEVELLED = 3
-"""Rounds of pushes after which ranks are levelled; from then on pushes alone, which come to an end."""
+"""Ranks are levelled after each of the first rounds of pushes. Pushes alone, which always end, follow."""
 
 
 class Graph(NamedTuple):
-    """One layer's part of the tables, and the demand of its replicated experts in one problem."""
+    """One layer's part of the tables, and the loads of its replicated experts in one problem (demand)."""
 
     demand: Floats
     copy_start: Ints
@@ -26,12 +26,15 @@ class Graph(NamedTuple):
     copy_expert: Ints
     rank_start: Ints
     rank_copy: Ints
-    num_paired: int  # copies of experts that have two: copy c's other one is c ^ 1
+    num_paired: int  # copies of experts with two copies; the other copy of c is c ^ 1
 
 
 class Search(NamedTuple):
-    """Scratch of the breadth-first search, by rank (`seen_expert` by expert): the round in which it was last reached,
-    the tree's root, the copy that load leaves and the copy that it goes to on the way here, and the queue of ranks."""
+    """Work space of the breadth-first search, by rank (seen_expert: by expert).
+
+    seen_rank, seen_expert: the round in which it was last reached. root: the root of the rank's tree. from_copy,
+    to_copy: on the edge to this rank, the copy that load leaves and the copy that it goes to. queue: the ranks reached.
+    """
 
     seen_rank: Ints
     seen_expert: Ints
@@ -43,7 +46,7 @@ class Search(NamedTuple):
 
 @njit(nogil=True, error_model="numpy")
 def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
-    """One sweep over the replicated experts; x [copies] and load [R] are updated. `whole`: in integers."""
+    """One sweep of water-filling over the replicated experts. Updates x [copies] and load [R]. whole: in integers."""
     ranks = graph.copy_rank
     for k in range(graph.demand.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
@@ -68,7 +71,7 @@ def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
             total += load[ranks[c]]
             if load[ranks[c]] < load[ranks[lowest]]:
                 lowest = c
-        # The level at which the water stands: ranks above it are dropped until there is none (Michelot's projection).
+        # The water level: ranks above it are dropped until none is left (Michelot's projection).
         wet = last - first
         level = total / wet
         while True:
@@ -83,7 +86,7 @@ def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
             level = total / wet
         if whole:
             level = math.floor(level) * 1.0
-        # The lowest rank takes what is left over: the parts sum to the need whatever the rounding.
+        # The lowest rank takes the rest, so that the parts sum to the need despite rounding.
         rest = need
         for c in range(first, last):
             if c != lowest and load[ranks[c]] < level:
@@ -97,7 +100,7 @@ def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def rescale(graph: Graph, x: Floats) -> None:
-    """Makes each expert's copies lie in [0, demand] and sum to it: in proportion, evenly where that is not finite."""
+    """Scales each expert's copies to sum to its demand, in proportion; evenly if that is not finite."""
     for k in range(graph.demand.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
         need = graph.demand[k]
@@ -124,10 +127,9 @@ def rescale(graph: Graph, x: Floats) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) -> None:
-    """Moves each set of ranks that partly used copies connect towards its mean, along a spanning tree.
+    """Moves each set of ranks that partly used copies connect towards its mean load, along a spanning tree.
 
-    At the least-squares split such ranks have equal loads, and any flow with the right sums will do: the tree's is
-    found leaf by leaf. A flow that a copy cannot carry is cut off.
+    As coarse.level_out, in float64.
     """
     tail = 0
     for r in range(load.size):
@@ -174,10 +176,10 @@ def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) ->
 
 @njit(nogil=True, error_model="numpy")
 def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: float, seen: Search, mark: int) -> int:
-    """Breadth first from the ranks above cap + slack, with pushes along the tree to ranks below cap - slack.
+    """Breadth-first search from the ranks above cap + slack. Pushes load along the tree to ranks below cap - slack.
 
-    Copies with no more than `tiny` count as empty. Returns 0 where no rank is above, -1 where something was pushed,
-    else the size of the closed set of ranks, those with seen_rank == mark.
+    A copy with a load of `tiny` or less counts as unused. Returns 0 if no rank is above, -1 if load was pushed, else
+    the size of the closed set of ranks (those with seen_rank == mark).
     """
     head, tail = 0, 0
     for r in range(load.size):
@@ -236,7 +238,7 @@ def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: 
 
 @njit(nogil=True, error_model="numpy")
 def captive_load(graph: Graph, fixed: Floats, seen: Search, mark: int) -> float:
-    """The load that cannot leave the closed set of ranks with seen_rank == mark, from the demands alone."""
+    """The load that cannot leave the set of ranks with seen_rank == mark, computed from the demands."""
     captive = 0.0
     for r in range(fixed.size):
         if seen.seen_rank[r] == mark:
@@ -264,10 +266,10 @@ def close_gap(
     whole: bool,
     seen: Search,
 ) -> tuple[float, int, int]:
-    """Pushes until no rank is above numerator / size by more than tol; the bound grows where it must.
+    """Pushes load until no rank is above numerator / size by more than tol. Closed sets of ranks raise this bound.
 
-    tiny_part: copies with less than this part of the slack count as empty. Returns the last numerator and size, and
-    the rounds taken, at most limit.
+    tiny_part: copies with a load below this share of the slack count as unused. Returns the last numerator and size,
+    and the number of rounds (at most limit).
     """
     for r in range(load.size):
         seen.seen_rank[r] = 0
@@ -277,13 +279,13 @@ def close_gap(
     rounds = 0
     while rounds < limit:
         if whole:
-            # A rounded quotient may be one off; the products are exact.
+            # The rounded quotient may be too small by one. The products are exact.
             cap = math.floor(numerator / size) * 1.0
             while cap * size < numerator:
                 cap += 1.0
             slack = 0.0
         else:
-            # Half of the tolerance is capacity to spare; an eighth keeps rounding errors from being pushed about.
+            # Half of the tolerance is spare capacity. The slack, an eighth of it, covers rounding errors.
             cap = numerator / size * (1 + 0.5 * tol)
             slack = cap * tol / 8
         mark += 2
@@ -294,7 +296,7 @@ def close_gap(
         if reached > 0:
             captive = captive_load(graph, fixed, seen, mark)
             if not whole and captive * size <= numerator * reached:
-                break  # nothing but rounding errors is left: the caller sees whether the gap is closed
+                break  # only rounding errors are left; the caller checks whether the gap is closed
             numerator, size = captive, reached
         elif not whole and rounds <= NUM_LEVELLED:
             level_out(graph, x, load, seen, mark + 1)

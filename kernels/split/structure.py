@@ -18,10 +18,10 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 class Tables(NamedTuple):
     """The graph of experts and ranks of all layers, as flat arrays: float64 for copy_share and copy_until, else int32.
 
-    Terms: the slots of one expert on one rank are one *copy*. A *replicated* expert has copies on at least two ranks;
-    any other expert is *fixed* to its rank. Experts of one *colour* share no rank. Empty slots are in no list. Order:
-    the replicated experts of a layer are sorted into those with two copies and the others, then by colour. The copies
-    of a layer are sorted by expert in this order, then by rank. Positions are relative to the layer's first one.
+    The slots of one expert on one rank are one *copy*. A *replicated* expert has copies on at least two ranks; any other
+    expert is *fixed* to its rank. Experts of one *colour* share no rank. Empty slots are in no list.
+    A layer's replicated experts are sorted into those with two copies and the others, then by colour. Its copies are
+    sorted by expert in this order, then by rank. Positions are relative to the layer's first expert or copy.
 
     fixed_start [L, R + 1], fixed_expert: rank r of layer l holds the fixed experts
         fixed_expert[fixed_start[l, r] : fixed_start[l, r + 1]].
@@ -30,15 +30,13 @@ class Tables(NamedTuple):
         i = expert_start[l] + l + k. (A layer has one entry more than replicated experts.)
     num_paired [L]: how many copies belong to experts with two copies. They are the layer's first copies.
     layer_copies [L + 1]: where the layer begins in copy_rank, copy_expert and rank_copy.
-    copy_rank, copy_expert: the rank of a copy and the position of its expert. copy_share: the copy's share of the
-    expert's
-        slots. copy_until: the sum of the shares of the expert's copies up to this one, 1.0 for the last.
+    copy_rank, copy_expert: the rank of a copy and the position of its expert.
+    copy_share: the copy's share of the expert's slots. copy_until: the sum of the shares up to this copy.
     rank_start [L, R + 1], rank_copy: the copies on each rank.
     source [L, P]: the index of a slot's load in the list of the E experts' loads followed by the layer's copies' loads.
         -1 for an empty slot.
-    twin_start [L + 1], twin [_, 3]: the slots of copies with several slots: slot, index among the copy's slots, number
-    of
-        the copy's slots.
+    twin_start [L + 1], twin [_, 3]: the slots of copies with several slots: the slot, its index among the copy's slots,
+        and the number of the copy's slots.
     """
 
     fixed_start: Ints
