@@ -1,15 +1,15 @@
-"""From a rank's top-k ids to physical experts on one CUDA device, without the collective: time by stack and by part.
+"""From a rank's top-k ids to physical experts on one CUDA device, without the collective: times by stack and by part.
 
     python benchmarks/dispatch_gpu.py [--recordings DIR] [--out benchmarks/results/dispatch_gpu.json]
 
-256 experts and redundant ones placed by EPLB on a recording of DeepSeek-V3 (where it is absent, on lognormal
-marginals, and the table says so); tokens draw their top-8 without replacement from a drifting mixture with another
-recording. Other ranks' counts are made beforehand. Times are of replayed CUDA graphs between device events, queued
-while the device is busy, in microseconds: `alone` a graph of one count-to-ids, event to event; `us` a tenth of ten in a
-row, each of another layer with ids of its own; medians over the inputs. `count`, `solve`, `assign`, `other` (sums and
-quotas over ranks): of that part alone, a tenth of ten in a row. `host`: what the calls take on the host where no graph
-is captured. `torch`: the policies' own form on the same device, not captured; its result and the kernels' are compared
-on the inputs that it runs on.
+EPLB places 256 experts and redundant ones on a recording of DeepSeek-V3, or on lognormal marginals if there is none.
+Tokens draw their top-8 without replacement from a mixture with another recording. The other ranks' counts are made
+beforehand. Times are microseconds from replayed CUDA graphs between device events, medians over the inputs.
+
+`alone`: a graph of one count-to-ids, from event to event. `us`: a tenth of ten in a row, each on another layer with ids
+of its own. `count`, `solve`, `assign`, `other` (sums and quotas over ranks): that part alone, a tenth of ten in a row.
+`host`: the time of the calls on the host without a graph. `torch`: the policies' own tensor form on the same device,
+not captured. `equal`: whether both forms give the same ids.
 """
 
 from __future__ import annotations

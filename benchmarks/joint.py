@@ -1,12 +1,13 @@
-"""The shared expert with the split, as one problem, beside one after the other: peak over mean of total load.
+"""The shared expert planned together with the split, compared with one after the other: peak over mean of total load.
 
     python benchmarks/joint.py [--recordings ../shared/traces] [--out benchmarks/results/joint.json]
 
-Problems: the sample's scored half, as recorded; and tokens drawn from DeepSeek-V3's recorded marginals (top-8 without
-replacement), of which the placement knows one workload and each step mixes in another (`drifted_counts`). 16 ranks on
-2 nodes, EPLB with redundant experts. A row is a stack: mean of peak / mean over (step, layer), its difference to
-`lplb+waterfill(candidates=all)` with a 95% interval over steps, how far the peak is from the least possible total peak
-(the larger of optimum and mean), and the part of shared tokens served off their own rank.
+The problems are the second half of the sample, as recorded, and tokens drawn from DeepSeek-V3's recorded marginals
+(top-8 without replacement). The placement knows one workload of the recordings, and each step mixes in another
+(`drifted_counts`). 16 ranks on 2 nodes, EPLB with redundant experts. Each row is a stack: the mean of peak / mean over
+(step, layer) pairs, its difference from `lplb+waterfill(candidates=all)` with a 95% interval over steps, the distance
+of the peak from the least possible total peak (the larger of optimum and mean), and the share of shared tokens that are
+served away from their own rank.
 """
 
 from __future__ import annotations

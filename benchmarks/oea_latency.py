@@ -1,23 +1,23 @@
-"""A mixture-of-experts layer at decode against the number of experts that it reads, and the router that keeps it small.
+"""The time of a mixture-of-experts layer at decode by the number of experts that it reads, and the time of its router.
 
     python benchmarks/oea_latency.py [--out benchmarks/results/oea_latency.json]
 
-Qwen3-30B-A3B's layer (128 experts, top-8, hidden 2048, intermediate 768, bf16), batch 16 where nothing else is said,
-one CUDA device. A forced number T of active experts: round robin over T random ones in random order. Microseconds a
-layer: a CUDA graph of CALLS layers in a row between device events, each layer with the next of LAYERS sets of weights
-and a routing of its own; the median of REPLAYS. Forms:
+The layer is Qwen3-30B-A3B's (128 experts, top-8, hidden 2048, intermediate 768, bf16), with a batch of 16 unless stated
+otherwise, on one CUDA device. A number T of active experts is forced by going round T random experts in random order.
+Times are microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of
+LAYERS sets of weights and its own routing; the median of REPLAYS. Forms:
 
-- `ours`: epsim.kernels.experts.decode, all from ids [B, k] to the layer's output; `triton`: its other form.
-- `two grouped products`: torch._grouped_mm twice and the activation, rows sorted beforehand; `grouped layer` the same
-  with sort and sum.
-- transformers' experts of Qwen3-MoE: `batched_mm`, `grouped_mm`; `eager` waits for the device, so it is not in a graph.
+- `ours`: epsim.kernels.experts.decode, all from ids [B, k] to the layer's output; `triton`: its form in Triton.
+- `two grouped products`: torch._grouped_mm twice and the activation, on rows sorted beforehand; `grouped layer`: the
+  same with sort and sum.
+- The experts of Qwen3-MoE in transformers: `batched_mm`, `grouped_mm`, and `eager`, which cannot be in a graph.
 
-A line T -> latency by least squares: `fixed`, `slope` us, R^2; `to 64` the same up to T = 64, about what decoding
-sees. `paper`: T drawn around the paper's means (deviation 4), mean latencies over that at k0 = 8. `padding`: a batch
-of 7, and the same padded to 8 with a masked row, with a row that takes experts of its own, and a real batch of 8.
-`router`: `route_logits` with oea(k0=3), the general form, and `reroute` from scores and a choice already made; `row` a
-20th of 20 in a row, `alone` a graph of one, event to event. `uniform`: experts that uniform routing reads, by the
-router kernel over BATCHES batches, beside N (1 - (1 - k0 / N)^B).
+`fixed`, `slope` and `r2` describe the least-squares line from T to time; `to 64` is the line up to T = 64, about the
+range of decoding. `paper`: T drawn around the paper's means (deviation 4); times relative to k0 = 8. `padding`: a batch
+of 7, the same padded to 8 with a masked row and with a row that has experts of its own, and a real batch of 8.
+`router`: `route_logits` with oea(k0=3), the general form, and `reroute` from scores and a choice already made; `row` is
+a twentieth of 20 in a row, `alone` a graph of one. `uniform`: the number of experts that uniform routing reads, by the
+router kernel over BATCHES batches, and by the formula N (1 - (1 - k0 / N)^B).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What router policies read and keep on recorded probabilities, without a model.
+"""What router policies read and keep on recorded router probabilities, without a model.
 
     python benchmarks/oea_recorded.py RECORDING... [--batch 8 16 32] [--model gpt-oss-20b] [--out FILE]
 
-RECORDING: any file that `epsim traces import` reads and that has router probabilities, such as the decode tokens of
-gpt-oss-20b with those of the chosen four; or a trace. Sequences are composed into decode batches. Prints the active
-experts of a layer, those of the busiest of 4 ranks, and the probability kept, means over the steps that hold a full
-batch; and what the least served hundredth of tokens keeps at most. Where a recording holds the best m scores alone no
-token takes an expert beyond (maxp is m).
+RECORDING is a trace, or any file with router probabilities that `epsim traces import` reads, such as the decode tokens
+of gpt-oss-20b with the probabilities of their four experts. Sequences are composed into decode batches. The table shows
+the active experts of a layer, those of the busiest of 4 ranks, and the probability kept, as means over the steps with a
+full batch; and the most that the least-served hundredth of tokens keeps. If a recording holds the best m scores only,
+no token takes an expert beyond them (maxp is m).
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Placement: time of EPLB beside a plain-loop reading of it, balance and time of the search beside EPLB.
+"""The time of EPLB compared with the same algorithm in plain loops, and the search compared with EPLB in balance.
 
-Run: python benchmarks/placement.py [--recordings DIR]. DIR holds SGLang's DeepSeek-V3 expert counts
-({"logical_count": [61][256]} JSON files); without it only synthetic counts are used.
+    python benchmarks/placement.py [--recordings DIR]
+
+DIR holds SGLang's DeepSeek-V3 expert counts, JSON files of {"logical_count": [61][256]}. Without it only synthetic
+counts are used.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""A layer of experts of which a batch reads one set of channels, against the layer read whole, on one CUDA device.
+"""A layer of which a batch reads one set of channels, compared with the layer read whole, on one CUDA device.
 
     python benchmarks/reader_batch_speed.py [--shapes NAME ...] [--out benchmarks/results/reader_batch_speed.json]
 
-Microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of LAYERS sets of
-weights and a uniform routing and input of its own; the median of REPLAYS. `us`: epsim.kernels.reader.batch.BatchReader,
-all from x and ids to the output, at a budget of the bytes of the batch's active experts; 0.178 for every shape, BUDGETS
-for the first. `dense`: epsim.kernels.experts.decode, for at most 64 tokens; `products`: torch._grouped_mm twice and the
-activation, rows sorted beforehand; `layer`: the same with sort and sum. Dense forms use SiLU throughout; gains are over
-them. `MB`: what the reader reads, in sectors of 32 bytes; `share`: of the bytes of the active experts; `floor`: these
-bytes over the bandwidth of a kernel that only reads, measured in the same run, `reached` its share of the time taken.
-`error`: of the output, relative to float32 arithmetic with the same channels.
+Times are measured as in benchmarks/reader_speed.py. `us`: epsim.kernels.reader.batch.BatchReader, all from x and ids to
+the output, at a budget of the bytes of the batch's active experts: 0.178 for every shape, BUDGETS for the first.
+`dense`, `products` and `layer` are the dense forms, and gains are over them. `MB`: what the reader reads, in sectors of
+32 bytes; `share`: its share of the bytes of the active experts. `floor`: the time of reading these bytes at the rate of
+a kernel that only reads; `reached`: `floor` over the time taken. `error`: of the output, relative to float32 arithmetic
+with the same channels.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""What the channel reader could gain by its bytes alone, predicted by the roofline; and with times of its kernels.
+"""What the channel reader could gain from reading fewer bytes, by the roofline, and with measured times of its kernels.
 
     python benchmarks/reader_predicted.py [--hardware h200] [--budget 0.178] [--user-rate 100] [--out FILE]
 
-One GPU of `--hardware` holds all experts; tokens choose theirs uniformly. `bytes`: what the dense layer reads over that
-of each reader. `layer`: the same of microseconds of the routed experts, the larger of bytes over the memory's rate
-and of computing, and a launch, as long for every form. `topk-channels`: each token its own channels, as if
-independently; with `quota=batch` one set for all. `model` (Qwen3-30B-A3B alone, the shape whose rest is specified):
-steps with attention's weights and the specification's fixed costs, without any context; at `--user-rate` tokens a
-second for each user the largest batch of up to 128 whose step is fast enough. `measured`: the same steps and users with
-layers as `reader_speed.json` and `reader_batch_speed.json` of benchmarks/results have them, between measured batches by
-straight lines, where these are of `--hardware` and `--budget`; `dense` is the faster of the own kernel and the grouped
-layer.
+One GPU of `--hardware` holds all experts, and tokens choose theirs uniformly. `bytes`: the bytes of the dense layer
+over those of a reader. `layer`: the same for the time of the routed experts: the larger of bytes over the memory's rate
+and computing, plus one launch, which takes as long in every form. `topk-channels`: each token has its own channels, as
+if independent; with `quota=batch` all tokens share one set. `model` (Qwen3-30B-A3B only, whose other parts are
+specified): whole steps, with the weights of attention and the fixed costs of the specification, without context. At
+`--user-rate` tokens a second for each user, it gives the largest batch up to 128 whose step is fast enough.
+
+`measured`: the same steps and users with the times of layers in `reader_speed.json` and `reader_batch_speed.json`, by
+straight lines between measured batches, if they were measured on `--hardware` at `--budget`. `dense` is then the faster
+of our kernel and the grouped layer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What channel readers cost the small model: top-k against thresholds, screens, restoration, and rival scores.
+"""What channel readers cost the small model: top-k and thresholds, screens, restoration, and other scores.
 
-    python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64]
+    python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64] [--docs docs/reader.md]
 
-Needs the trained model (`epsim model train`, docs/model.md); made to follow it in one run, in about 120 seconds on an
-H200. Sketches are built from the model's weights in memory. Writes JSON and prints the table of claims.
+Needs the trained model (`epsim model train`, docs/model.md). Sketches are built from the model's weights in memory. It
+takes about 120 seconds on an H200. Writes JSON, and with --docs also the table of claims between the two marks of that
+file.
 """
 
 from __future__ import annotations

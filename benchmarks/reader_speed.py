@@ -1,14 +1,14 @@
-"""A mixture-of-experts layer read by channels against the same layer read whole, on one CUDA device.
+"""A mixture-of-experts layer read by channels, compared with the same layer read whole, on one CUDA device.
 
     python benchmarks/reader_speed.py [--shapes NAME ...] [--out benchmarks/results/reader_speed.json]
 
-Microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of LAYERS sets of
-weights and a uniform routing and input of its own; the median of REPLAYS. Forms: `reader`, all from x and ids to the
-output, at a budget of the bytes of a token's experts; `dense`: epsim.kernels.experts.decode; `two products`:
-torch._grouped_mm twice and the activation, rows sorted beforehand; `grouped layer` the same with sort and sum. Dense
-forms use SiLU throughout. `bytes` of a token and of the union that the batch reads, of the first input, in sectors of
-32; `floor`: the union's bytes over the rate of a kernel that only reads (4 GiB, same run), `reached` its share of the
-time taken.
+Times are microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of
+LAYERS sets of weights and its own uniform routing and input; the median of REPLAYS. For each budget (a share of the
+bytes of a token's experts) `us` is the reader's time, all from x and ids to the output. `dense`:
+epsim.kernels.experts.decode. `two products`: torch._grouped_mm twice and the activation, on rows sorted beforehand;
+`grouped layer`: the same with sort and sum. Dense forms use SiLU throughout. `token` and `union`: bytes that a token
+and the batch read, for the first input, in sectors of 32. `floor`: the time of reading the union's bytes at the rate of
+a kernel that only reads (4 GiB, same run); `reached`: `floor` over the time taken.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How fast a replay is: (step, layer) pairs a second at counts level, and the memory that a long trace takes.
+"""The speed of a replay at counts level, in (step, layer) pairs a second, and the memory of a long trace.
 
     python benchmarks/replay.py [--pairs 200000] [--device cuda] [--out benchmarks/results/replay.json]
 
-Each stack is replayed alone in a process of its own: reading the trace, planning on its first half, scoring the rest
-with every metric (the optimum of each pair included). The baseline is the even split's share-matrix product alone, on
-loads already in memory: what no replay can be faster than here. With `--device cuda` every stack is replayed with its
-splits solved on the GPU as well, and both give the same results (`equal`).
+Each stack is replayed alone in its own process: it reads the trace, plans on the first half, and scores the rest with
+every metric, the optimum of each pair included. The baseline is the matrix product of the even split alone, on loads
+that are in memory already. No replay can be faster than that here. With `--device cuda` every stack is also replayed
+with its splits solved on the GPU; `equal` says whether the results are the same.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Router policies under expert parallelism: by kernels, and by the tensor operations that they stand for.
+"""Router policies under expert parallelism, by kernels and by the tensor operations that they replace.
 
     torchrun --nproc-per-node 2 benchmarks/router_ranks.py [--out benchmarks/results/router_ranks.json]
 
 Microseconds of `Router.route` with its collective, on the slowest rank: 128 experts, top-8, 16 redundant slots at
-random, TOKENS tokens a rank. `host`: called from Python, CALLS in a row between synchronisations, what an eager layer
-waits for; `graph`: CALLS captured in a CUDA graph, between device events; medians of REPEATS. `same`: whether both
-forms take the same experts on every rank.
+random, TOKENS tokens a rank. `host`: CALLS calls from Python between two synchronisations, as an eager layer waits for
+them. `graph`: CALLS calls in a CUDA graph, between device events. Both are medians of REPEATS. `same`: whether both
+forms choose the same experts on every rank.
 """
 
 from __future__ import annotations

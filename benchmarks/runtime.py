@@ -1,10 +1,10 @@
-"""The expert-parallel layer on the GPUs of one host: exchange, balance, phases, graphs, relocation.
+"""The expert-parallel layer on the GPUs of one host: outputs, exchange, balance, phases, graphs, relocation.
 
     torchrun --nproc-per-node 2 benchmarks/runtime.py [--parts NAME ...] [--out benchmarks/results/runtime.json]
 
-One process a GPU. Times are microseconds between device events, medians of repeats, the slowest rank's; `graph` means
-replays of a CUDA graph. Parts: benchmarks/runtime_parts.py and benchmarks/runtime_relocation.py say what each measures.
-Some --parts alone replace those of a file that is there, of the same device and versions, and leave the others.
+One process a GPU. Times are microseconds between device events, medians of repeats, of the slowest rank. `graph` means
+replays of a CUDA graph. benchmarks/runtime_parts.py and benchmarks/runtime_relocation.py say what each part measures.
+With --parts, a file that exists keeps its other parts. It must be of the same device and versions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Parts of benchmarks/runtime.py on layers as they are.
+"""Parts of benchmarks/runtime.py that measure a layer.
 
-outputs: the layer's distance to a float64 reference, both exchanges, bfloat16 and float8 dispatch, an idle rank.
-exchange: dispatch and combine, ours (with both exchanges) beside deep_ep called bare; GB/s of rows that ranks receive.
+outputs: the distance of the layer's output from a float64 reference, for both exchanges, bfloat16 and float8 dispatch,
+and an idle rank.
+exchange: dispatch and combine through our interface, with both exchanges, and deep_ep called directly; GB/s of the rows
+that ranks receive.
 balance: from expert ids to physical ids and shared ranks, collective included, in a graph; by stack and collective.
-phases: what a layer's time goes to.
-graph: the whole layer eager and as a graph, without and with balancing.
+phases: the time of each phase of a layer.
+graph: the whole layer, eager and as a graph, with and without balancing.
 """
 
 from __future__ import annotations

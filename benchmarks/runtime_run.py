@@ -1,10 +1,11 @@
-"""`epsim run` as a user starts it: each layer's phases by device events, beside what is predicted.
+"""`epsim run` as a user starts it: the measured phases of each layer, and the predicted time.
 
     python benchmarks/runtime_run.py [--ranks 1] [--out benchmarks/results/runtime_run.json]
 
-With several ranks (one a GPU, under torchrun) every run is made with both exchanges where deep_ep serves; tokens are a
-rank's. They are drawn with a skewed popularity of experts that drifts from step to step. Microseconds, medians over
-steps and layers; `predicted` is the mean of the layer's time by `--hardware h200`.
+With several ranks (one a GPU, under torchrun) every run is made with both exchanges, if deep_ep supports the case.
+Numbers of tokens are those of a rank. Tokens are drawn with a skewed popularity of experts that drifts from step to
+step. Times are microseconds, medians over steps and layers. `predicted` is the mean of the layer's time by
+`--hardware h200`.
 """
 
 from __future__ import annotations

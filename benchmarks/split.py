@@ -1,18 +1,20 @@
-"""The exact split beside every other way to split a batch: distance to the optimum, infeasible answers, and time.
+"""The exact split compared with other ways to split a batch: distance from the optimum, invalid answers, and time.
 
     python benchmarks/split.py [--problems 100] [--recordings DIR] [--solvers NAME ...] [--out FILE]
 
-Problems (benchmarks/split_problems.py): EPLB's placements of DeepSeek-V3 under batches drawn from its recorded counts,
-which drift from what was planned on (8 to 64 ranks, 0 to 64 redundant experts, 64 to 16,384 tokens a rank); recorded
-batches of the sample and, where they are there, of SmartMoE, gpt-oss-20b and Qwen1.5-MoE; placements in pairs of copies
-as LPLB has them; hard ones. Solvers: benchmarks/split_solvers.py. All solvers get the same problems of a set, and one
-function judges all their answers. The optimum is GLOP's; without OR-Tools HiGHS's, without both the proven lower bound.
+The problems are in benchmarks/split_problems.py: EPLB's placements of DeepSeek-V3 under batches drawn from its recorded
+counts, which drift away from what was planned on (8 to 64 ranks, 0 to 64 redundant experts, 64 to 16,384 tokens a
+rank); recorded batches of the sample and, if their recordings exist, of SmartMoE, gpt-oss-20b and Qwen1.5-MoE;
+placements in pairs of copies, as LPLB has them; and hard shapes. The solvers are in benchmarks/split_solvers.py. All
+solvers get the same problems of a set, and one function checks all their answers. The optimum is GLOP's. Without
+OR-Tools it is HiGHS's, and without both it is the proven lower bound.
 
-gap: peak / optimum - 1 over the feasible answers (of whole tokens, to the optimum rounded up). infeasible: of those
-answered, splits that are not finite, leave 0 .. load, or do not add up. Times are microseconds a problem on one thread:
-`alone` one call of one problem (median over problems, Python's share included; of GLOP and HiGHS the solve without its
-model's build), `built` the same with the model's build, `batch` in a call of a whole set. On a GPU: `alone` launches of
-one problem in a CUDA graph (p99 of them beside), `batch` 50,000 problems and more in one.
+gap: peak / optimum - 1 over the valid answers. Answers in whole tokens are compared with the optimum rounded up.
+infeasible: answers that are not finite, that leave the range 0 to the expert's load, or that do not add up to it. Times
+are microseconds a problem on one thread. `alone`: one call of one problem, the median over problems, with Python's
+share; for GLOP and HiGHS the solve without building the model. `with_model`: the same with building the model. `batch`:
+one call for a whole set. On a GPU `alone` is a launch of one problem in a CUDA graph, with its 99th percentile, and
+`batch` is a launch of at least 50,000 problems.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""The min-max split on one CUDA device: one layer alone, all layers in a launch, and large batches; equal to the CPU.
+"""The exact split on one CUDA device: its times, and whether its results equal the CPU's bit for bit.
 
     python benchmarks/split_gpu.py [--recordings DIR] [--out benchmarks/results/split_gpu.json]
 
-Problems as in benchmarks/split.py, the sample trace's own batches on EPLB's placement of their mean, and random ones.
-Every problem of a row is solved on both devices and compared bit for bit. Times are of replayed CUDA graphs between
-device events, queued while the device is busy, in microseconds, from int64 counts to the split in physical experts:
-`one` a launch of one problem, a tenth of ten in a row (a launch may begin before the one before it has ended), median
-of three replays, over different problems (cold; `warm`: begun with the last batch's split, where batches are drawn
-independently of each other; `steady`: where a batch is like the last one, as `steady_counts` has it; of the sample
-both are its own batches in their order); `alone` a graph of one such launch, event to event (`empty_us`: of a kernel
-that does nothing); `layers` all layers of a batch in one launch; `batch_ns` nanoseconds a problem in a large one;
-`whole_ns` of the integral split; `cpu_us` the CPU form's microseconds a problem on one thread of the same machine. Of
-16 ranks with 16,384 tokens each 1,000 problems are timed alone, of others 300.
+The problems are those of benchmarks/split.py, the sample trace's own batches on EPLB's placement of their mean, and
+random ones. Every problem is solved on both devices and compared bit for bit. Times are microseconds, from int64 counts
+to the split in physical experts. They come from replayed CUDA graphs between device events, queued while the device is
+busy.
+
+`one`: a launch of one problem, as a tenth of ten in a row; a launch may begin before the one before it has ended.
+`warm`: the same, started from the split of the last batch, with batches drawn independently. `steady`: the same with
+batches that are like the last one (`steady_counts`). `alone`: a graph of one launch, from event to event; `empty_us` is
+that of a kernel that does nothing. `layers`: all layers of a batch in one launch. `batch_ns`: nanoseconds a problem in
+a large launch, `whole_ns` of the integral split. `cpu_us`: the CPU form on one thread, microseconds a problem. Of 16
+ranks with 16,384 tokens each, 1,000 problems are timed alone, of other cases 300.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Stacks of a router and a reader against plain routing and whole experts, from logits to output, on one CUDA device.
+"""Stacks of a router and a reader compared with plain routing and whole experts, from logits to output, on one GPU.
 
     python benchmarks/stack_speed.py [--out benchmarks/results/stack_speed.json]
 
-Qwen3-30B-A3B's layer (128 experts, top-8, hidden 2048, intermediate 768, bf16) at decode, without its router's matrix.
-Microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of LAYERS sets of
-weights and logits and input of its own; the median of REPLAYS. Routing of every form is one launch of the router's
-kernel (`route_logits`; with k0 = k it is plain top-k), experts are `epsim.kernels.experts.decode` or
-`epsim.kernels.reader.layer`; `torch routing`: plain top-k as softmax, topk and division, for comparison.
+The layer is Qwen3-30B-A3B's (128 experts, top-8, hidden 2048, intermediate 768, bf16) at decode, without the product
+with the router's matrix. Times are microseconds a layer: a CUDA graph of CALLS layers in a row between device events,
+each with the next of LAYERS sets of weights and its own logits and input; the median of REPLAYS. Routing is one launch
+of the router's kernel (`route_logits`; with k0 = k it is plain top-k). Experts are `epsim.kernels.experts.decode` or
+`epsim.kernels.reader.layer`. `torch routing` is plain top-k as softmax, topk and division.
 
-Logits: `uniform`, independent and normal; `alike`: SHARED times a normal popularity that the batch's tokens share, plus
-a normal of their own. At a batch of 16 these read 48.0 experts plain and 29.9 with k0 = 4 in the mean; the paper's
-Qwen3-30B-A3B reads 48.8 and 29.9 (arXiv 2511.02237). `read`: experts that the batch reads, means over CALLS batches.
+Logits are `uniform` (independent and normal) or `alike`: SHARED times a normal popularity that all tokens of the batch
+share, plus a normal of their own. At a batch of 16, `alike` reads 48.0 experts on average without a policy and 29.9
+with k0 = 4; the paper's Qwen3-30B-A3B reads 48.8 and 29.9 (arXiv 2511.02237). `read`: experts that a batch reads, the
+mean over CALLS batches.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How a sweep scales: cells a minute by processes and by Ray workers, and seconds a cell against ranks.
+"""How a sweep scales: cells a minute with processes and with Ray workers, and seconds a cell by the number of ranks.
 
     python benchmarks/sweep.py [--cells 24] [--workers 1 2] [--out benchmarks/results/sweep.json]
 
-The grid: token-level steps of 256 experts, top-8, drawn from skewed marginals, under three stacks at 16 and 32 ranks.
-Rates count from the first cell that is kept to the last, so that starting interpreters (or a cluster), which is given
-beside them, does not hide them; `whole` counts everything. Results are compared with those of cells replayed one after
-the other in one process, byte for byte. CPU seconds are those of the sweep and its workers.
+The grid has token-level steps of 256 experts, top-8, drawn from skewed marginals, under three stacks at 16 and 32
+ranks. Rates count from the first finished cell to the last, so that they leave out the start of interpreters or of a
+cluster; `whole_s` counts everything. Results are compared byte for byte with those of the same cells replayed one after
+the other in one process. CPU seconds are those of the sweep and its workers.
 """
 
 from __future__ import annotations

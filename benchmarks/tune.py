@@ -1,9 +1,9 @@
-"""How long `epsim tune` takes on a trace of DeepSeek-V3's shape, and how much memory.
+"""The time and memory that `epsim tune` takes on a trace of DeepSeek-V3's shape.
 
     python benchmarks/tune.py FOLDER
 
-FOLDER holds DeepSeek-V3's recordings (prefill_*.json, decode_*.json). Steps are drawn from their marginals, mixed by
-the walk of `epsim traces synthesize`, at counts level: 58 layers, 256 experts, 65,536 tokens a step.
+FOLDER holds DeepSeek-V3's recordings (prefill_*.json, decode_*.json). Steps are drawn at counts level from their
+marginals, mixed by the walk of `epsim traces synthesize`: 58 layers, 256 experts, 65,536 tokens a step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What every rank of a group would be given, under several stacks: the inputs of benchmarks/gates/measure.py.
+"""What every rank of a group would receive under several stacks: the input of benchmarks/gates/measure.py.
 
     python benchmarks/gates.py draw --recordings FOLDER --out FILE.npz
 
-FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/. gpt-oss-20b's tokens are recorded ones: its experts as it chose them.
-DeepSeek-V3's recordings hold counts: tokens are drawn by them, top-8 without replacement, from a mixture of a recording
-and one of another phase; placements are planned on a third. Qwen3-30B-A3B has no recording here: drawn from lognormal
-popularity that has drifted by a fifth since it was planned on.
+FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/. gpt-oss-20b's tokens are recorded, with the experts that they chose.
+DeepSeek-V3's recordings hold counts. Its tokens are drawn from a mixture of one recording with one of another phase,
+top-8 without replacement, and placements are planned on a third. Qwen3-30B-A3B has no recording here: its tokens are
+drawn from a lognormal popularity that has drifted by a fifth since it was planned on.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Whole layers in CUDA graphs on the GPUs of a host, for benchmarks/gates.py: no fit of `epsim calibrate` saw them.
+"""Times of whole layers in CUDA graphs on the GPUs of a host, which no fit of `epsim calibrate` has seen.
 
     torchrun --nproc-per-node 2 benchmarks/gates.py layers --recordings FOLDER --out FILE.json [--seconds 100]
 
-FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/ (benchmarks/whole_host/sources.py); the sample is always there. A case
-is a source, a layer, so many redundant experts and tokens of a rank. Every stack's layer is captured, and all of them
-run in turn on the same batches, PASSES times over, so that a drift of the machine touches all alike; a time is the
-slowest rank's median over passes, of a few replays in a row between device events. Beside it stands what the stack
-gives each rank: all that a prediction needs, so that it can be made from this file and a calibration alone. `parts` are
-phases of one stack, each captured by itself. FILE is written anew after every case.
+FOLDER holds deepseek-v3-sglang/ and gpt-oss-20b/ (benchmarks/whole_host/sources.py); the sample needs no folder. A case
+is a source, a layer, a number of redundant experts and a number of tokens a rank. The layer of every stack is captured,
+and all of them run in turn on the same batches, PASSES times, so that a drift of the machine affects all alike. A time
+is the slowest rank's, of several replays in a row between device events. The file also holds what each stack gives each
+rank, so that predictions need this file and a calibration only. `parts` are the phases of one stack, each captured by
+itself. FILE is written again after every case.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Expert computation measured on one GPU, for benchmarks/gates.py: what no fit of `epsim calibrate` has seen.
+"""Times of expert computation on one GPU, which no fit of `epsim calibrate` has seen.
 
     python benchmarks/gates.py measure cells --out benchmarks/results/gates_h200.json
     python benchmarks/gates.py measure slices --batches BATCHES.npz --out benchmarks/results/gates_slices.json
 
-`slices`: the GPU plays each rank of a group in turn, with exactly the rows that a stack gives it
-(benchmarks/gates/draw.py); of each rank its rows, the assignments of each of its slots (the shared expert's last),
-microseconds, and how far apart those of several passes were. `cells`: sizes between those of the calibration's grid, of
-several spreads, and other numbers of active experts. Medians of CUDA graphs between device events.
+`cells`: sizes between those of the calibration's grid, with several spreads, and other numbers of active experts.
+`slices`: the GPU plays each rank of a group in turn, with exactly the rows that a stack gives that rank
+(benchmarks/gates/draw.py). Of each rank it writes the rows, the assignments of each slot (the shared expert's last),
+the microseconds, and the differences between several passes. Times are medians of CUDA graphs between device events.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Parts `layers-*` and `oea` of benchmarks/whole_host.py: a rank's work in cases, one a (routing, redundancy, tokens).
+"""Parts `layers-*` and `oea` of benchmarks/whole_host.py. A case is a routing, a redundancy and a number of tokens.
 
-A case runs every stack on the same steps, in turn, by `epsim.runtime.job`, and compares loads with a replay's; before
-its first, the outputs of every stack are compared with a float64 reference. Where the exchange can be captured, layers
-are timed as CUDA graphs too: an eager layer of few tokens takes what its host needs. How much of a layer's experts that
-is (`host_us`) is measured: a phase is the device's where its host needs less than half as long.
+A case runs every stack on the same steps, in turn, by `epsim.runtime.job`, and compares the loads with a replay's.
+Before the first case, the outputs of every stack are compared with a float64 reference. If the exchange can be
+captured, layers are also timed as CUDA graphs, since an eager layer of few tokens takes as long as its host. The host's
+time of the experts (`host_us`) is measured: a phase counts as the device's if its host needs less than half as long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The time model's gates on the layers that benchmarks/whole_host.py ran: predicted beside measured, nothing fitted.
+"""The gates of the time model on the layers that benchmarks/whole_host.py ran, which no fit has seen.
 
-The model claims a device's time. Layers in CUDA graphs have no other; of layers that are called, the experts are
-compared, where their host needs less than half as long to begin them (`host_us`, measured). Exchange over NCCL waits
-for its host in every call, a router policy on few tokens for launches: they are not compared.
+The model predicts a device's time. Layers in CUDA graphs are compared whole. Of layers that are called eagerly, only
+the experts are compared, and only if their host needs less than half as long to start them (`host_us`, measured). NCCL
+waits for its host in every call, and a router policy on few tokens waits for launches: both are left out.
 """
 
 from __future__ import annotations

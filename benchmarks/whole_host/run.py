@@ -1,19 +1,21 @@
-"""The runtime on all GPUs of a host, in one command and a given time: exchange, stacks, routers, relocation, a death.
+"""The runtime on all GPUs of a host, in one command: exchange, stacks, routers, relocation, a dead rank.
 
     python benchmarks/whole_host.py [--ranks N] [--minutes 9] [--recordings FOLDER] [--part NAME ...] --out FOLDER
 
-Starts one process a GPU (two on CPUs, with tiny shapes) and writes FOLDER/whole_host.json anew whenever a row is
-finished, FOLDER/calibrated.tar.gz, and PART.log of a part that failed: it is told in one line, and the others go on.
-FOLDER of --recordings holds deepseek-v3-sglang/ and gpt-oss-20b/; without them experts are drawn, and results say so.
+Starts one process a GPU, or two on CPUs with tiny shapes. After every row it writes FOLDER/whole_host.json again. It
+also writes FOLDER/calibrated.tar.gz, and PART.log for a part that failed; a failure is reported in one line, and the
+other parts go on. The folder of --recordings holds deepseek-v3-sglang/ and gpt-oss-20b/. Without it experts are drawn,
+and the results say so.
 
-calibrate       tables of exchange and collectives at 2, 4, ... N ranks (`epsim calibrate`), experts from the project's
+calibrate       tables of exchange and collectives at 2, 4, ... N ranks (`epsim calibrate`); experts from the project's
 layers-deep_ep  DeepSeek-V3's layer under six stacks, with 32, 16, 8 and 0 redundant experts, 4,096 to 128 tokens a rank
-layers-torch    the same over NCCL; in both, outputs against a float64 reference, loads against a replay
+layers-torch    the same over NCCL; both compare outputs with a float64 reference, and loads with a replay
 oea             router policies on Qwen3-30B-A3B's layer, 1 to 16 tokens a rank
 relocation      experts move while the layer runs
-kill            `epsim run` whose last rank is killed inside a dispatch
+kill            `epsim run`, whose last rank is killed inside a dispatch
 
-Microseconds by device events. Then the time model's gates on these layers, none of which was fitted.
+Times are microseconds by device events. In the end the gates of the time model are checked on these layers, which no
+fit has seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tokens for benchmarks/whole_host.py: whose experts they take, and what placements are planned on.
+"""Tokens for benchmarks/whole_host.py: which experts they choose, and what placements are planned on.
 
-DeepSeek-V3's recordings hold counts of several workloads: tokens are drawn by them, each step by its own mixture of
-two, planned on a third (benchmarks/gates/draw.py). gpt-oss-20b's and the sample's are recorded tokens as they came,
-planned on those before; where a run needs more than there are, they come again. Where a recording is not there, experts
-are drawn with a lognormal popularity that has drifted since it was planned on.
+DeepSeek-V3's recordings hold counts of several workloads. Its tokens are drawn from them, each step with its own
+mixture of two, and placements are planned on a third. gpt-oss-20b's and the sample's tokens are recorded, in order;
+placements are planned on those before. If a run needs more tokens than there are, they repeat. Without a recording,
+experts are drawn with a lognormal popularity that has drifted since it was planned on.
 """
 
 from __future__ import annotations

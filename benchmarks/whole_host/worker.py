@@ -1,7 +1,8 @@
-"""One rank of benchmarks/whole_host.py, which starts it under torchrun: the named parts one after the other.
+"""One rank of benchmarks/whole_host.py, started under torchrun: it runs the named parts one after the other.
 
-Rank 0 writes DIR/PART.json anew after every row, `done` once the part is over, and DIR/now: the part under way, when it
-began and how long it may take. An error on any rank ends the process: who started it reads why, and starts the rest.
+Rank 0 writes DIR/PART.json again after every row, with `done` once the part is over. It also writes DIR/now: the
+current part, when it began and how long it may take. An error on any rank ends the process; the parent then reports the
+reason and starts the remaining parts.
 """
 
 from __future__ import annotations
