@@ -1,7 +1,9 @@
-// coarse.py's search: rank r is lane r, sets of ranks are bits of a word, and a wave holds at most one copy of any rank.
+// The search of coarse.py. Lane r holds rank r, a set of ranks is the bits of a word, and a wave has at most one copy
+// on each rank.
 
-// A rank's copy in a wave: the ranks of its expert (none: no copy), the expert's load and the copy's part in units, and a
-// byte for each of the first three other ranks: 0x40 is set where that rank is before this one, ABSENT where there is none; the last byte is the rank itself.
+// A rank's copy in a wave. mask: the ranks of its expert, 0 if the rank has no copy in the wave. need, part: the loads
+// of the expert and of the copy, in units. others: one byte for each of the expert's first three other ranks, with 0x40
+// set if that rank is before this one, or ABSENT; the last byte is the rank itself.
 struct __align__(16) Cell {
   u32 mask;
   int need, part;
@@ -13,7 +15,7 @@ const u32 ABSENT = 0x80;
 
 __device__ int lowest_bit(u32 bits) { return __ffs(bits) - 1; }
 
-// a / n for 0 <= a <= 2^30 + 32, rounded down, from inverse = (2^32 - 1) / n.
+// a / n rounded down, for 0 <= a <= 2^30 + 32, from inverse = (2^32 - 1) / n.
 __device__ int over(int a, int n, u32 inverse) {
   int q = __umulhi(a, inverse);
   return a - q * n >= n ? q + 1 : q;
@@ -21,10 +23,10 @@ __device__ int over(int a, int n, u32 inverse) {
 
 __device__ int over(const Problem &p, int a, int n) { return over(a, n, p.inverse_units[n]); }
 
-// The part of the lane's own copy in a wave of experts of up to OTHERS + 1 copies, no less than three; in one of more.
+// The new part of the lane's copy, in a wave of experts with three to OTHERS + 1 copies, or with more.
 template <int OTHERS>
 __device__ int pour_few(const Cell &cell, int rest) {
-  u32 volume = 0;  // what it takes to fill up to this rank
+  u32 volume = 0;  // the load needed to raise lower ranks to this rank's level
   bool lowest = true;
   int theirs[OTHERS];
 #pragma unroll
@@ -76,13 +78,13 @@ __device__ void sweep(Problem &p, int &load, int lane) {
   bool mine = lane < p.ranks;
   Cell *at = p.cells + (mine ? lane : 0), now = {0, 0, 0, static_cast<u32>(lane)}, next = now;
   if (mine) next = *at;
-  // Each wave's is read one ahead; there is place for one more wave than any has.
+  // The cell of the next wave is read ahead. There is room for one wave more than any layer has.
 #pragma unroll 2
   for (int w = 0; w < p.pair_waves; ++w) {
     now = next;
     if (mine) next = at[p.ranks];
     int rest = load - now.part, theirs = __shfl_sync(ALL, rest, now.others);
-    // Of the two the first takes half, rounded down, and the second half, rounded up: 0x40 is set.
+    // The first of two copies takes half, rounded down; the second, where 0x40 is set, takes half, rounded up.
     int odd = now.need + static_cast<int>(now.others >> 6 & 1);
     int part = min(max((theirs - rest + odd) >> 1, 0), now.need);
     load = rest + part;
@@ -106,7 +108,8 @@ __device__ void sweep(Problem &p, int &load, int lane) {
   }
 }
 
-// A lane looks at the set of ranks with no less load than its own; of up to 16 ranks, with lane + 16 for the other half.
+// Each lane computes the bound of the set of ranks whose load is at least its own. With up to 16 ranks, lane and
+// lane + 16 compute half of it each.
 __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
   bool halves = p.ranks <= 16;
   int step = halves ? 2 : 1, begin = halves ? lane >> 4 : 0, rank = halves ? lane & 15 : lane;
@@ -134,8 +137,8 @@ __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
   return {__shfl_sync(ALL, inside, owner), __shfl_sync(ALL, captive, owner), best};
 }
 
-// A rank's place in the trees of those that partly used copies connect: 0 at a root, its parent in the wave `edge`, and the
-// mean of the tree; `earlier`: the ranks before it that have the same parent and edge.
+// A rank's position in the trees of ranks that partly used copies connect: its depth (0 for a root), its parent, by a
+// copy in the wave `edge`, and the tree's mean load. earlier: the ranks before it with the same parent and edge.
 struct Leaf {
   int depth, parent, edge, mean;
   u32 earlier;
@@ -158,9 +161,9 @@ __device__ Leaf plant(Problem &p, int load, int lane) {
     here += p.ranks, used_here += p.ranks;
   }
   Leaf leaf = {0, lane, 0, load, 0};
-  u32 seen = __ballot_sync(ALL, !(near & ~(1u << lane)));  // connected to none
+  u32 seen = __ballot_sync(ALL, !(near & ~(1u << lane)));  // not connected to another rank
   while (~seen) {
-    // From the rank with most neighbours trees are flat, and loads take short ways.
+    // A tree is flat, and its paths are short, if its root is the rank with the most neighbours.
     u32 degree = seen >> lane & 1 ? 0 : __popc(near) << 5 | (31 - lane);
     u32 before = seen, now = 1u << (31 - (__reduce_max_sync(ALL, degree) & 31));
     for (int depth = 1; now; ++depth) {
@@ -180,13 +183,13 @@ __device__ Leaf plant(Problem &p, int load, int lane) {
     used_here -= p.ranks;
     if (mine && *used_here >> leaf.parent & 1) leaf.edge = w;
   }
-  // Only experts of more than two copies lead from a rank to several.
+  // Only an expert with more than two copies connects a rank to several others.
   if (__ballot_sync(ALL, leaf.depth && leaf.edge >= p.pair_waves))
     leaf.earlier = __match_any_sync(ALL, leaf.depth ? leaf.edge << 5 | leaf.parent : -1 - lane) & ((1u << lane) - 1);
   return leaf;
 }
 
-// The flows along the trees, by depth from the leaves up.
+// The flows along the trees, computed by depth, from the leaves to the roots.
 __device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
   int deepest = __reduce_max_sync(ALL, static_cast<u32>(leaf.depth));
   int most_earlier = __reduce_max_sync(ALL, static_cast<u32>(__popc(leaf.earlier)));
@@ -196,7 +199,7 @@ __device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
   for (int depth = deepest; depth; --depth) {
     bool moves = leaf.depth == depth;
     int held = p.loads[lane], amount = moves ? held - leaf.mean : 0, drawn = 0, left = 0;
-    if (moves) left = amount < 0 ? *from : *to;  // what others point at may be no one's
+    if (moves) left = amount < 0 ? *from : *to;  // other pointers may be invalid
     u32 ahead = leaf.earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
       int theirs = __shfl_sync(ALL, amount, lowest_bit(ahead));
@@ -215,12 +218,12 @@ __device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
   load = p.loads[lane];
 }
 
-// The part of a bound that a peak may be above it, of 2^32: a little less than the tolerance.
+// How far the peak may be above the bound, as a share of the bound in 2^-32: a little less than the tolerance.
 __device__ u32 spare_of(const Problem &p, double tol) {
   return p.whole ? 0 : static_cast<u32>(static_cast<i64>(tol * 0.96875 * 4294967296.0));
 }
 
-// The other warps' part of a search: the second one's bounds, while the first one plants trees or sweeps.
+// The work of the other warps in the search: the second warp computes bounds while the first builds trees or sweeps.
 template <int WARPS>
 __device__ void offer_bounds(Problem &p, int fixed, int warp, int lane) {
   while (true) {
@@ -287,7 +290,7 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
   return {captive, sweeps, top};
 }
 
-// As coarse.warm_start of one copy's part, from p.x.
+// coarse.warm_start for one copy, from p.x.
 __device__ int warm_part(const Problem &p, int k, int need, int copy) {
   int first = p.copy_start[k], last = p.copy_start[k + 1], largest = first;
   auto part_of = [&](int c) { return p.x[c] > 0.0 ? static_cast<float>(p.x[c]) : 0.0f; };

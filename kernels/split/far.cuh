@@ -1,9 +1,10 @@
-// Steps over ranks where there are more than 32: flow.py's queues. The warp looks at a rank's copies and at an expert's
-// ranks side by side, and enters what it finds in the queue's order; loads are moved one path after the other.
+// For more than 32 ranks, the steps over ranks, with the queues of flow.py. The lanes look at a rank's copies, and at
+// an expert's ranks, in parallel, and add new ranks in the order of the CPU's queue. Load moves along one path at a
+// time.
 
-// Rank u's turn: calls found(new ranks' lanes, this lane's rank, from) once per expert (by 32 of its ranks) that leads to
-// new ones, which are entered as seen and queued. A copy leads on where it has more than `tiny`, and to copies that
-// `leads(copy)` lets in.
+// Processes rank u of the queue: calls found(lanes of new ranks, this lane's rank, from) for each expert that leads to
+// new ranks (32 of its ranks at a time), after marking these as seen and adding them to the queue. Only copies with a
+// load above `tiny` are followed, and only to copies for which leads(copy) is true.
 template <class Leads, class Found>
 __device__ void expand_far(Problem &p, int u, int source, double tiny, int mark, int &tail, int lane, Leads leads,
                            Found found) {
@@ -20,7 +21,7 @@ __device__ void expand_far(Problem &p, int u, int source, double tiny, int mark,
           open = open || (p.seen[p.copy_rank[d]] != mark && leads(d));
       }
     }
-    // What is pushed meanwhile changes only copies of experts all of whose ranks are seen, or those behind it.
+    // Pushes in between change only copies of experts whose ranks are all seen, or copies earlier on the path.
     for (u32 left = __ballot_sync(ALL, open); left; left &= left - 1) {
       int owner = __ffs(left) - 1, from = __shfl_sync(ALL, c, owner), expert = __shfl_sync(ALL, k, owner);
       int last = p.copy_start[expert + 1];
@@ -45,7 +46,7 @@ __device__ void expand_far(Problem &p, int u, int source, double tiny, int mark,
   }
 }
 
-// As flow.push.
+// flow.push.
 __device__ int push_far(Problem &p, double cap, double slack, double tiny, int mark, int lane) {
   int head = 0, tail = 0;
   for (int base = 0; base < p.ranks; base += 32) {
@@ -90,7 +91,7 @@ __device__ int push_far(Problem &p, double cap, double slack, double tiny, int m
   return pushed ? -1 : tail;
 }
 
-// As flow.level_out.
+// flow.level_out.
 __device__ void level_out_far(Problem &p, int mark, int lane) {
   int tail = 0;
   for (int base = 0; base < p.ranks; base += 32) {
@@ -134,7 +135,7 @@ __device__ void level_out_far(Problem &p, int mark, int lane) {
   }
 }
 
-// As flow.captive_load.
+// flow.captive_load.
 __device__ double captive_load_far(const Problem &p, int mark, int lane) {
   double captive = 0.0;
   auto add = [&](bool inside, double load) {

@@ -1,13 +1,13 @@
-// The paths where there are up to 32 ranks, in float64, for what the search leaves open: lane r is rank r, sets of ranks
-// are bits of a word.
+// Augmenting paths in float64 for up to 32 ranks, for problems that the search does not settle. Lane r holds rank r; a
+// set of ranks is the bits of a word.
 
-// A lane's place in a search tree: its place in the queue, and as in flow.Search.
+// A lane's position in the search tree: its index in the queue, and the fields of flow.Search.
 struct Reached {
   int place, root, parent, from, to;
 };
 
-// reach: for every copy, in rank_copy's order, the ranks (in `over`, by expert) of its expert where it has more than
-// `tiny`. Returns what rank `lane` reaches in one step.
+// Fills reach: for each copy with a load above `tiny`, in the order of rank_copy, the ranks of its expert (from `over`,
+// by expert). Returns the ranks that rank `lane` reaches in one step.
 __device__ u32 find_neighbours(Problem &p, const u32 *over, double tiny, int lane) {
   for (int i = lane; i < p.copies; i += 32) {
     int c = p.rank_copy[i];
@@ -23,7 +23,8 @@ __device__ u32 find_neighbours(Problem &p, const u32 *over, double tiny, int lan
   return near;
 }
 
-// Rank u's turn in the queue: calls found(new ranks, root) once per expert that leads to new ones, in the CPU's order.
+// Processes rank u of the queue: calls found(new ranks, root) for each expert that leads to new ranks, in the CPU's
+// order.
 template <class Found>
 __device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &leaf, int lane, Found found) {
   u32 below = (1u << lane) - 1;
@@ -56,14 +57,14 @@ __device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &l
   }
 }
 
-// As flow.push; returns whether something was pushed. `seen` comes with the ranks above, leaves with those reached.
+// flow.push. Returns whether load was pushed. seen: the ranks above the bound on entry, the ranks reached on return.
 __device__ bool push(Problem &p, double &load, double cap, double slack, double tiny, u32 &seen, int lane) {
   Reached leaf = {__popc(seen & ((1u << lane) - 1)), lane, lane, 0, 0};
   int tail = __popc(seen);
   bool pushed = false;
   u32 near = find_neighbours(p, p.mask, tiny, lane);
   while (true) {
-    // In a queue's order the next rank is the first that reaches a new one: x changes only where all are reached.
+    // The next rank of the queue is the first one that reaches a new rank. x changes only where all ranks are reached.
     double source_load = __shfl_sync(ALL, load, leaf.root);
     bool open = (seen >> lane & 1) && (near & ~seen) && source_load > cap;
     u32 first = __reduce_min_sync(ALL, open ? static_cast<u32>(leaf.place << 5 | lane) : ALL);
@@ -96,7 +97,7 @@ __device__ bool push(Problem &p, double &load, double cap, double slack, double 
   return pushed;
 }
 
-// As flow.level_out: all trees first, then their flows, leaf by leaf.
+// flow.level_out: all trees first, then their flows from the leaves to the roots.
 __device__ void level_out_near(Problem &p, double &load, int lane) {
   for (int k = lane; k < p.replicated; k += 32) p.used[k] = 0;
   __syncwarp();
@@ -121,7 +122,7 @@ __device__ void level_out_near(Problem &p, double &load, int lane) {
     }
     if ((seen & ~before) >> lane & 1) begin = first_place, end = tail;
   }
-  // From here on lane i has the i-th rank of the queue.
+  // From here on, lane i holds the i-th rank of the queue.
   bool mine = lane < p.ranks;
   if (mine) {
     p.queue[leaf.place] = lane;
@@ -149,7 +150,7 @@ __device__ void level_out_near(Problem &p, double &load, int lane) {
     if (from == giver) from_part += amount;
   }
   __syncwarp();
-  // Lanes that share `from` have the same value for it: the first of them writes it.
+  // Lanes with the same `from` have the same value for it. The first of them writes it.
   u32 mates = __match_any_sync(ALL, from);
   if (moves) {
     if (__ffs(mates) - 1 == lane) p.x[from] = from_part;

@@ -1,5 +1,5 @@
-// Steps over experts in float64, beyond 32 ranks: flow.water_fill, a wave of experts at a time, and flow.rescale; and the
-// loads of the ranks.
+// For more than 32 ranks, the steps over experts in float64: flow.water_fill, one wave of experts at a time,
+// flow.rescale, and the loads of the ranks.
 
 __device__ void pour_pairs(Problem &p, int lane) {
   struct Pair {
@@ -20,7 +20,7 @@ __device__ void pour_pairs(Problem &p, int lane) {
   for (int wave = 0; wave < last; ++wave) {
     fetch(next, end + lane, next_end);
     end = next_end;
-    next_end = p.wave_start[wave + 3 < last ? wave + 3 : last];  // asked for a wave ahead
+    next_end = p.wave_start[wave + 3 < last ? wave + 3 : last];  // loaded one wave ahead
     if (now.k >= 0) {
       int u = now.ranks & 0xffff, v = now.ranks >> 16;
       double a = p.load[u] - now.first, b = p.load[v] - now.second;
@@ -36,8 +36,8 @@ __device__ void pour_pairs(Problem &p, int lane) {
   }
 }
 
-// An expert of up to MOST copies, in registers, and without branches: loads from memory overlap. An absent copy is one
-// on a rank of infinite load.
+// An expert with at most MOST copies, in registers and without branches, so that loads from memory overlap. A missing
+// copy is treated as one on a rank of infinite load.
 template <int MOST>
 __device__ void pour(Problem &p, int first, int count, double need) {
   const double infinite = __longlong_as_double(0x7ff0000000000000ll);
@@ -129,7 +129,7 @@ __device__ void water_fill(Problem &p, int lane) {
   for (int wave = p.pair_waves; wave < p.waves; ++wave) {
     int k = p.wave_start[wave] + lane, first = 0, last = 0;
     if (k < p.wave_start[wave + 1]) first = p.copy_start[k], last = p.copy_start[k + 1];
-    // One way for all lanes takes less time than two ways in turn.
+    // All lanes take the same branch, which is faster than two branches in turn.
     u32 most_copies = __reduce_max_sync(ALL, static_cast<u32>(last - first));
     if (last > first) {
       if (most_copies <= 4)
@@ -168,7 +168,7 @@ __device__ void rescale(Problem &p, int lane) {
   __syncwarp();
 }
 
-// load = fixed + x; the largest load.
+// Sets load = fixed + x. Returns the peak load.
 __device__ double add_copies(Problem &p, int lane) {
   double top = 0.0;
   for (int r = lane; r < p.ranks; r += 32) {
@@ -188,7 +188,7 @@ __device__ void split_evenly(Problem &p, int lane) {
   __syncwarp();
 }
 
-// The largest load of the even split over physical experts.
+// The peak load of the even split over slots.
 __device__ double add_even(const Problem &p, int lane) {
   double top = 0.0;
   for (int r = lane; r < p.ranks; r += 32) {

@@ -1,10 +1,10 @@
-// The certified split (cpu.py says how) with one warp a problem, equal to the CPU form bit for bit: the same steps, in
-// integers in any order, in float64 in the same one and with no contraction to fused multiply-adds.
+// The split with proof (described in cpu.py), one warp per problem. It gives the same bits as the CPU form: it does the
+// same steps, with integers in any order, with float64 in the same order and without fused multiply-adds.
 //
-// Up to 32 ranks, lane r keeps rank r's load, and sets of ranks are bits of a word. Beyond, experts that share no rank are
-// poured together, and the warp walks the queues of the CPU form in shared memory.
+// Up to 32 ranks, lane r holds the load of rank r, and a set of ranks is the bits of a word. Beyond 32 ranks, experts
+// that share no rank are processed at the same time, and the queues of the CPU form are in shared memory.
 //
-// tests/kernels/split/warp.h compiles this file for the host, a fiber a lane.
+// tests/kernels/split/warp.h compiles this file for the host, one fiber per lane.
 
 #include "state.cuh"
 
@@ -17,7 +17,7 @@
 #include "near.cuh"
 #include "units.cuh"
 
-// As flow.close_gap; FAR: more than 32 ranks.
+// flow.close_gap. FAR: more than 32 ranks.
 template <bool FAR>
 __device__ int close_gap(Problem &p, Bound &bound, double tol, double tiny_part, int limit, int lane) {
   int rounds = 0, mark = 0;
@@ -69,7 +69,7 @@ __device__ int close_gap(Problem &p, Bound &bound, double tol, double tiny_part,
   return rounds;
 }
 
-// 27 bits at a time: sums of 32 have 32.
+// Sums 27 bits at a time: the sum of 32 such numbers has at most 32 bits.
 __device__ u64 warp_sum(u64 value) {
   u64 low = __reduce_add_sync(ALL, static_cast<u32>(value & 0x7ffffff));
   u64 middle = __reduce_add_sync(ALL, static_cast<u32>(value >> 27 & 0x7ffffff));
@@ -77,7 +77,7 @@ __device__ u64 warp_sum(u64 value) {
   return low + (middle << 27) + (high << 54);
 }
 
-// What all problems need of a layer's table, to shared memory.
+// Copies the staged part of a layer's table to shared memory.
 template <int WARPS>
 __device__ void stage_table(const Arguments &a, i64 layer, char *staged, int thread) {
   const int TOGETHER = WARPS > 1 ? 2 : 8;
@@ -86,11 +86,11 @@ __device__ void stage_table(const Arguments &a, i64 layer, char *staged, int thr
   for (int i = thread; i < a.n.staged / 16; i += 32 * WARPS) reinterpret_cast<uint4 *>(staged)[i] = from[i];
 }
 
-// A problem's layer, 0 where it is none.
+// A problem's layer, or 0 if there is no such layer.
 __device__ i64 table_of(const Arguments &a, i64 layer) { return 0 <= layer && layer < a.layers ? layer : 0; }
 
-// The experts' loads as they are, to shared memory; whether one is negative. All threads are in step then. `before`: the
-// layer whose table is staged, `layer`: which it should be.
+// Copies the experts' loads to shared memory. Returns whether any is negative. All threads are synchronised afterwards.
+// before: the layer whose table is staged. layer: the layer that is needed.
 template <int WARPS>
 __device__ bool stage_loads(const Arguments &a, int b, i64 before, i64 layer, char *staged, i64 *expert_load, u64 *totals,
                             int thread) {
@@ -102,7 +102,7 @@ __device__ bool stage_loads(const Arguments &a, int b, i64 before, i64 layer, ch
   const i64 *loads = a.loads + static_cast<i64>(b) * experts;
   auto put = [&](int e, i64 bits) {
     bad = bad || (a.integral ? bits < 0 : __longlong_as_double(bits) < 0.0);
-    // Sums stay below 2^63; no total with such a load is accepted.
+    // The limit keeps sums below 2^63. A total with such a load is refused.
     if (a.integral && bits > TOO_MUCH) bits = TOO_MUCH;
     expert_load[e] = bits;
     sum += bits;
@@ -145,10 +145,10 @@ struct Found {
   double peak;
   Bound bound;
   int sweeps;
-  bool look_at_even;  // whether the even split's peak may be less
+  bool look_at_even;  // whether the even split may have a lower peak
 };
 
-// As cpu.far_split.
+// cpu.far_split.
 __device__ Found far_split(Problem &p, const Arguments &a, double total, const double *start, const double (&ahead)[2],
                            int lane) {
   if (start) {
@@ -171,7 +171,7 @@ __device__ Found far_split(Problem &p, const Arguments &a, double total, const d
   return {add_copies(p, lane), bound, NUM_SWEEPS, true};
 }
 
-// Pushes where the bound is not yet met, and never worse than even, not by a part of the tolerance either. One warp.
+// Pushes load if the bound is not reached, and takes the even split if that is better. One warp.
 template <bool FAR>
 __device__ int finish(Problem &p, const Arguments &a, Found &found, int lane) {
   int rounds = 0;
@@ -223,7 +223,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     if (thread < 32) p.loads[thread] = 0, p.fixed_units[thread] = 0, p.warm_loads[thread] = 0;
     if (thread == 0) *p.ended = 0;
     at = shared + (at - shared + 15) / 16 * 16;
-    // After the search: the place of what the paths need.
+    // The augmenting paths reuse this memory after the search.
     p.used = reinterpret_cast<u32 *>(at);
     p.reach = p.used + n.replicated;
     p.queue = reinterpret_cast<u16 *>(p.loads);
@@ -241,8 +241,8 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   p.whole = a.whole;
   p.ranks = n.ranks;
 
-  // What an earlier kernel may write, such as the layer, is read for good only when it has ended, and not from what was
-  // kept of it before.
+  // An earlier kernel may still write the layer. Its table is loaded ahead, and the layer is read again, past the
+  // cache, when the earlier kernel has ended.
   i64 before = table_of(a, __ldcg(a.layer + b));
   stage_table<WARPS>(a, before, shared, thread);
   wait_for_earlier();
@@ -261,7 +261,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   auto as_load = [&](i64 bits) { return a.integral ? static_cast<double>(bits) : __longlong_as_double(bits); };
   double total;
   int places = 0;
-  bool exact = false;  // all in units is as it is in loads
+  bool exact = false;  // whether loads are exact in units
   auto add_fixed = [&]() {
     for (int k = thread; k < p.replicated; k += THREADS) p.demand[k] = as_load(expert_bits[p.expert[k]]);
     if (thread < 32)
@@ -278,7 +278,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
       }
     meet_all<WARPS>();
   };
-  if (!FAR && a.integral) {  // whole numbers add up in any order
+  if (!FAR && a.integral) {  // integer sums do not depend on their order
     u64 sum = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; ++i) sum += p.totals[i];
@@ -297,7 +297,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     if (a.split)
       for (int s = thread; s < n.slots; s += THREADS) write(a.split, static_cast<i64>(b) * n.slots + s, 0.0, p.whole);
     if (thread == 0) {
-      a.peak[b] = __longlong_as_double(0x7ff0000000000000ll);  // counts as not proven
+      a.peak[b] = __longlong_as_double(0x7ff0000000000000ll);  // infinity, so that it counts as not proven
       a.bound[b] = 0.0;
       write(a.numerator, b, 0.0, a.integral);
       a.size[b] = 1, a.sweeps[b] = 0, a.status[b] = status;
@@ -318,7 +318,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     found.bound = {searched.captive.load * inverse, __popc(searched.captive.inside)};
     found.sweeps = searched.sweeps;
     found.look_at_even = *p.even_top <= searched.top + n.slots;
-    // Nearly always within the tolerance (to be exact, by a thirty-second of it), and better than even.
+    // Nearly always true: the peak is within the tolerance, by a margin of 1/32 of it, and better than the even split.
     bool settled = exact && (p.whole ? searched.top <= searched.captive.bound : !found.look_at_even) &&
                    searched.top <= searched.captive.bound + __umulhi(searched.captive.bound, spare_of(p, a.tol));
     if (settled) {
@@ -348,7 +348,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     part = p.whole ? floor((part + (mates - 1 - place)) / mates) : part / mates;
     write(a.split, out + s, part, p.whole);
   }
-  // By the last warp, which has fewest slots to write; what the first one found in the end is with itself.
+  // Written by the last warp, which has the fewest slots to write, unless the first warp changed the result.
   if (thread == scribe) {
     double mean = found.bound.numerator / found.bound.size;
     a.peak[b] = found.peak;
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(32, 20) split_near(const __grid_con
   solve<false, 1>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
 }
 
-// With more warps a problem, for few problems.
+// Several warps per problem, for launches of few problems.
 extern "C" __global__ void __launch_bounds__(32 * WIDE, 2) split_wide(const __grid_constant__ Arguments a) {
   solve<false, WIDE>(a, reinterpret_cast<char *>(shared_memory), blockIdx.x, threadIdx.x);
 }

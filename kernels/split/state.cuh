@@ -1,4 +1,4 @@
-// split.cu's arguments, a problem's tables and state in shared memory, and arithmetic.
+// The arguments of split.cu, the tables and the state of a problem in shared memory, and arithmetic.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -9,14 +9,15 @@ typedef unsigned long long u64;
 #define ALL 0xffffffffu
 const i64 TOO_MUCH = 1ll << 53;
 
-#define TWIN 0x8000u  // marks a slot whose expert has more on its rank
+#define TWIN 0x8000u  // marks a slot of a copy with several slots
 
 enum { OK, BAD_LOAD, TOO_LARGE, BAD_LAYER };
 
-const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 8;  // WIDE: warps where problems are few
+const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 8;  // WIDE: warps if problems are few
 const int COLD = 2, WARM = 1, LEVELLED = 8, MOST_SWEEPS = 40, MOST_WHOLE = 8;  // as in coarse.py
 
-// The most that any layer has; sections of a layer's table are as long. staged: the bytes of it that all problems need.
+// The largest sizes of any layer, which are the lengths of the sections of a layer's table. staged: the bytes of the
+// table that are copied to shared memory.
 struct Sizes {
   int ranks, experts, slots, fixed, rows, replicated, copies, waves, twins, staged;
 };
@@ -31,7 +32,7 @@ __device__ void meet_all() {
 
 struct Cell;
 
-// The load that cannot leave a set of ranks, in units; bound: over the set's size.
+// The load in units that cannot leave a set of ranks, and the bound: the load over the number of ranks in the set.
 struct Captive {
   u32 inside;
   int load, bound;
@@ -42,9 +43,9 @@ struct Searched {
   int sweeps, top;
 };
 
-// One layer's table (cuda.py packs it: structure.Tables, and the waves), and a problem's state, in shared memory; what is
-// not staged of a table stays in global memory. x [copies], then the experts' loads: values. Experts of a wave, neighbours
-// in order, share no rank; waves of pairs come first.
+// One layer's table (packed by cuda.py: structure.Tables and the waves) and a problem's state, in shared memory; parts
+// of the table that are not staged stay in global memory. values: x [copies], then the experts' loads. A wave is a run
+// of experts that share no rank; waves of experts with two copies come first.
 struct Problem {
   const double *share, *until;
   double *values, *x, *fixed, *load, *demand, *inverse;
@@ -59,19 +60,19 @@ struct Problem {
   Captive *offered;
   Searched *searched;
   Cell *cells;
-  uint2 *experts;  // mask, and load in units
+  uint2 *experts;  // the expert's ranks, and its load in units
   int ranks, replicated, copies, paired, waves, pair_waves, twins;
   bool whole;
 };
 
 struct Arguments {
   const char *tables;   // [layers, table_bytes]
-  const i64 *loads;     // [problems, experts], int64 where integral, else float64
+  const i64 *loads;     // [problems, experts], int64 if integral, else float64
   const i64 *layer;     // [problems]
   const double *start;  // [problems, slots], or null
-  void *split;          // [problems, slots], or null; int64 where whole, else float64
+  void *split;          // [problems, slots], or null; int64 if whole, else float64
   double *peak, *bound;
-  void *numerator;  // int64 where integral, else float64
+  void *numerator;  // int64 if integral, else float64
   i64 *size, *sweeps, *status;
   double tol, too_large;
   int problems, layers, table_bytes, integral, limit, whole;
@@ -126,11 +127,11 @@ __device__ void place_table(Problem &p, const char *staged, const char *table, c
 __device__ double least(double a, double b) { return b < a ? b : a; }
 __device__ double most(double a, double b) { return b > a ? b : a; }
 
-// Of numbers of which one is not negative: their bits are ordered as they are, and integers compare faster.
+// For numbers of which at least one is not negative: their bits have the same order, and integers compare faster.
 __device__ double least_bits(double a, double b) { return __double_as_longlong(b) < __double_as_longlong(a) ? b : a; }
 __device__ double most_bits(double a, double b) { return __double_as_longlong(b) > __double_as_longlong(a) ? b : a; }
 
-// The largest of the lanes' values, which are not negative: their bits are ordered as they are.
+// The largest value of the lanes. Values are not negative, so their bits have the same order.
 __device__ double warp_most(double value) {
   i64 bits = __double_as_longlong(value);
   u32 high = static_cast<u32>(bits >> 32), top = __reduce_max_sync(ALL, high);
@@ -138,7 +139,7 @@ __device__ double warp_most(double value) {
   return __longlong_as_double(static_cast<i64>(top) << 32 | low);
 }
 
-// a / n, correctly rounded: Markstein's step from a rounded inverse, at a fraction of a division's time.
+// a / n, correctly rounded, by Markstein's step from a rounded inverse. Much faster than a division.
 __device__ double divide(const Problem &p, double a, int n) {
   if (!p.inverse || n >= NUM_INVERSES) return a / n;
   double inverse = p.inverse[n], q = a * inverse;

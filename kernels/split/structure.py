@@ -18,8 +18,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 class Tables(NamedTuple):
     """The graph of experts and ranks of all layers, as flat arrays: float64 for copy_share and copy_until, else int32.
 
-    The slots of one expert on one rank are one *copy*. A *replicated* expert has copies on at least two ranks; any other
-    expert is *fixed* to its rank. Experts of one *colour* share no rank. Empty slots are in no list.
+    The slots of one expert on one rank are one *copy*. A *replicated* expert has copies on at least two ranks; each
+    other expert is *fixed* to its rank. Experts of one *colour* share no rank. Empty slots are in no list.
     A layer's replicated experts are sorted into those with two copies and the others, then by colour. Its copies are
     sorted by expert in this order, then by rank. Positions are relative to the layer's first expert or copy.
 

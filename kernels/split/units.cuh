@@ -1,6 +1,6 @@
-// Up to 32 ranks: loads to units, the search, and back to loads.
+// For up to 32 ranks: converts loads to units, runs the search, and converts back.
 
-// The copies' parts of another batch's split, to x; ahead: the thread's first slots' parts.
+// Sets x to another batch's split of the copies. ahead: the parts of the thread's first slots, already loaded.
 template <int WARPS>
 __device__ void place_start(Problem &p, const double *start, const double (&ahead)[2], int slots, int even_copies,
                             int thread) {
@@ -24,7 +24,7 @@ __device__ void place_start(Problem &p, const double *start, const double (&ahea
   meet_all<WARPS>();
 }
 
-// How many binary places loads are moved by, so that their total has 30.
+// By how many bits loads are shifted so that their total has 30 bits.
 __device__ int places_of(const Problem &p, double total) {
   int places = 0;
   if (total > 0.0) {
@@ -36,8 +36,8 @@ __device__ int places_of(const Problem &p, double total) {
 
 __device__ double power_of_two(int places) { return __longlong_as_double(static_cast<i64>(1023 + places) << 52); }
 
-// As cpu.near_split, but that what is found is not looked at yet. Lane r of the first warp is rank r. The other warps take
-// part in what comes before and after the search; the second also in the search.
+// cpu.near_split without the final check in float64. Lane r of the first warp holds rank r. The other warps take part
+// in the conversions, and the second warp also in the search.
 template <int WARPS>
 __device__ Searched near_split(Problem &p, const Arguments &a, int places, const i64 *expert_load, const double *start,
                                const double (&ahead)[2], int thread) {
@@ -50,7 +50,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
     return static_cast<int>(__longlong_as_double(bits) * unit);
   };
   if (exact) {
-    // Few rounds each: unrolled they are slower, for the code that is fetched.
+    // Loops with few rounds: unrolled they are slower, because more code is fetched.
 #pragma unroll 1
     for (int i = thread; i < a.n.rows * p.ranks; i += THREADS) {
       int load = in_units(expert_load[p.fixed_row[i]]);
@@ -117,7 +117,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
   return *p.searched;
 }
 
-// x from the cells, with what the units leave out.
+// Sets x from the cells, and adds the part that the integer units lose.
 template <int WARPS>
 __device__ void place_parts(Problem &p, int places, bool exact, int thread) {
   double inverse = power_of_two(-places);
