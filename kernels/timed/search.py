@@ -1,18 +1,20 @@
-"""Whole tokens on copies so that the dearest rank is cheapest, where a rank pays for tokens and for active experts.
+"""Whole tokens on copies so that the largest rank cost is lowest, by branch and bound.
 
-A rank costs A * tokens + B * active, all integers; an expert of n tokens, on one copy alone, weighs A * n + B.
+A rank costs A * tokens + B * active experts; all are integers. The weight of an expert with n tokens is A * n + B, its
+cost on a single copy.
 
-1. Lower bound: were an expert's weight to divide over its copies without opening any twice, the problem would be the
-   plain split with weights for loads (each copy paying B in proportion to its tokens: the linear relaxation of the
-   integer model). Its least peak, by augmenting paths and closed sets of ranks as in epsim.kernels.split, is a bound.
-2. A target between the bound and the best cost so far is searched depth first. A node fixes copies as closed or as open
-   (an open one pays B whatever it serves); its relaxation is feasible at the target, or nothing below the node is. A
-   feasible one tells which copies to try open: their tokens are then a flow with capacities (target - B * active) / A,
-   whole and exact. Else the copy with the least of a divided expert is closed, and opened in the other branch.
-3. Targets halve the distance between bound and best. A search that ends brings a cheaper solution, or the proof that
-   the bound is higher. One that reaches its limit of nodes proves nothing, and the next target is larger.
+1. Lower bound: if an expert's weight could be divided over its copies, with each copy paying B in proportion to its
+   tokens, the problem would be the plain split with weights as loads. This is the linear relaxation of the integer
+   model. Its lowest peak, found by augmenting paths and closed sets of ranks as in epsim.kernels.split, is a bound.
+2. Depth-first search for a solution that costs at most a target between the bound and the best cost so far. A node
+   fixes some copies as closed and some as open; an open copy pays B whatever it serves. If the node's relaxation is not
+   feasible at the target, nothing below the node is. If it is feasible, its copies with load are tried as the open
+   ones: their tokens are an integral flow with capacities (target - B * active) / A. If that fails, the search branches
+   on the copy with the lowest weight of a divided expert: first closed, then open.
+3. Each target halves the distance between the bound and the best cost. A search that ends finds a cheaper solution or
+   proves a higher bound. A search that reaches its node limit proves nothing, and the next target is larger.
 
-Nothing is drawn, all arithmetic is on integers: the answer is the same everywhere.
+Nothing is random and all arithmetic is on integers, so the result is the same everywhere.
 """
 
 from __future__ import annotations
@@ -45,9 +47,12 @@ MOST_LEVELS = 256
 
 
 class Tree(NamedTuple):
-    """The path from the first decision to the node at hand: weights before each decision [levels, copies], its copy and
-    whether it has been closed (0) or opened (1) [levels]; copies that may be used and those that pay [copies], and how
-    many of each an expert has."""
+    """The path from the root to the current node.
+
+    weights [levels, copies]: before each decision. copy, stage [levels]: the copy of each decision, and whether it is
+    closed (0) or open (1). usable, paid [copies]: the copies that are not closed, and those that are open.
+    num_usable, num_paid: how many of each an expert has.
+    """
 
     weights: Longs
     copy: Longs
@@ -75,7 +80,7 @@ def close_copy(p: Problem, c: int, weights: Longs, t: Tree, s: Scratch) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def open_copy(p: Problem, c: int, weights: Longs, t: Tree, s: Scratch) -> None:
-    """The copy pays B of its own; an expert's first open copy takes B out of the weight that is to be divided."""
+    """Makes the copy pay B itself. An expert's first open copy takes B out of the weight that is divided."""
     k = p.copy_expert[c]
     t.paid[c] = True
     s.load[p.copy_rank[c]] += p.opening
@@ -96,7 +101,7 @@ def open_copy(p: Problem, c: int, weights: Longs, t: Tree, s: Scratch) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def undecided(p: Problem, weights: Longs, t: Tree) -> int:
-    """The copy to decide next, or -1 where none is left."""
+    """The copy of the next decision, or -1 if none is left."""
     best, best_weight, other = -1, NO_LIMIT, -1
     for k in range(p.demand.size):
         if p.demand[k] == 0 or (t.num_usable[k] == 1 and t.num_paid[k] == 0):
@@ -117,9 +122,10 @@ def undecided(p: Problem, weights: Longs, t: Tree) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def search(p: Problem, target: int, limit: int, root: Longs, weights: Longs, t: Tree, s: Scratch) -> tuple[int, int]:
-    """A solution that costs at most `target` (FOUND, in s.trial), the proof that there is NONE, or UNKNOWN.
+    """Searches for a solution that costs at most `target`. Returns the outcome and the number of nodes.
 
-    root [copies]: the relaxation's weights, from which the search starts; weights: scratch. Also returns nodes used.
+    FOUND: the solution is in s.trial. NONE: there is none. UNKNOWN: the limit was reached.
+    root [copies]: the weights of the relaxation, where the search starts. weights: a buffer.
     """
     num_ranks = s.load.size
     weights[:] = root
@@ -140,7 +146,7 @@ def search(p: Problem, target: int, limit: int, root: Longs, weights: Longs, t: 
         if settle(p, weights, s.load, s.cap, t.usable, s) == 0:
             for c in range(weights.size):
                 s.open[c] = weights[c] > 0
-            # Where all of a paid expert's weight was its opening, one copy must still serve.
+            # If the whole weight of an expert was its opening, its open copies must still serve.
             for k in range(p.demand.size):
                 if t.num_paid[k] > 0:
                     for c in range(p.copy_start[k], p.copy_start[k + 1]):
@@ -197,11 +203,11 @@ def _solve_range(
     bound: Longs,
     nodes: Longs,
 ) -> None:
-    """Problems one after the other: counts [N, E] of the layers `layer` [N]; start [N, P]: a split to begin with.
+    """Solves problems one after the other: counts [N, E] of the layers `layer` [N]; start [N, P]: the initial split.
 
-    Results: split [N, P], cost, bound, nodes [N], costs in units of the integers `price` and `opening`. Problems with
-    at most few_copies copies of replicated experts with tokens are solved to the end, others within `limit` nodes, of
-    which a target gets target_limit.
+    Results: split [N, P], cost, bound, nodes [N]; costs are in units of the integers `price` and `opening`. Problems
+    with at most few_copies copies of replicated experts with tokens are solved to optimality, others within `limit`
+    nodes, and target_limit nodes per target.
     """
     num_ranks = tables.fixed_start.shape[1] - 1
     num_experts = counts.shape[1]
@@ -324,13 +330,13 @@ def _solve_range(
         for q in range(num_physical):
             split[b, q] = values[tables.source[at, q]]
         for i in range(tables.twin_start[at], tables.twin_start[at + 1]):
-            if tables.twin[i, 1] > 0:  # of slots of one expert on one rank the first serves all
+            if tables.twin[i, 1] > 0:  # the first slot of a copy serves all
                 split[b, tables.twin[i, 0]] = 0
 
 
 def _cached(stamp: str) -> Callable[..., None]:
-    """_solve_range, compiled once for this stamp and kept on disk: numba's cache looks at a function's own file alone,
-    and a variable of the enclosing function is part of its key."""
+    """_solve_range, compiled once per stamp and cached on disk. numba's cache checks the function's own file alone; a
+    variable of the enclosing function is part of the cache key."""
 
     @njit(cache=True, nogil=True, error_model="numpy")
     def solve_range(*arguments: Any) -> None:

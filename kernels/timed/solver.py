@@ -1,4 +1,4 @@
-"""The split for memory-bound decode: least largest `a * tokens + b * active experts` of a rank, in whole tokens."""
+"""The split for memory-bound decode: minimises the largest a * tokens + b * active experts of a rank."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 from epsim.kernels.split import SplitStructure, solve_gathered
 
 FEW_COPIES = 16
-"""Up to so many copies of replicated experts with tokens, a problem is solved to the end, whatever it takes."""
+"""Problems with at most this many copies of replicated experts with tokens are always solved to optimality."""
 MOST_NODES = 200
 TARGET_NODES = 30
-"""Nodes of the search, at most, for a larger problem, and for one target of it."""
+"""The most search nodes of a larger problem, and of one target in it."""
 LARGEST = 1 << 30
-"""a and b are used as whole numbers up to this one, in their exact ratio where that allows."""
+"""a and b are converted to integers of at most this size, in their exact ratio if possible."""
 MOST_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedSolution:
-    """Per problem [...]: what was found and what was proven.
+    """The solutions of problems [...].
 
-    split [..., P] int64: tokens of each physical expert. cost [...] float64: a * tokens + b * active of the dearest
-    rank. bound [...] float64: no split into whole tokens costs less; proven [...] bool: this one is an optimum.
-    nodes [...] int64: of the search.
+    split [..., P] int64: the tokens of each slot, 0 for an empty slot. cost [...] float64: the largest
+    a * tokens + b * active of a rank. bound [...] float64: a lower bound on the cost of any split into whole tokens.
+    proven [...] bool: whether the split is proven optimal. nodes [...] int64: the number of search nodes.
     """
 
     split: torch.Tensor
@@ -46,14 +46,15 @@ def solve_timed(
     most_nodes: int = MOST_NODES,
     target_nodes: int = TARGET_NODES,
 ) -> TimedSolution:
-    """Splits every expert's tokens over its copies so that the largest a * tokens + b * active of a rank is least.
+    """Splits each expert's tokens over its copies so that the largest a * tokens + b * active of a rank is lowest.
 
-    counts [..., L, E] int64 >= 0. a, b >= 0, finite, not both 0: what a token and an active physical expert cost. Slots
-    of one expert on one rank are one: the first serves all. Never dearer than `solve_gathered`. Solved on the CPU.
+    counts [..., L, E] int64 >= 0. a, b: the costs of a token and of an active expert; finite, >= 0, not both 0.
+    Of several slots of one expert on one rank, the first serves all tokens. The cost is never above that of
+    `solve_gathered`. Solved on the CPU.
     Raises ValueError for other costs, for negative counts and for more than 2^31 tokens in a problem.
     """
     check_costs(a, b)
-    begin = solve_gathered(structure, counts)  # refuses what are no counts of this placement
+    begin = solve_gathered(structure, counts)  # also checks the counts
     largest = int(counts.sum(-1, dtype=torch.float64).max()) if counts.numel() else 0
     if largest > MOST_TOKENS:
         raise ValueError(f"{largest} assignments in one layer are more than 2^31: scale the counts down")
@@ -93,7 +94,7 @@ def solve_timed(
 
 
 def check_costs(a: float, b: float) -> None:
-    """Raises ValueError where a and b are not what a token and an active expert can cost."""
+    """Raises ValueError if a and b are not valid costs of a token and an active expert."""
     for name, value in (("a", a), ("b", b)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name}={value} is no cost: give a finite number of 0 or more")
@@ -102,8 +103,11 @@ def check_costs(a: float, b: float) -> None:
 
 
 def whole_costs(a: float, b: float) -> tuple[int, int]:
-    """Whole numbers up to 2^30 in the ratio of a and b as they are written: exactly, or as near as fits (2^-30 of the
-    larger one, and none that is above 0 becomes 0)."""
+    """Integers of at most 2^30 in the ratio of the decimal values of a and b.
+
+    The ratio is exact if it fits; otherwise each value is rounded to 2^-30 of the larger one, and to at least 1 if it
+    is above 0.
+    """
     exact = [Fraction(repr(float(value))) for value in (a, b)]
     scale = math.lcm(*(value.denominator for value in exact))
     whole = [int(value * scale) for value in exact]

@@ -1,4 +1,4 @@
-"""The steps of the timed split on one layer's graph: moves along paths, costs, relaxation, trials (see search.py)."""
+"""The steps of the timed split on one layer's graph: augmenting paths, costs, relaxation, trials (see search.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Flags = npt.NDArray[np.bool_]
 
 
 class Problem(NamedTuple):
-    """One layer and batch: the graph of copies (`epsim.kernels.split.structure.Tables`), and what ranks pay.
+    """One problem: the graph of copies of its layer (`epsim.kernels.split.structure.Tables`), and the costs.
 
-    fixed_tokens, fixed_active [R]: of experts that one rank alone holds. demand: tokens of the replicated experts.
+    price, opening: the costs of a token and of an active expert. fixed_tokens, fixed_active [R]: tokens and active
+    experts of the experts that only this rank holds. demand: the tokens of the replicated experts.
     """
 
     price: int
@@ -33,8 +34,12 @@ class Problem(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """By rank and by expert: what `settle` saw last (`mark` [1] counts its rounds), trees and queue; loads and
-    capacities of the relaxation and of tokens [R]; tokens and open copies of a trial [copies]."""
+    """Buffers.
+
+    Of `settle`: mark [1] counts its rounds; seen_rank, seen_expert: the round in which each was last reached; root,
+    from_copy, to_copy, queue: the search trees. load, cap [R]: of the relaxation; token_load, token_cap [R]: of tokens.
+    trial, open [copies]: the tokens and the open copies of a trial.
+    """
 
     mark: Longs
     seen_rank: Longs
@@ -53,9 +58,10 @@ class Scratch(NamedTuple):
 
 @njit(nogil=True, error_model="numpy")
 def settle(p: Problem, x: Longs, load: Longs, cap: Longs, usable: Flags, s: Scratch) -> int:
-    """Moves x along shortest paths over usable copies until no rank's load is above its capacity: returns 0.
+    """Moves x along shortest paths over usable copies until no rank's load is above its capacity. Then returns 0.
 
-    Or returns the size of a set of ranks that holds too much and that nothing can leave: those last seen.
+    If that is impossible, returns the size of a set of ranks whose load is too large and cannot leave: the ranks last
+    seen.
     """
     while True:
         s.mark[0] += 1
@@ -113,7 +119,7 @@ def settle(p: Problem, x: Longs, load: Longs, cap: Longs, usable: Flags, s: Scra
 
 @njit(nogil=True, error_model="numpy")
 def cost_of(p: Problem, x: Longs, s: Scratch) -> int:
-    """The dearest rank's cost with tokens x [copies]."""
+    """The largest cost of a rank with tokens x [copies]."""
     for r in range(s.token_load.size):
         s.token_load[r] = p.price * p.fixed_tokens[r] + p.opening * p.fixed_active[r]
     for c in range(x.size):
@@ -124,11 +130,11 @@ def cost_of(p: Problem, x: Longs, s: Scratch) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def whole_experts(p: Problem, weights: Longs, load: Longs) -> None:
-    """Heaviest first, each expert whole onto the cheapest of its ranks: weights [copies], load [R] come out."""
+    """Puts each expert, heaviest first, whole on the cheapest of its ranks. Sets weights [copies] and load [R]."""
     weights[:] = 0
     for r in range(load.size):
         load[r] = p.price * p.fixed_tokens[r] + p.opening * p.fixed_active[r]
-    # In order of place where equal.
+    # A stable sort: equal experts stay in order.
     order = np.argsort(-p.demand, kind="mergesort")
     for k in order:
         if p.demand[k] == 0:
@@ -143,7 +149,7 @@ def whole_experts(p: Problem, weights: Longs, load: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def rounded_up(p: Problem, bound: int, slots: int) -> int:
-    """The least A * i + B * j >= bound with whole i >= 0 and 0 <= j <= slots: no rank's cost lies between."""
+    """The lowest A * i + B * j >= bound with integers i >= 0, 0 <= j <= slots. No rank's cost is between the two."""
     best = NO_LIMIT
     for j in range(slots + 1):
         cost = p.opening * j
@@ -157,7 +163,8 @@ def rounded_up(p: Problem, bound: int, slots: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def relaxed(p: Problem, weights: Longs, bound: int, usable: Flags, s: Scratch) -> int:
-    """The relaxation's least peak, from `bound` on; weights [copies] and s.load [R] come to reach it."""
+    """The lowest peak of the relaxation, at least `bound`. Changes weights [copies] and s.load [R] so that they reach
+    it."""
     while True:
         s.cap[:] = bound
         closed = settle(p, weights, s.load, s.cap, usable, s)
@@ -172,7 +179,7 @@ def relaxed(p: Problem, weights: Longs, bound: int, usable: Flags, s: Scratch) -
 
 @njit(nogil=True, error_model="numpy")
 def try_open(p: Problem, target: int, weights: Longs, s: Scratch) -> bool:
-    """Whether the copies s.open can carry all tokens at the target; then s.trial holds them."""
+    """Whether the copies in s.open can serve all tokens within the target. If so, s.trial has their tokens."""
     for r in range(s.token_load.size):
         s.token_load[r] = p.fixed_tokens[r]
         s.token_cap[r] = target - p.opening * p.fixed_active[r]

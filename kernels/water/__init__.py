@@ -1,4 +1,4 @@
-"""The shared expert's tokens poured over the routed load: the least peak, whole tokens, few of them away from home."""
+"""Distributes shared-expert tokens over the routed load: lowest peak, whole tokens, few of them off their own rank."""
 
 from epsim.kernels.water.solver import assign, pour
 

@@ -1,14 +1,15 @@
-"""Shared-expert tokens poured into the valleys of the routed load, whole, and then token by token.
+"""Shared-expert tokens fill up the ranks with low routed load: first how many, then which tokens.
 
-How many: up to the level H a rank serves floor((H - routed) / cost) tokens; H is the least at which all are served.
-Tokens stay on their own rank as long as there is room below H; the rest goes to ranks of the same node, then to others,
-evenly as far as room allows. Where a rank may send another only so many (`bounded`), what is left goes by augmenting
-paths: a token of one rank to a second, one of the second's to a third. Where none is left, the reached ranks can send
-no more out: they must hold their tokens themselves, and the least level at which they can is the next H. Every H is
-necessary, so that the last is the least possible.
+How many: with a level H, a rank serves up to floor((H - routed) / cost) tokens. H is the lowest level at which all
+tokens are served. Tokens stay on their own rank while there is room below H. The others go to ranks of the same node,
+then to other ranks, as evenly as the room allows. If the number that one rank may send to another is limited
+(`bounded`), the tokens that are left move along augmenting paths: a token from one rank to a second, and one from the
+second to a third. If there is no path, the ranks reached can send nothing more out and must serve their tokens
+themselves. The lowest level at which they can is the next H. Each H is necessary, so the last one is the lowest
+possible.
 
-Which: a source rank's tokens go to ranks that serve their routed experts as far as the numbers allow, by augmenting
-paths again. All arithmetic is on integers; loads are in units of 2^-20 assignments.
+Which: as far as these numbers allow, a source rank's tokens go to ranks that serve their routed experts, again by
+augmenting paths. All arithmetic is on integers; loads are in units of 2^-20 assignments.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ NO_LIMIT = 1 << 62
 
 @njit(nogil=True, error_model="numpy")
 def least_level(load: Longs, cost: int, number: int, inside: Longs, mark: int, low: int) -> int:
-    """The least H >= low at which the ranks with inside == mark can serve `number` tokens; low >= all their loads."""
+    """The lowest H >= low at which the ranks with inside == mark can serve `number` tokens. low >= all their loads."""
     total, size = number * cost, 0
     for r in range(load.size):
         if inside[r] == mark:
             total += load[r]
             size += 1
-    # At this level their room adds up without rounding; a token's cost higher, with it.
+    # Without rounding, this level has room for all tokens; with rounding, a level higher by one token's cost has.
     low = max(low, (total + size - 1) // size)
     high = low + cost
     while low < high:
@@ -47,7 +48,10 @@ def least_level(load: Longs, cost: int, number: int, inside: Longs, mark: int, l
 
 @njit(nogil=True, error_model="numpy")
 def send_directly(have: Longs, cap: Longs, node: Longs, most: Longs, quotas: Longs, near: bool, evenly: bool) -> None:
-    """From ranks above their capacity to ranks below theirs, at most `most` [R, R] a pair; near: within a node."""
+    """Moves tokens from ranks above their capacity to ranks below it, at most `most` [R, R] per pair.
+
+    near: only within nodes. evenly: each rank below its capacity gets an equal share.
+    """
     num_ranks = have.size
     for u in range(num_ranks):
         if have[u] <= cap[u]:
@@ -70,7 +74,10 @@ def send_directly(have: Longs, cap: Longs, node: Longs, most: Longs, quotas: Lon
 
 @njit(nogil=True, error_model="numpy")
 def send_on(have: Longs, cap: Longs, most: Longs, quotas: Longs, seen: Longs, by: Longs, queue: Longs) -> int:
-    """Along shortest paths until no rank is above its capacity: 0; or the mark of a set that is stuck, in `seen`."""
+    """Moves tokens along shortest paths until no rank is above its capacity. Then returns 0.
+
+    If that is impossible, returns the mark, in `seen`, of a set of ranks that can send nothing out.
+    """
     num_ranks = have.size
     mark = 0
     seen[:] = 0
@@ -120,10 +127,11 @@ def send_on(have: Longs, cap: Longs, most: Longs, quotas: Longs, seen: Longs, by
 def pour_range(
     routed: Longs, tokens: Longs, most: Longs, cost: int, node: Longs, bounded: bool, quotas: Longs, level: Longs
 ) -> None:
-    """Problems one after the other: routed [N, R] in 2^-20 assignments, tokens [N, R], most [N, R, R] if bounded.
+    """Solves problems one after the other: routed [N, R] in 2^-20 assignments, tokens [N, R].
 
-    cost > 0 of a token, in the same unit; node [R]. Results: quotas [N, R, R] by source and serving rank, level [N].
-    bounded: a rank sends another at most `most` tokens, which for all others together are no more than it has.
+    most [N, R, R], if bounded: how many tokens a rank may send to another; the sum is at most the tokens that it has.
+    cost > 0: of a token, in 2^-20 assignments. node [R].
+    Results: quotas [N, R, R] by source and serving rank, level [N].
     """
     num_ranks = routed.shape[1]
     have, cap = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
@@ -162,7 +170,7 @@ def pour_range(
 def move_one(
     start: int, place: Longs, visited: Longs, members: Longs, want: Longs, seen: Longs, token: Longs, queue: Longs
 ) -> bool:
-    """Moves a token from `start` towards a rank that wants more, over ranks that the moved tokens visit."""
+    """Moves one token off `start` along a path of ranks, each visited by the token moved, to a rank that wants more."""
     seen[:] = 0
     seen[start] = 1
     queue[0] = start
@@ -191,10 +199,11 @@ def move_one(
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def assign_range(first: Longs, members: Longs, source: Longs, visited: Longs, quotas: Longs, ranks: Longs) -> None:
-    """Tokens to ranks, group by group: group g holds the tokens members[first[g] : first[g + 1]], of rank source[g].
+    """Assigns tokens to ranks by group. Group g has the tokens members[first[g] : first[g + 1]] of rank source[g].
 
-    visited [N, k]: ranks of a token's routed experts, -1 for none. quotas [G, R], which add up to a group's tokens.
-    Result: ranks [N]. Tokens go where they visit, or stay, as far as the quotas allow; others fill in by order.
+    visited [N, k]: the ranks of a token's routed experts, -1 for none. quotas [G, R]: they sum to the group's tokens.
+    Result: ranks [N]. As far as the quotas allow, a token stays or goes to a rank that it visits. The others fill the
+    remaining quotas in order.
     """
     num_ranks = quotas.shape[1]
     seen, token, queue = np.empty((3, num_ranks), np.int64)

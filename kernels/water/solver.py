@@ -1,4 +1,4 @@
-"""The shared expert's tokens where they level the load: numbers by source and serving rank, and each token's rank."""
+"""Where shared-expert tokens are served: the numbers by source and serving rank, and the rank of each token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 COST_BITS = 20
 LARGEST = 1 << 40
-"""Of loads and shared work, in assignments."""
+"""The largest sum of loads and shared work, in assignments."""
 
 
 def pour(
@@ -18,14 +18,14 @@ def pour(
     node_of_rank: torch.Tensor,
     most: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The least largest routed + cost * tokens over ranks, and as few tokens off their own rank as it allows.
+    """Minimises the largest routed + cost * tokens of a rank, with as few tokens off their own rank as possible.
 
-    routed, tokens [..., R] of any integer type, >= 0: assignments that a rank serves, tokens that live on it. cost > 0:
-    a token's, in assignments, rounded to 2^-20. node_of_rank [R]. most [..., R, R] >= 0: how many tokens a rank can
-    send another, all of which together it has; None for any number.
-    Returns quotas [..., R, R] int64 by source and serving rank, and the peak [...] float64. Solved on the CPU, in
-    integers. Raises ValueError for shapes that do not fit, for a cost that is not above 0 and finite, and for loads
-    that are no whole numbers from 0 to 2^40.
+    routed, tokens [..., R], integers >= 0: the assignments that a rank serves, and the tokens that live on it.
+    cost > 0: of a token, in assignments, rounded to 2^-20. node_of_rank [R]. most [..., R, R] >= 0: how many tokens a
+    rank may send to another; the sum is at most the tokens that it has. None for no limit.
+    Returns quotas [..., R, R] int64 by source and serving rank, and the peak [...] float64. Solved on the CPU in
+    integers. Raises ValueError for shapes that do not fit, for a cost that is not positive and finite, and for loads
+    that are not integers from 0 to 2^40.
     """
     from epsim.kernels.water.pour import pour_range
 
@@ -64,7 +64,7 @@ def pour(
 
 
 def _whole(name: str, values: torch.Tensor) -> torch.Tensor:
-    """As int64 on the CPU. Raises ValueError where they are none of 0 or more."""
+    """Values as int64 on the CPU. Raises ValueError if they are not integers >= 0."""
     whole = values.to("cpu", torch.int64).contiguous()
     if values.is_floating_point() or (whole.numel() and int(whole.min()) < 0):
         raise ValueError(f"{name} are no whole numbers of 0 or more")
@@ -74,11 +74,11 @@ def _whole(name: str, values: torch.Tensor) -> torch.Tensor:
 def assign(
     group: torch.Tensor, source_rank: torch.Tensor, visited: torch.Tensor | None, quotas: torch.Tensor
 ) -> torch.Tensor:
-    """Each token's rank by the quotas of its group; to ranks it visits, as far as they allow.
+    """The rank of each token, by the quotas of its group. As far as these allow, tokens go to ranks that they visit.
 
-    group [N] int64: a row of quotas [G, R] int64, which adds up to the group's tokens where it has any. source_rank,
-    visited ([N, k], -1 for none; None: not known) of each token. Returns [N] int64: in a group, tokens that must go
-    where they do not visit are the first. Solved on the CPU.
+    group [N] int64: each token's row of quotas [G, R] int64; a row sums to the number of tokens of its group.
+    source_rank [N], visited [N, k] (-1 for none) of each token; visited may be None.
+    Returns [N] int64. In a group, the first tokens are those that go to ranks they do not visit. Solved on the CPU.
     """
     from epsim.kernels.water.pour import assign_range
 
@@ -88,7 +88,7 @@ def assign(
     members = group.cpu().argsort(stable=True)
     rows, number = torch.unique_consecutive(group.cpu()[members], return_counts=True)
     wanted = quotas.cpu()[rows].contiguous()
-    # Compiled code looks no index up: tokens that no quota has room for would be written beside the arrays.
+    # The compiled code does not check indices: without this check it could write outside of the arrays.
     if bool((wanted < 0).any()) or not torch.equal(wanted.sum(1), number):
         told = f"add up to {wanted.sum(1).tolist()}, the least is {int(wanted.min())}"
         raise ValueError(f"quotas do not fit: of groups of {number.tolist()} tokens they {told}")

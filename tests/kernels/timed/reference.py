@@ -1,4 +1,4 @@
-"""The timed split as an integer program, solved by OR-Tools' CP-SAT: slow and sure, one problem at a time."""
+"""The timed split as an integer program, solved by OR-Tools' CP-SAT, one problem at a time. The reference in tests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 def solve_reference(
     physical_to_logical: torch.Tensor, num_ranks: int, counts: torch.Tensor, a: int, b: int, seconds: float = 60.0
 ) -> tuple[int, int, torch.Tensor]:
-    """min M, such that a * tokens + b * active <= M on every rank.
+    """Minimises M subject to a * tokens + b * active <= M on each rank.
 
-    physical_to_logical [P], counts [E] int64; a, b >= 0. Returns the cost of the best split found, a lower bound (the
-    same where it is proven within the time), and the split [P] int64.
-    OR-Tools, https://developers.google.com/optimization/cp/cp_solver. Raises RuntimeError where it finds nothing.
+    physical_to_logical [P] int64, -1 for an empty slot; counts [E] int64; a, b >= 0. Returns the cost of the best
+    split, a lower bound (equal to the cost if optimality is proven in time), and the split [P] int64. OR-Tools:
+    https://developers.google.com/optimization/cp/cp_solver. Raises RuntimeError if no split is found.
     """
     from ortools.sat.python import cp_model
 
