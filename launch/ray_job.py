@@ -159,7 +159,9 @@ def _join_cluster(ray: Any, num_ranks: int) -> bool:
     """-> whether it is one that was there, and may grow."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of the ranks beside the one that is told of
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if "EPSIM_DEBUG" in os.environ:  # for ranks on a cluster that runs already
+        quiet["runtime_env"] = {"env_vars": {"EPSIM_DEBUG": os.environ["EPSIM_DEBUG"]}}
     address = os.environ.get("RAY_ADDRESS", "")
     there = address not in ("", "local") or bool(os.environ.get("RAY_JOB_ID"))
     try:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -114,21 +115,25 @@ class Watch(Lookout):
                 time.sleep(INTERVAL / 10)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends every process because of an error on this rank, or because of the rank whose loss led to it."""
+        """Ends every process because of an error on this rank, or because of the rank whose loss led to it.
+
+        EPSIM_DEBUG=1: the traceback takes the place of the line.
+        """
         if self._store is None:
             self._give_signals_back()
             raise error
         if isinstance(error, PhaseError):
             self._end(self._publish(message_line(str(error)), FAULT))
         where = f"rank {self.rank}, {self.beat().words}"
+        told = "".join(traceback.format_exception(error)) if os.environ.get("EPSIM_DEBUG") else ""
         if isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError):
             code = BAD_INPUT if self.clock.phase == "setup" else FAULT
-            self._end(self._publish(f"{where}: {message_line(str(error))}", code))
+            self._end(self._publish(f"{where}: {told or message_line(str(error))}", code))
         # A collective fails on the ranks that still live: the watch finds out who does not.
         deadline = time.monotonic() + VERDICT
         while time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(INTERVAL)
-        self._end(self._publish(f"{where}: {type(error).__name__}: {message_line(str(error))}", FAULT))
+        self._end(self._publish(f"{where}: {told or f'{type(error).__name__}: {message_line(str(error))}'}", FAULT))
 
     def _stop_alone(self, number: int, frame: object) -> None:
         by = signal.Signals(number)

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -98,7 +98,7 @@ class Machine:
             "device": self.name,
             "command": command(self.size),
             "versions": versions(self.on_gpu),
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         }
 
     def alone_us(self, calls: Sequence[Call], cell_us: float = CELL_US) -> float:

@@ -187,3 +187,37 @@ def test_a_worker_that_cannot_start_is_told(job: list[str | Path], tmp_path: Pat
     assert ended.code == 1
     assert len(ended.lines) == 1, ended.err
     assert "ended with exit code 1 in phase setup" in ended.lines[0]
+
+
+BROKEN = """
+from epsim.policies import splits
+
+def broken(*given):
+    raise {error}("the policy is broken")
+
+splits.Even.fractions = broken
+"""
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "ValueError"])
+@pytest.mark.parametrize("launcher", ["torchrun", "plain torchrun"])
+def test_debugging_shows_the_traceback_of_a_policy(
+    job: list[str | Path], tmp_path: Path, launcher: str, error: str
+) -> None:
+    """Two gloo ranks. Without EPSIM_DEBUG it is one line, as for every fault."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(error=error))
+    command: list[str | Path] = [*EPSIM, "run", *job, "--launcher", "torchrun", "--ranks", "2"]
+    if launcher == "plain torchrun":
+        command = [*TORCHRUN, "--nproc-per-node", "2", "-m", "epsim.launch.worker", *job]
+    ended = run(command, environment(PYTHONPATH=str(tmp_path)))
+    assert ended.code != 0
+    assert len(ended.lines) == 1
+    assert "the policy is broken" in ended.lines[0]
+    assert "in broken" not in ended.err
+    ended = run(command, environment(PYTHONPATH=str(tmp_path), EPSIM_DEBUG="1"))
+    assert ended.code != 0
+    assert "epsim: rank " in ended.err
+    assert "Traceback (most recent call last)" in ended.err
+    assert ", in broken" in ended.err
+    assert "epsim/policies/" in ended.err
+    assert f"{error}: the policy is broken" in ended.err
