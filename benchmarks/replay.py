@@ -1,18 +1,24 @@
 """The speed of a replay at counts level, in (step, layer) pairs a second, and the memory of a long trace.
 
     python benchmarks/replay.py [--pairs 200000] [--device cuda] [--out benchmarks/results/replay.json]
+    python benchmarks/replay.py --against OLD/.venv/bin/python [--pairs 200000]
 
 Each stack is replayed alone in its own process: it reads the trace, plans on the first half, and scores the rest with
 every metric, the optimum of each pair included. The baseline is the matrix product of the even split alone, on loads
 that are in memory already. No replay can be faster than that here. With `--device cuda` every stack is also replayed
 with its splits solved on the GPU; `equal` says whether the results are the same.
+
+`--against` compares with another version instead: a process of each version replays every case of CASES in turn, one
+after the other, 9 times. The table has the medians of seconds and of CPU seconds, and of the pairs' ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -28,6 +34,12 @@ from common import machine, table, write
 LAYERS, EXPERTS, TOP_K, RANKS, NODES, REDUNDANT = 58, 256, 8, 16, 2, 32
 TOKENS = 4096
 STACKS = ("eplb", "eplb+lplb")
+SIX = (
+    *("contiguous", "eplb", "eplb+lplb", "eplb+lplb+waterfill"),
+    *("searched+lplb", "searched+lplb(counts=gathered)+waterfill"),
+)
+CASES = (("counts", ("eplb",)), ("counts", ("eplb+lplb",)), ("counts", STACKS), ("tokens", SIX))
+ROUNDS = 9
 
 
 def write_trace(path: Path, pairs: int, seed: int) -> None:
@@ -75,6 +87,61 @@ def replay_once(path: Path, stack: str, device: str) -> dict[str, Any]:
     }
 
 
+def serve(path: Path) -> None:
+    """Replays each case that standard input names, and prints its seconds, and CPU seconds of all threads."""
+    from epsim.cost.layer_time import load_timing
+    from epsim.placement.base import Cluster
+    from epsim.policies.stack import parse_stack
+    from epsim.traces.importing import sample_path
+    from epsim.traces.store import StoredTrace
+
+    try:
+        from epsim.replaying import ReplayOptions, replay
+    except ImportError:  # an older version
+        from epsim.replay import ReplayOptions, replay
+
+    for line in sys.stdin:
+        level, stacks, timed = json.loads(line)
+        trace = StoredTrace(path if level == "counts" else sample_path())
+        model = "deepseek-v3" if level == "counts" else "epsim-small"
+        timing = load_timing("h200", model, NODES, trace.meta.phase) if timed else None
+        policies = tuple(("", parse_stack(text)) for text in stacks)
+        begin, before = time.perf_counter(), os.times()
+        replay(trace, ReplayOptions(Cluster(RANKS, NODES, REDUNDANT), policies, timing=timing))
+        after = os.times()
+        cpu = after.user + after.system - before.user - before.system
+        print(json.dumps([time.perf_counter() - begin, cpu]), flush=True)
+
+
+def compare(old: str, path: Path) -> None:
+    """Both versions on every case, alternated."""
+    words = (__file__, "--serve", str(path))
+    versions = [
+        subprocess.Popen([python, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for python in (old, sys.executable)
+    ]
+
+    def ask(version: subprocess.Popen[str], case: str) -> tuple[float, float]:
+        assert version.stdin is not None
+        assert version.stdout is not None
+        print(case, file=version.stdin, flush=True)
+        wall, cpu = json.loads(version.stdout.readline())
+        return wall, cpu
+
+    head = f"{'level':7}{'stacks':18}{'times':7}{'s old':>8}{'s new':>8}{'ratio':>7}"
+    print(f"{head}{'CPU old':>9}{'CPU new':>9}{'ratio':>7}")
+    for (level, stacks), timed in itertools.product(CASES, (False, True)):
+        case = json.dumps([level, stacks, timed])
+        runs = np.array([[ask(version, case) for version in versions] for _ in range(ROUNDS + 1)])[1:]  # one compiles
+        wall, cpu = np.median(runs, axis=0).T
+        ratio = np.median(runs[:, 0] / runs[:, 1], axis=0)
+        name = stacks[0] if len(stacks) == 1 else f"{len(stacks)} stacks"
+        print(f"{level:7}{name:18}{'h200' if timed else 'none':7}{wall[0]:8.2f}{wall[1]:8.2f}{ratio[0]:7.2f}", end="")
+        print(f"{cpu[0]:9.2f}{cpu[1]:9.2f}{ratio[1]:7.2f}", flush=True)
+    for version in versions:
+        version.communicate()
+
+
 def floor_once(pairs: int) -> float:
     """Pairs a second of the share-matrix product alone."""
     import torch
@@ -95,12 +162,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stacks", nargs="+", default=STACKS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--against", metavar="PYTHON", help="the other version's")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay.json"))
     parser.add_argument("--one", nargs=3, metavar=("TRACE", "STACK", "DEVICE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
         path, stack, device = arguments.one
         print(json.dumps(replay_once(Path(path), stack, device)))
+        return
+    if arguments.serve:
+        serve(arguments.serve)
+        return
+    if arguments.against:
+        with tempfile.TemporaryDirectory() as folder:
+            write_trace(Path(folder, "trace.parquet"), arguments.pairs, arguments.seed)
+            compare(arguments.against, Path(folder, "trace.parquet"))
         return
     if arguments.device == "cuda":
         from epsim.replaying import check_device

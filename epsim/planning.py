@@ -67,7 +67,9 @@ def plan_placements(
         stride = max(1, -(-num_steps * total.nbytes // MAX_HISTORY_BYTES))
         seen = 0
         for block in history.blocks(0, num_steps, max_bytes=BLOCK_BYTES):
-            counts = to_counts(block, meta.num_experts).counts[:, pick]
+            counts = to_counts(block, meta.num_experts).counts
+            if history.meta.layers != meta.layers:
+                counts = counts[:, pick]
             total += counts.sum(axis=0)
             if keys is not None:
                 keys.append(step_keys(counts))

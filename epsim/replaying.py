@@ -8,25 +8,21 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import numpy as np
-import torch
 
 from epsim.cost.layer_time import LayerTiming
-from epsim.kernels.split import Backend, SplitStructure, cuda, prepare, solve_peak
-from epsim.kernels.split.solver import REFUSED
+from epsim.kernels.split import cuda
 from epsim.models.spec import load_model
 from epsim.options import PlanningOptions
 from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster
-from epsim.planning import BLOCK_BYTES, Progress, plan_placements, to_counts
+from epsim.planning import BLOCK_BYTES, Progress, plan_placements
 from epsim.policies.apply import BoundStack, Setting, bind
+from epsim.policies.copies import Copies
 from epsim.policies.stack import PolicyStack
 from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace
-from epsim.score.metrics import Values, layer_metrics
-from epsim.score.statistics import BlockBootstrap
-from epsim.score.steps import ScoredSteps, add_copies
-from epsim.score.summary import StackSummary, tied_with_best
-from epsim.score.time_metrics import timed_metrics
-from epsim.score.verdict import verdict
+from epsim.score.block import BlockScore, score_block
+from epsim.score.collect import ScoredStacks
+from epsim.score.summary import StackSummary
 from epsim.traces.regroup import regroup, regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
@@ -77,40 +73,6 @@ def check_device(name: str) -> Device:
     return "cuda"
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Of one stack on one block: metrics, total load [S, L, R], tokens [S, L], and, where time is modelled, that of
-    steps [S] and of each phase of a layer [S, L]."""
-
-    metrics: dict[str, Values]
-    total: torch.Tensor
-    tokens: torch.Tensor
-    step_us: torch.Tensor | None
-    phases: dict[str, torch.Tensor]
-
-
-@dataclass(slots=True)
-class _StackRun:
-    """One stack under replay, and what it has gathered so far."""
-
-    bound: BoundStack
-    structure: SplitStructure
-    summary: StackSummary
-
-    def score(self, block: Block, optimum: torch.Tensor, timing: LayerTiming | None, first: _Scores | None) -> _Scores:
-        """first: the first stack's, None where this is it."""
-        load, shared, step_us = self.bound.load(block), self.bound.has_shared, None
-        phases: dict[str, torch.Tensor] = {}
-        if load.counts is not None:
-            optimum = least_peak(self.structure, load.counts, self.bound.setting.backend)
-        metrics = layer_metrics(load, optimum, shared)
-        if timing is not None:
-            redundant, first_us = self.bound.copies.redundant, None if first is None else first.step_us
-            timed, step_us, phases = timed_metrics(timing, load, self.bound.stack, redundant, shared, first_us)
-            metrics |= timed
-        return _Scores(metrics, load.total.double(), load.tokens, step_us, phases)
-
-
 def replay(
     trace: StoredTrace,
     options: ReplayOptions,
@@ -141,7 +103,6 @@ def replay(
     keys_wanted = history_keys if history is not None else None
     placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, keys_wanted)
     num_scored = trace.num_steps - num_planned
-    scored = ScoredSteps()
     timing = options.timing
     if timing is not None:
         timing.check(meta.num_experts, meta.top_k, cluster.num_ranks, cluster.num_nodes)
@@ -156,35 +117,25 @@ def replay(
         rows=timing is not None,
         tile=0 if timing is None else timing.experts.tile,
     )
-    structures: dict[str, SplitStructure] = {}
-    runs = []
+    stacks: list[BoundStack] = []
+    summaries: list[StackSummary] = []
+    copies: dict[str, Copies] = {}
     for name, stack in options.policies:
-        placement = placements[stack.placement.name]
-        if placement.version not in structures:
-            slots = placement.physical_to_logical
-            structures[placement.version] = prepare(slots, placement.num_ranks, placement.num_experts)
-        bound = bind(stack, placement, setting)
-        notes = (*stack.placement.notes(placement.num_experts, cluster), *bound.notes)
-        runs.append(_StackRun(bound, structures[placement.version], StackSummary(name, stack, notes, num_scored)))
+        bound = bind(stack, placements[stack.placement.name], setting, copies)
+        notes = (*stack.placement.notes(meta.num_experts, cluster), *bound.notes)
+        stacks.append(bound)
+        summaries.append(StackSummary(name, stack, notes, num_scored))
+    collected = ScoredStacks(summaries, num_scored, options.seed)
 
-    def score(block: Block) -> tuple[Ints, list[_Scores]]:
-        counts = to_counts(block, meta.num_experts).counts
-        scores = _score(regroup(block, trace.meta, cluster.num_ranks), counts, runs, setting, timing)
-        return counts, scores
+    def score(block: Block) -> BlockScore:
+        return score_block([regroup(block, trace.meta, cluster.num_ranks)] * len(stacks), stacks, timing)
 
     max_steps = _steps_a_block(meta, cluster)
     blocks = trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES, max_steps=max_steps)
-    for counts, scores in in_parallel(score, blocks):
-        scored.add(counts)
-        for run, own in zip(runs, scores, strict=True):
-            run.summary.add(own.metrics, own.total, own.tokens, own.phases)
-        progress(len(counts))
+    for scored in in_parallel(score, blocks):
+        collected.add(scored.stacks, scored.seen)
+        progress(len(scored.seen.keys))
 
-    bootstrap = BlockBootstrap(num_scored, options.seed)
-    summaries = [run.summary for run in runs]
-    entries = [summary.entry(bootstrap, summaries[0]) for summary in summaries]
-    described_steps = scored.entry(summaries[0].detail.stretches)
-    add_copies(entries, [run.bound.copies.placement for run in runs], described_steps)
     planned = num_history if any(p.needs_history for p in policies.values()) else 0
     return {
         "schema": SCHEMA_VERSION,
@@ -194,15 +145,13 @@ def replay(
             **described_cluster(cluster),
             "seed": options.seed,
             "shared_cost": shared_cost,
-            "history": _history_words(num_planned, history_name, history_keys, scored.keys),
+            "history": _history_words(num_planned, history_name, history_keys, collected.steps.keys),
             **({} if timing is None else {"timing": timing.words()}),
             **_expert_bytes(meta, timing),
             "version": VERSION,
             "command": options.command,
         },
-        "scored": described_steps,
-        "stacks": entries,
-        "verdict": verdict(entries, tied_with_best(entries, summaries, bootstrap)),
+        **collected.results([bound.copies.placement for bound in stacks]),
     }
 
 
@@ -230,30 +179,6 @@ def planned_steps(trace: StoredTrace, options: ReplayOptions, history: StoredTra
 def replay_length(trace: StoredTrace, history: StoredTrace | None) -> int:
     """Steps that `replay` reports to `progress` at most: those of the trace, and those of the history."""
     return trace.num_steps + (history.num_steps if history is not None else 0)
-
-
-def _score(
-    block: Block, step_counts: Ints, runs: Sequence[_StackRun], setting: Setting, timing: LayerTiming | None
-) -> list[_Scores]:
-    """block: regrouped to the cluster's ranks; step_counts [S, L, E]: its counts."""
-    counts = torch.from_numpy(step_counts)
-    optima: dict[int, torch.Tensor] = {}
-    for structure in {id(run.structure): run.structure for run in runs}.values():
-        optima[id(structure)] = least_peak(structure, counts, setting.backend)
-    scores: list[_Scores] = []
-    for run in runs:
-        scores.append(run.score(block, optima[id(run.structure)], timing, scores[0] if scores else None))
-    return scores
-
-
-def least_peak(structure: SplitStructure, counts: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """counts [S, L, E] int64 -> [S, L] float64: the least peak of any split, or a proven lower bound."""
-    num_steps, num_layers, num_experts = counts.shape
-    layer = torch.arange(num_layers).repeat(num_steps)
-    solution = solve_peak(structure, counts.reshape(-1, num_experts), layer, backend=backend)
-    if solution.status.any():  # from a GPU; the CPU form has raised this itself
-        raise ValueError(REFUSED[int(solution.status.max())])
-    return solution.bound.reshape(num_steps, num_layers)
 
 
 def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[str]]:

@@ -332,9 +332,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
             "version": VERSION,
             "command": shlex.join(["epsim", "run", *options.arguments()]),
         },
-        "scored": measured.scored,
-        "stacks": measured.predicted if predicted else measured.entries,
-        "verdict": measured.predicted_verdict if predicted else measured.verdict,
+        **(measured.predicted if predicted else measured.measured),
     }
     if not predicted:
         results["run"] = described | {"equals_replay": not measured.differing, "note": equal}

@@ -344,7 +344,7 @@ def _of_stacks(
     95% interval over steps."""
     rows = []
     for number, text in enumerate(texts):
-        entry, replayed = found.entries[number], found.predicted[number]
+        entry, replayed = found.measured["stacks"][number], found.predicted["stacks"][number]
         metrics = entry["metrics"]
         row: dict[str, Any] = {"stack": text, "error": checked[number]}
         row["layer_us"] = {key: metrics["layer_time_us"][key] for key in ("mean", "p50", "p95")}

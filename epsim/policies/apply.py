@@ -53,6 +53,21 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class CountedSteps:
+    """Successive steps of a block, counted once for all stacks on the same cluster.
+
+    steps [S], assignments [S, L], counts [S, L, E] int64. rank_counts [S, L, R, E] int64: by source rank; None at
+    counts level. batch: the tokens; None where the trace holds counts.
+    """
+
+    steps: torch.Tensor
+    assignments: torch.Tensor
+    counts: torch.Tensor
+    rank_counts: torch.Tensor | None = None
+    batch: Batch | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundStack:
     """A stack on one placement. notes: what a reader of its results should know."""
 
@@ -68,18 +83,32 @@ class BoundStack:
         placement, or holds counts that are negative or above 2^53 in a step's layer; at rank-count level also where the
         shared expert needs to know tokens and assignments are not a multiple of top-k.
         """
+        self.check_level(block)
+        kept_mass = None
+        if self.stack.router.acts:
+            assert isinstance(block, TokenBlock)
+            routed = self.rerouted(block)
+            block, kept_mass = routed.block, routed.kept_mass
+        load = joined([self.load_of(part, self.copies) for part in self.counted(block)])
+        return load if kept_mass is None else dataclasses.replace(load, kept_mass=kept_mass)
+
+    def check_level(self, block: Block) -> None:
+        """Raises ValueError where the block is too coarse for the stack."""
         level: Level = "counts"
         if not isinstance(block, CountsBlock):
             level = "tokens" if isinstance(block, TokenBlock) else "rank_counts"
         self.stack.check_level(level, self.copies.redundant, self.has_shared)
-        if not isinstance(block, TokenBlock):
-            return joined(list(self._count_parts(block)))
-        if not self.stack.router.acts:
-            return joined(list(self._token_parts(block)))
-        routed = self.rerouted(block)
-        load = joined(list(self._token_parts(routed.block)))
-        counts = torch.from_numpy(routed.block.to_counts(self.copies.placement.num_experts).counts)
-        return dataclasses.replace(load, kept_mass=routed.kept_mass, counts=counts)
+
+    def counted(self, block: Block) -> Iterator[CountedSteps]:
+        """The block's steps in order, in parts that fit a cache. Raises ValueError as `load`."""
+        return self._token_parts(block) if isinstance(block, TokenBlock) else self._count_parts(block)
+
+    def load_of(self, part: CountedSteps, copies: Copies) -> Load:
+        """The load of counted steps, under the router's choice of experts. copies: the stack's own, or a view of
+        them."""
+        if part.rank_counts is None:
+            return self._from_counts(part, copies)
+        return self._from_ranks(part, part.rank_counts, copies)
 
     def rerouted(self, block: TokenBlock) -> Rerouted:
         """The block as the stack's router would have routed it. Raises ValueError as `reroute_block`."""
@@ -101,7 +130,7 @@ class BoundStack:
         """The stack's; without redundancy there is nothing to split, and no draw to make."""
         return self.stack.split if self.copies.redundant else Even()
 
-    def _count_parts(self, block: CountsBlock | RankCountsBlock) -> Iterator[Load]:
+    def _count_parts(self, block: CountsBlock | RankCountsBlock) -> Iterator[CountedSteps]:
         placement, device = self.copies.placement, self.copies.slot.device
         counts = torch.as_tensor(block.counts, dtype=torch.int64, device=device)
         by_rank = isinstance(block, RankCountsBlock)
@@ -113,9 +142,10 @@ class BoundStack:
         per_step = placement.num_layers * placement.num_physical * (placement.num_ranks if by_rank else 1)
         for first, last in _ranges(len(steps), per_step):
             part = counts[first:last]
-            yield self._from_ranks(steps[first:last], part, None) if by_rank else self._from_counts(part)
+            summed, rank_counts = (part.sum(2), part) if by_rank else (part, None)
+            yield CountedSteps(steps[first:last], _sums(part), summed, rank_counts)
 
-    def _token_parts(self, block: TokenBlock) -> Iterator[Load]:
+    def _token_parts(self, block: TokenBlock) -> Iterator[CountedSteps]:
         placement, device = self.copies.placement, self.copies.slot.device
         ids = torch.as_tensor(block.expert_ids, device=device)
         source = torch.as_tensor(block.source_rank, dtype=torch.int64, device=device)
@@ -137,13 +167,12 @@ class BoundStack:
             local = local_index(place, source[begin:end])
             part = ids[begin:end].to(torch.int64)
             batch = Batch(steps[first:last], layers, place, source[begin:end], part, local)
-            counts = self._by_source(batch, part, placement.num_experts)
-            yield self._from_ranks(batch.steps, counts, batch)
+            rank_counts = self._by_source(batch, part, placement.num_experts)
+            yield CountedSteps(batch.steps, _sums(rank_counts), rank_counts.sum(2), rank_counts, batch)
 
-    def _from_counts(self, counts: torch.Tensor) -> Load:
-        """counts [S, L, E] -> expected loads, with tokens evenly spread over source ranks."""
-        copies, num_ranks = self.copies, self.copies.placement.num_ranks
-        assignments = _sums(counts)
+    def _from_counts(self, part: CountedSteps, copies: Copies) -> Load:
+        """Expected loads, with tokens evenly spread over source ranks."""
+        counts, assignments, num_ranks = part.counts, part.assignments, copies.placement.num_ranks
         fractions = self.split.fractions(counts, copies)
         per_slot = fractions * copies.per_slot(counts)
         routed = copies.per_rank(per_slot)
@@ -167,11 +196,10 @@ class BoundStack:
             tiles=self._tiles(per_slot, there),
         )
 
-    def _from_ranks(self, steps: torch.Tensor, rank_counts: torch.Tensor, batch: Batch | None) -> Load:
-        """steps [S], rank_counts [S, L, R, E], and the tokens they count, if known -> loads in whole assignments."""
-        copies, split = self.copies, self.split
-        assignments = _sums(rank_counts)
-        counts = rank_counts.sum(2)
+    def _from_ranks(self, part: CountedSteps, rank_counts: torch.Tensor, copies: Copies) -> Load:
+        """Loads in whole assignments."""
+        steps, counts, batch, split = part.steps, part.counts, part.batch, self.split
+        assignments = part.assignments
         fractions = split.fractions(counts, copies) if split.by_fractions else None
         fixed = counts.new_empty(0) if fractions is None else fixed_point(fractions, copies)
         ids = None
@@ -294,14 +322,22 @@ class BoundStack:
         return (by_source * (place[:, None] != place)).sum((2, 3))
 
 
-def bind(stack: PolicyStack, placement: Placement, setting: Setting) -> BoundStack:
-    """Prepares a stack for a placement, once. Raises ValueError where the setting does not fit the placement."""
+def bind(
+    stack: PolicyStack, placement: Placement, setting: Setting, shared: dict[str, Copies] | None = None
+) -> BoundStack:
+    """Prepares a stack for a placement, once.
+
+    shared: the copies of the placements so far, by version; stacks that are scored together share them.
+    Raises ValueError where the setting does not fit the placement.
+    """
     if len(setting.layers) != placement.num_layers:
         raise ValueError(f"{len(setting.layers)} layer numbers given for a placement of {placement.num_layers} layers")
     notes = stack.shared.notes
     if setting.shared_cost == 0:
         notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
     copies = Copies(placement, setting.backend)
+    if shared is not None:
+        copies = shared.setdefault(placement.version, copies)
     notes = (*_router_notes(stack, copies, setting), *notes, *stack.reader.notes)
     return BoundStack(stack, copies, setting, (*(stack.split.notes if copies.redundant else ()), *notes))
 
@@ -321,10 +357,12 @@ def _router_notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple
 def _sums(counts: torch.Tensor) -> torch.Tensor:
     """[S, L, ...] -> [S, L] int64. Raises ValueError for negative counts and for sums that float64 does not hold."""
     flat = counts.flatten(2)
-    if flat.numel() and int(flat.min()) < 0:
-        raise ValueError(f"a count is {int(flat.min())}: counts are 0 or more")
-    if bool((flat.sum(-1, dtype=torch.float64) > EXACT).any()):
-        raise ValueError("a step's layer has more than 2^53 assignments: scale the counts down")
+    if flat.numel():
+        least, most = (int(value) for value in flat.aminmax())
+        if least < 0:
+            raise ValueError(f"a count is {least}: counts are 0 or more")
+        if most * flat.shape[-1] > EXACT and bool((flat.sum(-1, dtype=torch.float64) > EXACT).any()):
+            raise ValueError("a step's layer has more than 2^53 assignments: scale the counts down")
     return flat.sum(-1)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from epsim.kernels.split import Backend
+from epsim.kernels.split import Backend, Solution, SplitStructure, prepare, solve_batched
+from epsim.kernels.split.solver import REFUSED
 from epsim.placement.base import Placement
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ class Copies:
         self.node_of_rank = placement.node_of_rank
         self._made: dict[Callable[[Copies], object], object] = {}
         self._making = threading.RLock()  # `make` may call `once` again
+        self._memory: dict[tuple[str, int], tuple[torch.Tensor, Any]] | None = None
 
     def once(self, make: Callable[[Copies], T]) -> T:
         """The result of make(self). It is computed at the first call and kept. make: a function of a module."""
@@ -56,15 +59,56 @@ class Copies:
         """[..., E] -> [..., E + 1] with the value `empty` for expert E, or unchanged if no slot is empty."""
         return torch.nn.functional.pad(per_expert, (0, 1), value=empty) if self.has_empty else per_expert
 
+    def remembering(self) -> Copies:
+        """The same copies with a memory for a short while: what is asked of a tensor of counts is computed once. The
+        tensors must not change in the meantime."""
+        view = copy.copy(self)
+        view._memory = {}
+        return view
+
+    def least_peak(self, counts: torch.Tensor) -> Solution:
+        """counts [..., L, E] int64 -> the exact split with the least peak load, and the proven bound of that peak."""
+        return self._remembered("split", counts, lambda: self._solve(counts, want_split=True))
+
+    def optimum(self, counts: torch.Tensor) -> torch.Tensor:
+        """counts [..., L, E] int64 -> [..., L] float64: the least peak load of any split, as a proven lower bound.
+
+        Raises ValueError where the counts of a layer are negative or sum to 2^53 or more.
+        """
+        if self._memory is not None and ("split", id(counts)) in self._memory:
+            solution = self.least_peak(counts)
+        else:
+            solution = self._remembered("peak", counts, lambda: self._solve(counts, want_split=False))
+        if solution.status.any():  # from a GPU; on the CPU the solver has raised this
+            raise ValueError(REFUSED[int(solution.status.max())])
+        return solution.bound
+
+    def _solve(self, counts: torch.Tensor, want_split: bool) -> Solution:
+        return solve_batched(self.once(split_structure), counts, backend=self.backend, want_split=want_split)
+
     def per_slot(self, per_expert: torch.Tensor, empty: int = 0) -> torch.Tensor:
         """[..., L, E] -> [..., L, P]: the value of a slot's expert; `empty` for an empty slot."""
         slots = self.held.expand(*per_expert.shape[:-1], self.held.shape[-1])
-        return self.padded(per_expert, empty).gather(-1, slots)
+        return self._remembered(f"slots {empty}", per_expert, lambda: self.padded(per_expert, empty).gather(-1, slots))
+
+    def _remembered(self, what: str, tensor: torch.Tensor, make: Callable[[], T]) -> T:
+        if self._memory is None:
+            return make()
+        key = what, id(tensor)
+        if key not in self._memory:
+            self._memory[key] = tensor, make()  # the tensor stays alive, so that its id stays its own
+        value: T = self._memory[key][1]
+        return value
 
     def per_rank(self, per_slot: torch.Tensor) -> torch.Tensor:
         """[..., P] -> [..., R]: the sum over a rank's slots."""
         shape = (*per_slot.shape[:-1], self.placement.num_ranks, self.placement.slots_per_rank)
         return per_slot.reshape(shape).sum(-1)
+
+
+def split_structure(copies: Copies) -> SplitStructure:
+    """What the split solver needs to know of the placement."""
+    return prepare(copies.placement.physical_to_logical, copies.placement.num_ranks, copies.placement.num_experts)
 
 
 def even_fractions(copies: Copies) -> torch.Tensor:

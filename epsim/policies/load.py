@@ -27,8 +27,8 @@ class Load:
     sent to, each once (`epsim.policies.rows`); None where not asked for (Setting.rows) or at counts level.
     tiles [S, L, R] float64: whole tiles that a rank's routed experts fill, each expert its own; None where not asked
     for (Setting.tile).
-    kept_mass [S, L] float64: scores of the experts that tokens take over those of the model's choice, and counts
-    [S, L, E] int64: assignments as routed; None where no router policy has acted.
+    kept_mass [S, L] float64: scores of the experts that tokens take over those of the model's choice; None where no
+    router policy has acted.
     """
 
     routed: torch.Tensor
@@ -46,7 +46,6 @@ class Load:
     rank_rows: torch.Tensor | None = None
     node_rows: torch.Tensor | None = None
     kept_mass: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
     tiles: torch.Tensor | None = None
 
     @property

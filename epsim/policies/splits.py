@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from epsim.kernels.split import SplitStructure, prepare, solve_batched, solve_gathered
+from epsim.kernels.split import solve_gathered
 from epsim.kernels.timed import FEW_COPIES, MOST_NODES, check_costs, solve_timed
 from epsim.policies.base import Batch, Needs
-from epsim.policies.copies import Copies, even_fractions
+from epsim.policies.copies import Copies, even_fractions, split_structure
 from epsim.policies.gathered import gathered_quotas, ids_by_quotas
 from epsim.policies.rounding import sampled_ids, systematic_ids, systematic_quotas
 from epsim.traces.trace import Level
@@ -67,14 +67,10 @@ class Even(Systematic):
         return _even(counts, copies)
 
 
-def _structure(copies: Copies) -> SplitStructure:
-    return prepare(copies.placement.physical_to_logical, copies.placement.num_ranks, copies.placement.num_experts)
-
-
 def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
     """counts [..., L, E] -> fractions [..., L, P] of the least peak; even where an expert has no tokens."""
     load = copies.per_slot(counts)
-    split = solve_batched(copies.once(_structure), counts, backend=copies.backend).split
+    split = copies.least_peak(counts).split
     return torch.where(load > 0, split / load.clamp(min=1), _even(counts, copies))
 
 
@@ -160,7 +156,7 @@ class Lplb:
 
     def _whole(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         """counts [..., L, E] int64 -> [..., L, P] int64: whole tokens of each slot."""
-        structure = copies.once(_structure)
+        structure = copies.once(split_structure)
         if self.objective == "tokens":
             return solve_gathered(structure, counts, copies.backend).split
         assert self.a is not None

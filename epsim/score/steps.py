@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,27 +23,56 @@ def step_keys(counts: Ints) -> Ints:
     A linear form modulo 2^64 with random coefficients, so that the key of a sum of steps is the sum of their keys.
     """
     flat = counts.reshape(len(counts), -1)
-    return flat @ np.random.default_rng(0).integers(-(2**63), 2**63, flat.shape[1], dtype=np.int64)
+    return flat @ _coefficients(flat.shape[1])
+
+
+@lru_cache(maxsize=4)
+def _coefficients(number: int) -> Ints:
+    return np.random.default_rng(0).integers(-(2**63), 2**63, number, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenSteps:
+    """What results tell of S steps. keys [S]: `step_keys`. busy_layers [S]: layers with tokens. total [L, E]: the sum
+    of the counts."""
+
+    keys: Ints
+    busy_layers: Ints
+    total: Ints
+
+    @staticmethod
+    def joined(parts: Sequence[SeenSteps]) -> SeenSteps:
+        """One after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        return SeenSteps(
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.busy_layers for part in parts]),
+            np.sum([part.total for part in parts], axis=0),
+        )
+
+
+def seen_steps(counts: Ints, assignments: Ints) -> SeenSteps:
+    """counts [S, L, E]: as recorded; assignments [S, L]: their sums over experts."""
+    return SeenSteps(step_keys(counts), (assignments > 0).sum(1), counts.sum(0))
 
 
 class ScoredSteps:
-    """Gathers the counts of the scored steps, block by block, in order."""
+    """Gathers what results tell of the scored steps, block by block, in order."""
 
     def __init__(self) -> None:
         self._keys: list[Ints] = []
         self._busy_layers: list[Ints] = []
         self._total: Ints | None = None
 
-    def add(self, counts: Ints) -> None:
-        """counts [S, L, E]: as recorded."""
-        self._keys.append(step_keys(counts))
-        self._busy_layers.append((counts.sum(2) > 0).sum(1))
-        total = counts.sum(0)
-        self._total = total if self._total is None else self._total + total
+    def add(self, seen: SeenSteps) -> None:
+        self._keys.append(seen.keys)
+        self._busy_layers.append(seen.busy_layers)
+        self._total = seen.total if self._total is None else self._total + seen.total
 
     @property
     def keys(self) -> Ints:
-        """[S]."""
+        """[S]: `step_keys` of the scored steps."""
         return np.concatenate(self._keys)
 
     def entry(self, stretches: int) -> dict[str, Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from epsim.policies.stack import PolicyStack
+from epsim.score.block import StackScore
 from epsim.score.detail import StackDetail
 from epsim.score.formulas import METRICS
-from epsim.score.metrics import Values
 from epsim.score.statistics import BlockBootstrap, Series
 from epsim.score.verdict import best_of, label
 
@@ -29,29 +29,23 @@ class StackSummary:
         self._layer_sums: torch.Tensor | None = None
         self._rank_sums: torch.Tensor | None = None
 
-    def add(
-        self,
-        metrics: Mapping[str, Values],
-        total: torch.Tensor,
-        tokens: torch.Tensor,
-        phases: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        """metrics of a block of steps; total [S, L, R] float64: the load; tokens [S, L] float64; phases [S, L] each:
-        microseconds of the layer, NaN where it has no tokens."""
-        for phase, us in (phases or {}).items():
+    def add(self, score: StackScore) -> None:
+        """The next block of steps."""
+        for phase, us in score.phases.items():
             self.phases.setdefault(phase, Series()).add(us.numpy())
-        for key, value in metrics.items():
+        for key, value in score.metrics.items():
             if isinstance(value, str):
                 self.reasons[key] = value
             else:
                 self.series.setdefault(key, Series()).add(value.numpy())
-        max_over_mean = metrics["max_over_mean"]
+        total = score.load.total.double()
+        max_over_mean = score.metrics["max_over_mean"]
         assert isinstance(max_over_mean, torch.Tensor)
         layers = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
         self._layer_sums = layers if self._layer_sums is None else self._layer_sums + layers
         over_mean = load_over_mean(total)
         self._rank_sums = over_mean if self._rank_sums is None else self._rank_sums + over_mean
-        self.detail.add(metrics, total, tokens)
+        self.detail.add(score.metrics, total, score.load.tokens)
 
     def entry(self, bootstrap: BlockBootstrap, first: StackSummary) -> dict[str, Any]:
         metrics: dict[str, Any] = {}

@@ -10,8 +10,9 @@ import torch
 from epsim.planning import to_counts
 from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
+from epsim.score.statistics import Floats
 from epsim.traces.trace import Block, Ints
-from epsim.tuning.scorer import Floats, Problem
+from epsim.tuning.scorer import Problem
 from epsim.tuning.steps import chosen_blocks
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epsim.score.statistics import BlockBootstrap, Series
+from epsim.score.statistics import BlockBootstrap, Floats, Series
 from epsim.traces.trace import Ints
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.ideal import ideal_us
-from epsim.tuning.scorer import Floats, Part, Problem, Times, score
+from epsim.tuning.scorer import Part, Problem, Times, score
 from epsim.tuning.steps import evenly
 
 Class = Callable[[Candidate], bool]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from epsim.cost.layer_time import LayerTiming
@@ -20,8 +19,12 @@ from epsim.parallel import in_parallel
 from epsim.placement.base import Cluster, Placement, PlacementPolicy
 from epsim.placement.contiguous import Contiguous
 from epsim.policies.apply import BoundStack, Setting, bind
+from epsim.policies.copies import Copies
 from epsim.policies.load import Load
 from epsim.policies.stack import PolicyStack
+from epsim.score.block import StackScore, score_block
+from epsim.score.statistics import Floats
+from epsim.score.steps import SeenSteps
 from epsim.traces.select import take_steps
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
@@ -29,10 +32,9 @@ from epsim.tuning.candidates import Candidate
 from epsim.tuning.migration import Migration, migration
 from epsim.tuning.steps import WindowSums, chosen_blocks
 
-Floats = npt.NDArray[np.float64]
 ChangeBlock = Callable[[Block], Block]
-OnLoad = Callable[[Candidate, BoundStack, Load, npt.NDArray[np.bool_]], None]
-"""Sees a candidate's load of successive steps, and which of the block's steps they are."""
+OnScore = Callable[[Candidate, BoundStack, StackScore, SeenSteps], None]
+"""Sees a candidate's score on successive steps, and what results tell of these steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +112,38 @@ class _Walk:
         self._placement: Placement | None = None
         self._bound: dict[PolicyStack, BoundStack] = {}
 
-    def score(self, places: Ints, block: Block, on_load: OnLoad | None) -> None:
+    def score(self, places: Ints, block: Block, on_score: OnScore | None) -> None:
         """The next steps, at ascending places."""
         segments = np.array([self.part.segment(int(place), self.interval) for place in places])
         for segment in np.unique(segments):
             self._go_to(int(segment))
             part = take_steps(block, segments == segment)
-            loads = {stack: bound.load(part) for stack, bound in self._bound.items()}
-            for candidate in self.candidates:
-                bound, load = self._bound[candidate.stack], loads[candidate.stack]
-                self.step_us[candidate].append(step_times(self.problem.timing, candidate, bound, load))
-                if on_load is not None:
-                    on_load(candidate, bound, load, segments == segment)
+            if on_score is None:
+                self._time(part)
+            else:
+                self._score(part, on_score)
         self.segments.append(segments)
+
+    def _time(self, block: Block) -> None:
+        timing = self.problem.timing
+        loads = {stack: bound.load(block) for stack, bound in self._bound.items()}
+        for candidate in self.candidates:
+            load, redundant = loads[candidate.stack], self._bound[candidate.stack].copies.redundant
+            layer_us = timing.layer_us(load, candidate.timed_as, redundant)
+            self._add_times(candidate, load, timing.step_us(layer_us, load.tokens, load.routed.shape[-1]))
+
+    def _score(self, block: Block, on_score: OnScore) -> None:
+        stacks = [self._bound[candidate.stack] for candidate in self.candidates]
+        timed_as = [candidate.timed_as for candidate in self.candidates]
+        scored = score_block([block] * len(stacks), stacks, self.problem.timing, timed_as)
+        for candidate, bound, score in zip(self.candidates, stacks, scored.stacks, strict=True):
+            assert score.step_us is not None
+            self._add_times(candidate, score.load, score.step_us)
+            on_score(candidate, bound, score, scored.seen)
+
+    def _add_times(self, candidate: Candidate, load: Load, step_us: torch.Tensor) -> None:
+        busy = (load.assignments > 0).any(-1)
+        self.step_us[candidate].append(torch.where(busy, step_us, torch.nan).numpy())
 
     def times(self) -> dict[Candidate, Times]:
         found: dict[Candidate, Times] = {}
@@ -167,15 +188,8 @@ class _Walk:
             taken = Placement(slots, placement.num_experts, placement.num_ranks, placement.num_nodes)
             layers = tuple(layers[layer] for layer in self.layers)
         setting = dataclasses.replace(problem.setting, layers=layers)
-        self._bound = {one.stack: bind(one.stack, taken, setting) for one in self.candidates}
-
-
-def step_times(timing: LayerTiming, candidate: Candidate, bound: BoundStack, load: Load) -> Floats:
-    """[S] microseconds of whole steps, NaN for those without tokens; no rebalance is in them."""
-    layer_us = timing.layer_us(load, candidate.timed_as, bound.copies.redundant)
-    step_us = timing.step_us(layer_us, load.tokens, load.routed.shape[-1])
-    busy: Floats = torch.where((load.assignments > 0).any(-1), step_us, torch.nan).numpy()
-    return busy
+        copies: dict[str, Copies] = {}
+        self._bound = {candidate.stack: bind(candidate.stack, taken, setting, copies) for candidate in self.candidates}
 
 
 def score(
@@ -184,12 +198,12 @@ def score(
     part: Part,
     places: Ints,
     layers: Sequence[int] | None = None,
-    on_load: OnLoad | None = None,
+    on_score: OnScore | None = None,
     changed: ChangeBlock = lambda block: block,
     blocks: Iterable[tuple[Ints, Block]] | None = None,
 ) -> dict[Candidate, Times]:
     """The candidates on the steps at `places` (ascending, within the part), all of them on the same; layers: places of
-    the layers to look at, None for all. on_load is called step after step, but by several threads for several
+    the layers to look at, None for all. on_score is called step after step, but by several threads for several
     placements. changed: what is made of the steps before they are scored; planning sees them as they are. blocks: the
     steps where they have been read before, by `chosen_blocks`."""
     groups: dict[tuple[str, int, int | None], list[Candidate]] = {}
@@ -203,7 +217,7 @@ def score(
         blocks = chosen_blocks(problem.trace, places, layers, problem.base.num_ranks)
     for here, block in blocks:
         block = changed(block)
-        for _ in in_parallel(lambda walk: walk.score(here, block, on_load), walks):  # noqa: B023
+        for _ in in_parallel(lambda walk: walk.score(here, block, on_score), walks):  # noqa: B023
             pass
     found: dict[Candidate, Times] = {}
     for walk in walks:

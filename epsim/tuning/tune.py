@@ -269,8 +269,7 @@ def _results(
             "version": VERSION,
             "command": options.command,
         },
-        "scored": finals.described,
-        "stacks": finals.entries,
+        **finals.results,
         "verdict": found.verdict,
         "tune": found.entry,
     }

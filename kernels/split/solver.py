@@ -98,12 +98,16 @@ def solve_batched(
     tol: float = 1e-4,
     start: torch.Tensor | None = None,
     backend: Backend = "auto",
+    want_split: bool = True,
 ) -> Solution:
-    """`solve` over leading axes: counts [..., L, E] (start [..., L, P]) -> a Solution of [..., L] problems."""
+    """`solve` over leading axes: counts [..., L, E] (start [..., L, P]) -> a Solution of [..., L] problems.
+
+    Without `want_split`, as `solve_peak`.
+    """
     lead, layer = _leading(structure, counts)
     flat_start = None if start is None else start.reshape(-1, structure.num_physical)
     flat = counts.reshape(-1, structure.num_experts)
-    return _reshaped(solve(structure, flat, layer, tol, flat_start, backend), lead)
+    return _reshaped(_solve(structure, flat, layer, tol, flat_start, backend, MAX_SWEEPS, want_split), lead)
 
 
 def solve_gathered(structure: SplitStructure, counts: torch.Tensor, backend: Backend = "auto") -> Solution:

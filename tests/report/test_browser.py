@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from epsim.placement.base import Cluster, Placement
+from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
 from epsim.report.write import write_report
 from epsim.results import Results
+from epsim.score.block import StackScore
+from epsim.score.collect import ScoredStacks
 from epsim.score.formulas import METRICS
 from epsim.score.metrics import Values
-from epsim.score.statistics import BlockBootstrap
-from epsim.score.steps import ScoredSteps, add_copies
+from epsim.score.steps import seen_steps
 from epsim.score.summary import StackSummary
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
@@ -173,21 +175,24 @@ def large_results() -> Results:
     rng = np.random.default_rng(0)
     num_steps, num_layers, num_ranks, num_experts = 2000, 61, 16, 64
     summaries = [StackSummary("", parse_stack(text), (), num_steps) for text in ("contiguous", "eplb+lplb")]
-    steps = ScoredSteps()
+    collected = ScoredStacks(summaries, num_steps, 0)
     for first in range(0, num_steps, 250):
         total = torch.from_numpy(rng.gamma(9.0, 30.0, (250, num_layers, num_ranks)))
         tokens = torch.full((250, num_layers), float(64 << first // 500))
-        steps.add(rng.integers(0, 99, (250, num_layers, num_experts)))
-        for number, summary in enumerate(summaries):
+        counts = rng.integers(0, 99, (250, num_layers, num_experts))
+        seen = seen_steps(counts, counts.sum(2))
+        scores = []
+        for number in range(2):
             load = total if number == 0 else total.mean(-1, keepdim=True) + total * 0.2
             ratio = load.amax(-1) / load.mean(-1)
             metrics: dict[str, Values] = dict.fromkeys(METRICS, "not here")
-            summary.add(metrics | {"max_over_mean": ratio, "optimality_gap": ratio - 1}, load, tokens)
-    bootstrap = BlockBootstrap(num_steps, 0)
-    entries = [summary.entry(bootstrap, summaries[0]) for summary in summaries]
-    scored = steps.entry(summaries[0].detail.stretches)
+            metrics |= {"max_over_mean": ratio, "optimality_gap": ratio - 1}
+            none, whole = torch.zeros_like(load), tokens.long()
+            work = Load(load, load, none, none, tokens, whole, none.long(), None, None, None, None, rounded=False)
+            scores.append(StackScore(work, none[..., 0], metrics))
+        collected.add(scores, seen)
     slots = torch.arange(num_experts).expand(num_layers, -1)
-    add_copies(entries, [Placement(slots, num_experts, num_ranks, 1)] * 2, scored)
+    gathered = collected.results([Placement(slots, num_experts, num_ranks, 1)] * 2)
     trace = {
         "name": "large", "level": "counts", "origin": "drawn", "model": "m", "phase": "decode", "top_k": 8,
         "num_layers": num_layers, "num_experts": num_experts, "steps_planned": 0, "steps_scored": num_steps,
@@ -196,8 +201,7 @@ def large_results() -> Results:
         "ranks": num_ranks, "nodes": 1, "redundant": 0, "groups": 1, "seed": 0, "shared_cost": 0.0, "history": "none",
         "version": "0", "command": "none",
     }  # fmt: skip
-    found = {"schema": 1, "kind": "replay", "trace": trace, "setting": setting, "scored": scored}
-    return found | {"stacks": entries, "verdict": "large"}
+    return {"schema": 1, "kind": "replay", "trace": trace, "setting": setting, **gathered, "verdict": "large"}
 
 
 def test_a_large_page_opens_at_once(driver: Any, tmp_path: Path) -> None:

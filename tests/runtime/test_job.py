@@ -91,14 +91,14 @@ def test_a_job_of_one_rank(make_trace: TraceMaker, tmp_path: Path) -> None:
     assert all(min(table[f"{phase}_us"].to_pylist()) > 0 for phase in PHASES)
     measured = measure(table, job, ([block] * len(job.stacks) for block in job.blocks(0)), 4, seed=0)
     assert measured.differing == []
-    entry = measured.entries[1]["metrics"]
+    entry = measured.measured["stacks"][1]["metrics"]
     assert entry["peak"]["mean"] == 40 + 20 * 0.5
-    total = sum(measured.entries[1]["phases_us"][phase]["mean"] for phase in PHASES)
+    total = sum(measured.measured["stacks"][1]["phases_us"][phase]["mean"] for phase in PHASES)
     assert entry["layer_time_us"]["mean"] == pytest.approx(total)
     experts = 3 * 64 * 32 * 4
     active = entry["routed_active_experts"]["mean"]
     assert entry["bytes_read"]["mean"] == pytest.approx(active * experts + experts / 2)
-    assert measured.entries[0]["metrics"]["throughput_gain"]["mean"] == 0
+    assert measured.measured["stacks"][0]["metrics"]["throughput_gain"]["mean"] == 0
 
 
 def test_a_differing_load_is_found(make_trace: TraceMaker, tmp_path: Path) -> None:

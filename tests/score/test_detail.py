@@ -11,7 +11,7 @@ import torch
 from epsim.placement.base import Placement
 from epsim.score.detail import MOST_CELLS, MOST_LAYER_CELLS, MOST_STRETCHES, StackDetail, step_weights
 from epsim.score.metrics import Values
-from epsim.score.steps import ScoredSteps, add_copies
+from epsim.score.steps import ScoredSteps, add_copies, seen_steps
 
 
 def gathered(total: torch.Tensor, tokens: torch.Tensor, cut: int) -> tuple[StackDetail, torch.Tensor]:
@@ -77,10 +77,10 @@ def test_scored_steps_have_a_key_and_hot_experts() -> None:
     counts = rng.integers(0, 9, (10, 2, 8))
     counts[:, 1, 5] += 500
     whole, parts, other = ScoredSteps(), ScoredSteps(), ScoredSteps()
-    whole.add(counts)
+    whole.add(seen_steps(counts, counts.sum(2)))
     for part in np.array_split(counts, 3):
-        parts.add(part)
-    other.add(counts[::-1])
+        parts.add(seen_steps(part, part.sum(2)))
+    other.add(seen_steps(counts[::-1], counts[::-1].sum(2)))
     entry = whole.entry(4)
     assert entry == parts.entry(4)
     assert entry["key"] != other.entry(4)["key"]

@@ -1,0 +1,115 @@
+"""One block of steps scored: from the loads of its stacks to metrics, optimum, gaps and times."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from epsim.cost.layer_time import LayerTiming
+from epsim.policies.apply import BoundStack, CountedSteps
+from epsim.policies.load import Load, joined
+from epsim.policies.stack import PolicyStack
+from epsim.score.metrics import Values, layer_metrics
+from epsim.score.steps import SeenSteps, seen_steps
+from epsim.score.time_metrics import timed_metrics
+from epsim.traces.trace import Block, TokenBlock
+
+_Solved: TypeAlias = "tuple[Load, torch.Tensor]"
+"""A load, and its optimum as in `StackScore`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackScore:
+    """One stack on one block of S steps.
+
+    metrics: by the names of `epsim.score.formulas`. optimum [S, L] float64: the least routed peak that any split of
+    the placement can reach, as a proven lower bound. step_us [S]: time of each step in microseconds, and phases:
+    microseconds of each layer [S, L] by phase; None and empty where no times are predicted.
+    """
+
+    load: Load
+    optimum: torch.Tensor
+    metrics: Mapping[str, Values]
+    step_us: torch.Tensor | None = None
+    phases: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockScore:
+    """stacks: one score for each stack, in order. seen: the scored steps as they were recorded."""
+
+    stacks: list[StackScore]
+    seen: SeenSteps
+
+
+def score_block(
+    blocks: Sequence[Block],
+    stacks: Sequence[BoundStack],
+    timing: LayerTiming | None = None,
+    timed_as: Sequence[PolicyStack] | None = None,
+) -> BlockScore:
+    """Scores the same steps under every stack.
+
+    blocks: what each stack is given; the same object where stacks share their tokens. Stacks that share their copies
+    (`bind`) also share the optimum, which is solved once for each placement and counts.
+    timing: by which times are predicted, each stack as the one of `timed_as` (default: as itself);
+    `throughput_gain` compares with the first stack. Raises ValueError as `BoundStack.load`.
+    """
+    loads, seen = _loads(blocks, stacks)
+    scores: list[StackScore] = []
+    for number, bound in enumerate(stacks):
+        load, optimum = loads[id(blocks[number]), id(bound)]
+        score = StackScore(load, optimum, layer_metrics(load, optimum, bound.has_shared))
+        if timing is not None:
+            stack = bound.stack if timed_as is None else timed_as[number]
+            first_us = scores[0].step_us if scores else None
+            times = timed_metrics(timing, load, stack, bound.copies.redundant, bound.has_shared, first_us)
+            values, step_us, phases = times
+            score = dataclasses.replace(score, metrics={**score.metrics, **values}, step_us=step_us, phases=phases)
+        scores.append(score)
+    return BlockScore(scores, seen)
+
+
+def _loads(blocks: Sequence[Block], stacks: Sequence[BoundStack]) -> tuple[dict[tuple[int, int], _Solved], SeenSteps]:
+    """Load and optimum by the ids of block and stack."""
+    # Stacks that are given the same tokens share their counts; a router that acts has counts of its own.
+    groups: dict[tuple[int, int], list[BoundStack]] = {}
+    for block, bound in zip(blocks, stacks, strict=True):
+        bound.check_level(block)
+        group = groups.setdefault((id(block), id(bound) if bound.stack.router.acts else 0), [])
+        if bound not in group:
+            group.append(bound)
+    by_id = {id(block): block for block in blocks}
+    found: dict[tuple[int, int], _Solved] = {}
+    seen: list[SeenSteps] = []
+    for (block_id, router), members in groups.items():
+        block, kept_mass = by_id[block_id], None
+        if router:
+            assert isinstance(block, TokenBlock)
+            routed = members[0].rerouted(block)
+            block, kept_mass = routed.block, routed.kept_mass
+        parts: list[list[_Solved]] = [[] for _ in members]
+        first_seen = not router and block is blocks[0]
+        for part in members[0].counted(block):
+            for scored, pair in zip(parts, _part_loads(part, members), strict=True):
+                scored.append(pair)
+            if first_seen:
+                seen.append(seen_steps(part.counts.numpy(), part.assignments.numpy()))
+        for bound, pairs in zip(members, parts, strict=True):
+            load, optimum = joined([load for load, _ in pairs]), torch.cat([optimum for _, optimum in pairs])
+            load = load if kept_mass is None else dataclasses.replace(load, kept_mass=kept_mass)
+            found[block_id, id(bound)] = load, optimum
+    if not seen:  # every stack has a router that acts
+        seen = [seen_steps(part.counts.numpy(), part.assignments.numpy()) for part in stacks[0].counted(blocks[0])]
+    return found, SeenSteps.joined(seen)
+
+
+def _part_loads(part: CountedSteps, stacks: Sequence[BoundStack]) -> list[_Solved]:
+    """Load and optimum of each stack. The optimum comes last: a split that has solved the problem gives it."""
+    views = {id(bound.copies): bound.copies.remembering() for bound in stacks}
+    loads = [bound.load_of(part, views[id(bound.copies)]) for bound in stacks]
+    return [(load, views[id(bound.copies)].optimum(part.counts)) for load, bound in zip(loads, stacks, strict=True)]
