@@ -92,7 +92,7 @@ def measure(
                 differing.append((of_job.name or str(of_job.stack), int(block.steps[step]), job.layers[layer]))
         measured.add(scores, block_score.seen)
     placements = [of_job.placement for of_job in job.stacks]
-    ours, theirs = measured.results(placements), predicted.results(placements)
+    ours, theirs = measured.results(placements, measured=True), predicted.results(placements)
     for entry, replayed_entry, of_stack in zip(ours["stacks"], theirs["stacks"], phases, strict=True):
         entry["phases_us"] = _phase_statistics(np.concatenate(of_stack))
         entry["predicted"] = {key: value["mean"] for key, value in replayed_entry["metrics"].items()}

@@ -29,12 +29,15 @@ class ScoredStacks:
         for summary, score in zip(self.summaries, scores, strict=True):
             summary.add(score)
 
-    def results(self, placements: Sequence[Placement] = ()) -> dict[str, Any]:
-        """The entries `scored`, `stacks` and `verdict`. placements: of each stack, if none changes from step to step;
-        the stacks' entries then name the ranks that hold the hottest experts."""
+    def results(self, placements: Sequence[Placement] = (), measured: bool = False) -> dict[str, Any]:
+        """The entries `scored`, `stacks` and `verdict`.
+
+        placements: of each stack, if none changes from step to step; the stacks' entries then name the ranks that hold
+        the hottest experts. measured: whether a run has measured the loads.
+        """
         entries = [summary.entry(self._bootstrap, self.summaries[0]) for summary in self.summaries]
         scored = self.steps.entry(self.summaries[0].detail.stretches)
         if placements:
             add_copies(entries, placements, scored)
         tied = tied_with_best(entries, self.summaries, self._bootstrap)
-        return {"scored": scored, "stacks": entries, "verdict": verdict(entries, tied)}
+        return {"scored": scored, "stacks": entries, "verdict": verdict(entries, tied, measured)}

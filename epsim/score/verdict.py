@@ -1,4 +1,4 @@
-"""One line of words: which stack wins, by how much, and how far it is from the best possible."""
+"""The verdict of a replay or a run: which stack to use, what it brings, and how far it is from the best possible."""
 
 from __future__ import annotations
 
@@ -7,41 +7,57 @@ from typing import Any
 
 
 def label(entry: dict[str, Any]) -> str:
+    """The stack's name, or its text form where it has none."""
     return str(entry.get("name") or entry["stack"])
 
 
 def best_of(entries: Sequence[dict[str, Any]]) -> int | None:
-    """Place of the stack with the least mean of peak over mean; None where none has a value."""
+    """The index of the stack with the lowest mean of peak / mean load; None if no stack has a value."""
     ratios = [entry["metrics"]["max_over_mean"]["mean"] for entry in entries]
-    scored = [place for place, ratio in enumerate(ratios) if ratio is not None]
-    return min(scored, key=lambda place: float(ratios[place]), default=None)
+    scored = [index for index, ratio in enumerate(ratios) if ratio is not None]
+    return min(scored, key=lambda index: float(ratios[index]), default=None)
 
 
-def verdict(entries: Sequence[dict[str, Any]], tied: Sequence[str] = ()) -> str:
-    """entries: the stacks of a results.json; the first is what the others are measured against.
+def verdict(entries: Sequence[dict[str, Any]], tied: Sequence[str] = (), measured: bool = False) -> str:
+    """What to do, what it brings, and the formula, in plain sentences.
 
-    tied: names of the stacks whose 95% interval against the best one holds zero.
+    entries: the stacks of a results.json; the others are compared with the first. tied: names of the stacks whose 95%
+    interval against the best one includes zero. measured: whether the loads are a run's.
     """
-    place = best_of(entries)
-    if place is None:
+    index = best_of(entries)
+    if index is None:
         return "No step has tokens: there is nothing to compare."
-    first, best = entries[0], entries[place]
-    ratio = best["metrics"]["max_over_mean"]["mean"]
-    gap = best["metrics"]["optimality_gap"]["mean"]
-    above = f"its peak is {ratio:.3f} x the mean and {gap:.1%} above the least this placement can reach"
-    if tied:
-        above += f"; these steps do not tell {' or '.join(tied)} from it"
+    first, best = entries[0], entries[index]
+    ratio, base = (entry["metrics"]["max_over_mean"]["mean"] for entry in (best, first))
+    digits = 3 if best is not first and f"{ratio:.2f}" == f"{base:.2f}" else 2
+    carries = f"the busiest rank {'carried' if measured else 'carries'} {ratio:.{digits}f}x the mean load"
     if len(entries) == 1:
-        return f"{label(best)}: {above}."
-    if best is first:
-        return f"None of the others beats {label(first)}: {above}."
-    base = first["metrics"]["max_over_mean"]["mean"]
-    interval = best["versus_first"]["max_over_mean"]
-    words = f"{label(best)} makes the slowest rank least slow: peak over mean {ratio:.3f} against {base:.3f} with "
-    words += f"{label(first)} ({ratio / base - 1:+.1%}"
-    if interval["low"] is None:
-        words += ", one step, no interval)"
+        advice = f"{label(best)}: {carries}"
+    elif best is first:
+        advice = f"Keep {label(first)}: no other stack has a lower peak load; {carries}"
     else:
-        low, high = interval["low"] / base, interval["high"] / base
-        words += f", 95% interval {low:+.1%} to {high:+.1%})"
-    return f"{words}; {above}."
+        interval = best["versus_first"]["max_over_mean"]
+        change = f"{carries} instead of {base:.{digits}f}x{_change(interval, ratio, base)}"
+        advice = f"Use {label(best)}: {change}"
+        if interval["high"] is not None and interval["high"] >= 0:
+            advice = f"Keep {label(first)}: these steps show no clear gain; with {label(best)} {change}"
+    sentences = [
+        advice,
+        f"That is {best['metrics']['optimality_gap']['mean']:.1%} above the least this placement allows",
+    ]
+    others = [name for name in tied if best is first or name != label(first)]
+    if others:
+        sentences.append(f"These steps cannot separate {label(best)} from {' or '.join(others)}")
+    loads = "measured peak load / mean load" if measured else "peak load / mean load"
+    sentences.append(f"The ratio is {loads} of a layer, averaged over steps and layers")
+    return ". ".join(sentences) + "."
+
+
+def _change(interval: dict[str, Any], ratio: float, base: float) -> str:
+    """The relative change, with its interval. Changes below 10% have one more digit."""
+    change = ratio / base - 1
+    digits = 0 if abs(change) >= 0.1 else 1
+    if interval["low"] is None:
+        return f" ({change:+.{digits}%}; no interval from one step)"
+    low, high = interval["low"] / base, interval["high"] / base
+    return f" ({change:+.{digits}%}, 95% interval {low:+.{digits}%} to {high:+.{digits}%})"

@@ -22,7 +22,6 @@ from epsim.report.table import print_table
 from epsim.report.write import write_pages, write_report
 from epsim.results import Results
 from epsim.score.formulas import METRICS
-from epsim.score.verdict import verdict
 from epsim.traces.store import StoredTrace
 
 HOSTILE = "<script>alert(1)</script> [red]|`*_$x$"
@@ -134,25 +133,6 @@ def test_every_metric_stands_with_its_formula(results: Results) -> None:
         assert row[1] in (METRICS[key.removeprefix("routed_")].formula, "the same, on routed load only")
         mean = results["stacks"][1]["metrics"][key]["mean"]
         assert float(row[3].replace(",", "")) == pytest.approx(mean, abs=6e-3)
-
-
-def entry(name: str, ratio: float | None, low: float | None = None, high: float | None = None) -> Results:
-    value = {"mean": ratio}
-    difference = {"difference": 0.0, "low": low, "high": high}
-    metrics = {"max_over_mean": value, "optimality_gap": {"mean": 0.02}}
-    return {"stack": name, "metrics": metrics, "versus_first": {"max_over_mean": difference}}
-
-
-def test_verdict_in_words() -> None:
-    assert "there is nothing to compare" in verdict([entry("a", None)])
-    assert verdict([entry("a", 1.25)]).startswith("a: its peak is 1.250 x the mean and 2.0% above")
-    assert verdict([entry("a", 1.25), entry("b", 1.5)]).startswith("None of the others beats a")
-    won = verdict([entry("a", 1.25), entry("b", 1.0, -0.3, -0.2)])
-    assert won.startswith("b makes the slowest rank least slow: peak over mean 1.000 against 1.250 with a (-20.0%")
-    assert "95% interval -24.0% to -16.0%" in won
-    assert "no interval" in verdict([entry("a", 1.25), entry("b", 1.0)])
-    tied = verdict([entry("a", 1.25), entry("b", 1.0, -0.3, -0.2), entry("c", 1.01, -0.3, -0.2)], ["c"])
-    assert tied.endswith("these steps do not tell c from it.")
 
 
 def test_a_full_disk_is_named(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
