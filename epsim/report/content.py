@@ -92,11 +92,13 @@ def headers(results: Results, memory: bool = False) -> list[str]:
 def cells(results: Results, memory: bool = False) -> list[list[Cell]]:
     columns, gains = shown_columns(results), _gains(results)
     firsts: dict[str, Any] = {}
-    grid = {cell["key"]: _sizes(cell) for cell in results["sweep"]["cells"]} if results["kind"] == "sweep" else {}
+    is_sweep = results["kind"] == "sweep"
+    grid = {cell["key"]: _sizes(cell) for cell in results["sweep"]["cells"]} if is_sweep else {}
     table = []
     for entry in results["stacks"]:
         # In a sweep each cell of the grid has its own first stack.
-        first = firsts.setdefault(entry.get("cell", ""), entry)
+        cell = entry["cell"] if is_sweep else ""
+        first = firsts.setdefault(cell, entry)
         row = [Cell(label(entry))]
         for column in columns:
             value = entry["metrics"][column.key][column.statistic]
@@ -106,7 +108,7 @@ def cells(results: Results, memory: bool = False) -> list[list[Cell]]:
         if gains:
             row.append(Cell("-", 0.0) if entry is first else _versus(entry, "throughput_gain", 1.0))
         if memory:
-            row.append(_extra(results, results["setting"] | grid.get(entry.get("cell"), {})))
+            row.append(_extra(results, results["setting"] | grid.get(cell, {})))
         table.append(row)
     return table
 
@@ -139,7 +141,7 @@ def _extra(results: Results, setting: dict[str, Any]) -> Cell:
     """The memory that redundant experts take on a rank."""
     layers = results["trace"]["num_layers"]
     slots = setting["redundant"] / setting["ranks"] * layers
-    expert_bytes = setting.get("expert_bytes") or results.get("run", {}).get("expert_bytes")
+    expert_bytes = setting.get("expert_bytes") or _run(results).get("expert_bytes")
     if expert_bytes:
         return Cell(_bytes(slots * expert_bytes), slots * expert_bytes)
     return Cell(f"{slots:g} experts", slots)
@@ -162,9 +164,15 @@ def _bytes(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
+def _run(results: Results) -> dict[str, Any]:
+    """Where and how a run was measured; {} for other kinds."""
+    run: dict[str, Any] = results["run"] if results["kind"] == "run" else {}
+    return run
+
+
 def facts(results: Results) -> list[tuple[str, str]]:
     """Trace, cluster, seed, command and notes: (name, value)."""
-    trace, setting, run = results["trace"], results["setting"], results.get("run")
+    trace, setting, run = results["trace"], results["setting"], _run(results)
     shape = f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}"
     cluster = (
         f"{setting['ranks']} ranks on {setting['nodes']} node(s), {setting['redundant']} redundant experts per layer"

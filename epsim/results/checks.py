@@ -47,10 +47,14 @@ def _validator(kind: str) -> Any:
         ):
             yield from standard(validator, schema, instance, parent)
 
+    def whole(checker: Any, value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)  # 2.0 is an integer for JSON schema
+
     standard = jsonschema.Draft202012Validator.VALIDATORS["items"]
     shared = DRAFT202012.create_resource(results_schema("definitions"))
+    types = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", whole)
     validator = jsonschema.validators.extend(  # type: ignore[no-untyped-call]
-        jsonschema.Draft202012Validator, {"items": items}
+        jsonschema.Draft202012Validator, {"items": items}, type_checker=types
     )
     return validator(results_schema(kind), registry=Registry().with_resource("definitions.json", shared))
 

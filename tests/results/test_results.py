@@ -51,6 +51,7 @@ def test_schema_requires_every_metric_and_documents_it() -> None:
         (lambda r: r["stacks"][0]["metrics"]["max_over_mean"].pop("p99"), "max_over_mean"),
         (lambda r: r["stacks"][0]["metrics"]["peak"].pop("reason"), "peak"),
         (lambda r: r["setting"].update(ranks=0), "ranks"),
+        (lambda r: r["setting"].update(seed=2.0), "$.setting.seed: 2.0 is not of type 'integer'"),
         (lambda r: r.update(kind="sweeps"), "$.kind: 'sweeps' is not one of replay, run, tune, comparison, sweep"),
         (lambda r: r.update(kind="run"), "'run' is a required property"),
         (lambda r: r["stacks"].append(r["stacks"][0]), "$.stacks: the name 'eplb' is given twice"),
