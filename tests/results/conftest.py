@@ -40,9 +40,8 @@ def every_kind(
             sides.append(Side(name, replay(trace, ReplayOptions(Cluster(4, 2, 4), stacks), trace_name="t")))
         (tmp_path / "grid.toml").write_text(GRID)
         swept(tmp_path / "grid.toml", tmp_path / "sweep")
-        run = RunOptions(
-            str(tmp_path / "trace.parquet"), "tiny", ("contiguous", "eplb"), tmp_path / "run", redundant=2, ranks=1
-        )
+        trace_file, out = str(tmp_path / "trace.parquet"), str(tmp_path / "run")
+        run = RunOptions(trace_file, ("contiguous", "eplb"), model="tiny", out=out, redundant=2, ranks=1)
         run.make_out()
         _made["replay"] = sides[0].results
         _made["run"] = run_inline(run)
