@@ -18,8 +18,7 @@ from later_parts import command_of
 
 from epsim.calibrate.folder import write_table
 from epsim.cost.calibrated import CollectiveCost, PolicyCost, PolicyTable
-from epsim.cost.policy_time import split_key
-from epsim.policies.shared import Local
+from epsim.cost.policy_time import table_key
 from epsim.policies.stack import parse_stack
 
 EXPERTS = 256
@@ -31,8 +30,7 @@ def policies(measured: dict[str, Any], runtime: dict[str, Any]) -> PolicyTable:
         if "(candidates" in row["stack"]:
             continue
         stack = parse_stack(f"eplb+{row['stack']}")
-        key = split_key(stack, redundant=True)
-        key = key if isinstance(stack.shared, Local) else f"{key}+{stack.shared.name}"
+        key = table_key(stack.split, stack)
         times[key, row["ranks"], row["slots"] - EXPERTS][float(row["tokens"])] = row["us"]
     costs = tuple(
         PolicyCost(key, ranks, redundant, tuple(sorted(found)), tuple(found[tokens] for tokens in sorted(found)))

@@ -37,7 +37,6 @@ from epsim.policies.base import Batch, SharedWork
 from epsim.policies.nearest import nearest_slots
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
-from epsim.policies.waterfill import Waterfill
 
 EXPERTS, TOP_K, LAYERS, INPUTS, REPLAYS, RANK = 256, 8, 10, 40, 3, 3
 KERNELS = ("count", "total", "solve", "quotas", "serve", "assign")
@@ -105,7 +104,7 @@ def torch_form(bound: BoundStack, ids: torch.Tensor, rows: torch.Tensor) -> tupl
     local = torch.arange(len(ids), device=device)
     batch = Batch(steps, layers, token_step, torch.full_like(local, RANK), ids[:, None], local)
     physical = bound.split.physical_ids(batch, counts, fixed, copies, bound.setting.seed)
-    if not isinstance(bound.stack.shared, Waterfill):
+    if not bound.stack.shared.dispatches:
         return physical[:, 0], None
     by_source = copies.per_rank(bound.split.quotas(counts, fixed, copies))
     work = SharedWork(
@@ -126,9 +125,10 @@ def torch_form(bound: BoundStack, ids: torch.Tensor, rows: torch.Tensor) -> tupl
 
 def measure(text: str, given: Problem) -> dict[str, Any]:
     placement, tokens = given.placement, given.ids.shape[2]
-    cost = 1.0 if "waterfill" in text else 0.0
+    stack = parse_stack(text)
+    cost = 1.0 if stack.shared.dispatches else 0.0
     numbers = tuple(range(LAYERS))
-    whole = bind(parse_stack(text), placement, Setting(0, cost, TOP_K, numbers))
+    whole = bind(stack, placement, Setting(0, cost, TOP_K, numbers))
     rule = Rule.of(whole.split, whole.stack.shared, cost, 0)
     dispatcher = InParts(
         prepare(placement.physical_to_logical.cpu(), placement.num_ranks, EXPERTS),
@@ -139,7 +139,7 @@ def measure(text: str, given: Problem) -> dict[str, Any]:
         top_k=TOP_K,
         max_tokens=tokens,
         device=torch.device("cuda"),
-        nearest=nearest_slots(whole.copies) if rule.split == "static" else None,
+        nearest=nearest_slots(whole.copies) if rule.follow == "nearest" else None,
     )
     gathers = rule.collective == "all_gather"
     counts_of = given.rows if gathers else given.rows.sum(2)

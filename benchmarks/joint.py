@@ -27,11 +27,10 @@ from common import table, write
 
 from epsim.kernels.split import prepare, solve_peak
 from epsim.kernels.split.problems import drifted_counts
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.planning import to_counts
 from epsim.policies.apply import Setting, bind
-from epsim.policies.stack import parse_stack
+from epsim.policies.stack import parse_stack, placement_policy
 from epsim.score.statistics import BlockBootstrap, Series
 from epsim.traces.importing import sample_path
 from epsim.traces.store import StoredTrace

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from common import RESULTS, ROOT, processor, write
 
-from epsim.placement import placement_policy
 from epsim.placement.balance import even_balance
 from epsim.placement.base import Cluster
 from epsim.placement.eplb import rebalance_experts
+from epsim.policies.stack import placement_policy
 
 # layers, experts, slots, groups, nodes, ranks
 SIZES = [(61, 256, 288, 1, 1, 32), (61, 256, 288, 8, 4, 32), (58, 256, 288, 1, 1, 16), (24, 32, 40, 1, 1, 8)]

@@ -25,7 +25,7 @@ from quality.figures import Trial, kept_by_token, measure
 from quality.reader_claims import claim_rows, pair, spearman, table, tally
 
 from epsim.kernels.reader import ReadBytes
-from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.policies.reader import Channels, ThresholdChannels, TopkChannels
 from epsim.quality.batch_bytes import batch_bytes
 from epsim.quality.decoding import Decoder
 from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
@@ -83,10 +83,10 @@ class Bench:
         self.seconds[part] = round(time.perf_counter() - begun, 2)
         print(f"{part}: {self.seconds[part]} s", flush=True)
 
-    def reading(self, reader: TopkChannels | SparseInputs, **options: Any) -> Reading:
+    def reading(self, reader: Channels | SparseInputs, **options: Any) -> Reading:
         return Reading(self.layers, reader, **options)
 
-    def payable(self, reader: TopkChannels, num_experts: int = 0, num_ranks: int = 1) -> bool:
+    def payable(self, reader: Channels, num_experts: int = 0, num_ranks: int = 1) -> bool:
         """Whether the budget pays for the screen of so many experts, by default the model's k, on so many ranks."""
         sizes, number = reader.sizes(self.sizes.hidden, self.sizes.intermediate), num_experts or self.top_k
         return sizes.token(number, 0, min(number, num_ranks)) <= reader.budget * number * sizes.expert
@@ -206,7 +206,7 @@ class Bench:
 
     def ablations(self) -> None:
         """Screens, restoration, scores, quotas of ranks, and a router beside a reader, on mixed text."""
-        readers: dict[str, TopkChannels | SparseInputs] = {}
+        readers: dict[str, Channels | SparseInputs] = {}
         for budget in (*BUDGETS, 0.135, 0.18, 0.185):
             for screen in SCREENS:
                 for restore in ("on", "off"):

@@ -76,8 +76,7 @@ def measure(bench: Bench, name: str, tokens: int, collective: Collective) -> dic
             routed = router.route(work)
         taken.append(routed)
         row[f"{form}: host"] = on_host(bench, lambda: router.route(work))
-        # Copies of an expert are matched on the CPU.
-        if collective.name == "peer" and not (form == "operations" and router.name == "oea-ep"):
+        if collective.name == "peer" and (form == "kernels" or router.capturable):
             row[f"{form}: graph"] = bench.time_graph(router.route, work, inner=CALLS, repeats=REPEATS)
     fused.router.available = served
     row["same"] = bench.slowest(float(not torch.equal(taken[0].expert_ids, taken[1].expert_ids))) == 0

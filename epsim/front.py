@@ -95,11 +95,12 @@ def plan(request: PlanRequest) -> Plan:
 
     Raises ValueError or FileNotFoundError in one line that says what is wrong and what to do.
     """
-    from epsim.placement import placement_policy
     from epsim.placement.base import Cluster
     from epsim.planning import Plan, plan_placements
+    from epsim.policies.stack import parse_stack, placement_policy
 
-    policy = placement_policy(request.placement)
+    placement_policy(request.placement)  # a text without a placement is refused
+    stack = parse_stack(request.placement)
     cluster = Cluster(request.ranks, request.nodes, request.redundant, request.groups)
     request.progress("reading", 0.0)
     trace = _opened(request.trace, request)
@@ -110,7 +111,7 @@ def plan(request: PlanRequest) -> Plan:
         done += steps
         request.progress("planning", done / total)
 
-    placed = plan_placements({policy.name: policy}, trace, trace.num_steps, trace.meta, cluster, advance)[policy.name]
+    (placed,) = plan_placements([stack], trace, trace.num_steps, trace.meta, cluster, advance)
     shape = (placed.num_experts, placed.num_ranks, placed.num_nodes)
     return Plan(placed.physical_to_logical, *shape, layers=trace.meta.layers)
 
@@ -126,7 +127,7 @@ def tune(request: TuneRequest) -> Results:
     Raises ValueError or FileNotFoundError in one line that says what is wrong and what to do.
     """
     from epsim.cost.layer_time import load_timing
-    from epsim.policies.stack import named_stacks
+    from epsim.policies.stack import named_stacks, parse_stack
     from epsim.report.results import Results
     from epsim.traces.store import StoredTrace
     from epsim.tuning.memory import GB, parse_memory
@@ -153,6 +154,7 @@ def tune(request: TuneRequest) -> Results:
         intervals=tuple(request.intervals),
         routers=tuple(request.routers),
         quality_loss=request.quality_loss,
+        baseline=None if request.baseline is None else parse_stack(request.baseline),
         worth=request.worth,
         layer_ms=LAYER_MS if layer_ms is None else layer_ms,
         seed=request.seed,

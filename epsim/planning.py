@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from epsim.placement.base import Cluster, Placement, PlacementPolicy
+from epsim.placement.base import Cluster, Placement, Stack, Target
 from epsim.placement.formats import write_placement
 from epsim.score.steps import step_keys
 from epsim.traces.store import SMALL_BLOCK, StoredTrace
@@ -44,24 +44,26 @@ def to_counts(block: Block, num_experts: int) -> CountsBlock:
 
 
 def plan_placements(
-    policies: Mapping[str, PlacementPolicy],
+    stacks: Sequence[Stack],
     history: StoredTrace,
     num_steps: int,
     meta: TraceMeta,
     cluster: Cluster,
     progress: Progress,
     keys: list[Ints] | None = None,
-) -> dict[str, Placement]:
-    """One placement for each policy, for the layers of `meta`, planned on the first `num_steps` steps of `history`.
+) -> list[Placement]:
+    """The placement of each stack, for the layers of `meta`, planned on the first `num_steps` steps of `history`.
+
+    Stacks whose placement policy is the same share one placement, unless the policy plans for the stack.
 
     keys: a list that receives the `step_keys` of the steps planned on.
     Raises ValueError where history and meta are of different models, or a policy finds no placement that fits.
     """
-    cluster.num_physical(meta.num_experts)
+    policies = {stack.placement for stack in stacks}
     shape = (meta.num_layers, meta.num_experts)
     total = np.zeros(shape, dtype=np.int64)
     steps: list[Ints] = []
-    if any(policy.needs_history for policy in policies.values()):
+    if any(policy.needs_history for policy in policies):
         pick = _matching_layers(history.meta, meta)
         # Policies that look at single steps see at most as many, evenly spaced, as fit the memory set aside.
         stride = max(1, -(-num_steps * total.nbytes // MAX_HISTORY_BYTES))
@@ -73,13 +75,24 @@ def plan_placements(
             total += counts.sum(axis=0)
             if keys is not None:
                 keys.append(step_keys(counts))
-            if any(policy.needs_steps for policy in policies.values()):
+            if any(policy.needs_steps for policy in policies):
                 steps.append(counts[-seen % stride :: stride].copy())
             seen += len(counts)
             progress(len(counts))
     whole = torch.from_numpy(total)[None]
     single = torch.from_numpy(np.concatenate(steps)) if steps else whole
-    return {name: policy.plan(single if policy.needs_steps else whole, cluster) for name, policy in policies.items()}
+    planned: dict[object, Placement] = {}
+    for stack in stacks:
+        policy, key = stack.placement, planned_as(stack)
+        if key not in planned:
+            seen_steps = single if policy.needs_steps else whole
+            planned[key] = policy.plan_for(seen_steps, Target(cluster, meta.layers, stack))
+    return [planned[planned_as(stack)] for stack in stacks]
+
+
+def planned_as(stack: Stack) -> object:
+    """Equal for stacks that share a placement."""
+    return stack if stack.placement.plans_for_stack else stack.placement
 
 
 def _matching_layers(history: TraceMeta, meta: TraceMeta) -> list[int]:

@@ -14,7 +14,7 @@ from epsim.kernels.split import cuda
 from epsim.models.spec import load_model
 from epsim.options import PlanningOptions
 from epsim.parallel import in_parallel
-from epsim.placement.base import Cluster
+from epsim.placement.base import Cluster, Target
 from epsim.planning import BLOCK_BYTES, Progress, plan_placements
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.copies import Copies
@@ -92,16 +92,16 @@ def replay(
     """
     cluster = options.cluster
     meta = regrouped_meta(trace.meta, cluster.num_ranks)
-    cluster.num_physical(meta.num_experts)
     shared_cost, shared_note = _shared_cost(meta, options)
     for _, stack in options.policies:
-        stack.check_level(meta.level, cluster.num_redundant > 0, shared_cost > 0)
+        redundant = stack.placement.redundant(meta.num_experts, cluster)
+        stack.check_level(meta.level, redundant > 0, shared_cost > 0)
     num_planned = planned_steps(trace, options, history)
-    policies = {stack.placement.name: stack.placement for _, stack in options.policies}
+    stacks = [stack for _, stack in options.policies]
     planned_on, num_history = (trace, num_planned) if history is None else (history, history.num_steps)
     history_keys: list[Ints] = []
     keys_wanted = history_keys if history is not None else None
-    placements = plan_placements(policies, planned_on, num_history, meta, cluster, progress, keys_wanted)
+    placements = plan_placements(stacks, planned_on, num_history, meta, cluster, progress, keys_wanted)
     num_scored = trace.num_steps - num_planned
     timing = options.timing
     if timing is not None:
@@ -117,26 +117,27 @@ def replay(
         rows=timing is not None,
         tile=0 if timing is None else timing.experts.tile,
     )
-    stacks: list[BoundStack] = []
+    bound_stacks: list[BoundStack] = []
     summaries: list[StackSummary] = []
     copies: dict[str, Copies] = {}
-    for name, stack in options.policies:
-        bound = bind(stack, placements[stack.placement.name], setting, copies)
-        notes = (*stack.placement.notes(meta.num_experts, cluster), *bound.notes)
-        stacks.append(bound)
+    for (name, stack), placement in zip(options.policies, placements, strict=True):
+        bound = bind(stack, placement, setting, copies)
+        notes = (*stack.placement.notes(meta.num_experts, Target(cluster, meta.layers, stack)), *bound.notes)
+        bound_stacks.append(bound)
         summaries.append(StackSummary(name, stack, notes, num_scored))
     collected = ScoredStacks(summaries, num_scored, options.seed)
 
     def score(block: Block) -> BlockScore:
-        return score_block([regroup(block, trace.meta, cluster.num_ranks)] * len(stacks), stacks, timing)
+        return score_block([regroup(block, trace.meta, cluster.num_ranks)] * len(stacks), bound_stacks, timing)
 
-    max_steps = _steps_a_block(meta, cluster)
+    num_physical = max(placement.num_physical for placement in placements)
+    max_steps = _steps_a_block(meta, num_physical, cluster.num_ranks)
     blocks = trace.blocks(num_planned, trace.num_steps, max_bytes=BLOCK_BYTES, max_steps=max_steps)
     for scored in in_parallel(score, blocks):
         collected.add(scored.stacks, scored.seen)
         progress(len(scored.seen.keys))
 
-    planned = num_history if any(p.needs_history for p in policies.values()) else 0
+    planned = num_history if any(stack.placement.needs_history for stack in stacks) else 0
     return {
         "schema": SCHEMA_VERSION,
         "kind": "replay",
@@ -155,10 +156,10 @@ def replay(
     }
 
 
-def _steps_a_block(meta: TraceMeta, cluster: Cluster) -> int:
+def _steps_a_block(meta: TraceMeta, num_physical: int, num_ranks: int) -> int:
     """So many that their counts by source rank and physical expert fit the memory set aside, however few tokens."""
-    ranks = 1 if meta.level == "counts" else cluster.num_ranks
-    step_bytes = 8 * meta.num_layers * cluster.num_physical(meta.num_experts) * ranks
+    ranks = 1 if meta.level == "counts" else num_ranks
+    step_bytes = 8 * meta.num_layers * num_physical * ranks
     return max(1, COUNTS_BYTES // step_bytes)
 
 

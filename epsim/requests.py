@@ -121,6 +121,10 @@ class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCost
     quality_loss: Annotated[
         str, About("With a router or reader: the loss of quality that you accept, in words.", metavar="WORDS")
     ] = ""
+    baseline: Annotated[
+        str | None,
+        About('The stack that runs today, e.g. "file(path=map.json)". Default: experts in order.', metavar="STACK"),
+    ] = None
     worth: Annotated[
         float, About("A gain in throughput below this share is not worth memory or more moving parts.")
     ] = 0.005

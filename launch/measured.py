@@ -63,7 +63,7 @@ def measure(
     measured, predicted = (
         ScoredStacks(
             [
-                StackSummary(of_job.name, of_job.stack, bound.notes, job.num_steps)
+                StackSummary(of_job.name, of_job.stack, (*of_job.notes, *bound.notes), job.num_steps)
                 for of_job, bound in zip(job.stacks, stacks, strict=True)
             ],
             job.num_steps,

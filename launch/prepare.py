@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from epsim.cost.layer_time import LayerTiming
 from epsim.launch.options import CONTEXT, RunOptions
 from epsim.models.shapes import SHAPES, LayerShape, shape_of, shape_of_config
 from epsim.models.spec import ModelSpec
-from epsim.placement.base import Cluster, Placement
+from epsim.placement.base import Cluster, Placement, Target
 from epsim.planning import plan_placements
-from epsim.policies.base import Dense
 from epsim.policies.stack import PolicyStack, named_stacks
 from epsim.replaying import ReplayOptions, planned_steps
 from epsim.runtime.job import Job, JobStack
@@ -58,19 +57,23 @@ class Prepared:
         scored = not self.own_router and self.meta.num_scores > 0
         yield from _blocks(self.trace, self.meta, self.first + start, self.last, scored)
 
-    def plan(self) -> dict[str, Placement]:
-        """The placement of each placement policy, for all layers."""
-        policies = {stack.placement.name: stack.placement for _, stack in self.policies}
+    def plan(self) -> list[Placement]:
+        """The placement of each stack, for all layers."""
+        stacks = [stack for _, stack in self.policies]
         planned_on = self.trace if self.history is None else self.history
         num_steps = self.first if self.history is None else self.history.num_steps
-        return plan_placements(policies, planned_on, num_steps, self.meta, self.cluster, lambda steps: None)
+        return plan_placements(stacks, planned_on, num_steps, self.meta, self.cluster, lambda steps: None)
 
-    def job(self, placements: dict[str, Placement]) -> Job:
-        stacks = tuple(JobStack(name, stack, placements[stack.placement.name]) for name, stack in self.policies)
+    def job(self, placements: Sequence[Placement]) -> Job:
+        stacks = []
+        for (name, stack), placement in zip(self.policies, placements, strict=True):
+            target = Target(self.cluster, self.meta.layers, stack)
+            notes = stack.placement.notes(self.meta.num_experts, target)
+            stacks.append(JobStack(name, stack, placement, notes))
         return Job(
             shape=self.shape,
             layers=self.meta.layers,
-            stacks=stacks,
+            stacks=tuple(stacks),
             blocks=self.blocks,
             num_steps=self.last - self.first,
             max_tokens=self.max_tokens,
@@ -88,7 +91,7 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
         raise ValueError(f"--ranks {options.ranks}, but {num_ranks} processes were started: give --ranks {num_ranks}")
     policies = named_stacks(options.policies)
     for _, stack in policies:
-        if not isinstance(stack.reader, Dense):
+        if stack.reader.acts:
             raise ValueError(f"{str(stack)!r}: a run reads experts whole: leave {stack.reader.name} out")
     cluster = Cluster(num_ranks, options.nodes, options.redundant, options.groups)
     trace = open_trace([Path(options.trace)])
@@ -109,7 +112,8 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
     meta = _first_layers(regrouped_meta(trace.meta, num_ranks), options.layers)
     num_scores = meta.num_experts if own_router else meta.num_scores
     meta = dataclasses.replace(meta, num_scores=num_scores if acting is not None else 0)
-    cluster.num_physical(meta.num_experts)
+    for _, stack in policies:
+        stack.placement.redundant(meta.num_experts, cluster)
     shape, notes = fitting_shape(options.model, meta)
     planning = ReplayOptions(cluster, policies, seed=options.seed, plan_share=options.plan_share)
     first = planned_steps(trace, planning, history)

@@ -28,7 +28,7 @@ from epsim.launch.store import for_group, for_watch
 from epsim.options import parse_words
 from epsim.placement.base import Placement
 from epsim.policies.apply import bind
-from epsim.policies.registry import KINDS
+from epsim.policies.registry import default_policy
 from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace, write_results
 from epsim.runtime.beats import BAD_INPUT, JobClock, place_file
 from epsim.runtime.faults import Watch
@@ -126,7 +126,8 @@ def _close(model: Model, place: Place) -> None:
     layer = model.layers[0][0]
     if place.device.type == "cuda":
         torch.cuda.synchronize(place.device)
-    layer.exchange.close()
+    for exchange in {id(layers[0].exchange): layers[0].exchange for layers in model.layers}.values():
+        exchange.close()
     layer.balancer.collective.close()
     if place.group is not None:
         dist.barrier()
@@ -162,9 +163,9 @@ def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: 
 def _check_memory(job: Job, place: Place, member: Member) -> None:
     """Before the weights are made, as a process without memory is killed without a word."""
     shape = job.shape
-    slots = job.stacks[0].placement.slots_per_rank
-    numbers = 3 * shape.hidden * (slots * shape.intermediate + shape.shared_intermediate)
-    wanted = len(job.stacks) * len(job.layers) * numbers * place.dtype.itemsize
+    widths = [of_job.placement.slots_per_rank * shape.intermediate for of_job in job.stacks]
+    numbers = 3 * shape.hidden * (sum(widths) + len(widths) * shape.shared_intermediate)
+    wanted = len(job.layers) * numbers * place.dtype.itemsize
     if place.device.type == "cuda":
         free = torch.cuda.mem_get_info(place.device)[0]
     else:
@@ -222,18 +223,16 @@ def first_difference(found: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-def _placements(prepared: Prepared, member: Member) -> dict[str, Placement]:
+def _placements(prepared: Prepared, member: Member) -> list[Placement]:
     """Planned by rank 0: every rank gets the very same."""
     if member.num_ranks == 1:
         return prepared.plan()
     sent: list[Any] = [None]
     if member.rank == 0:
-        sent = [{name: placement.physical_to_logical for name, placement in prepared.plan().items()}]
+        sent = [[placement.physical_to_logical for placement in prepared.plan()]]
     dist.broadcast_object_list(sent, src=0)
     cluster, num_experts = prepared.cluster, prepared.meta.num_experts
-    return {
-        name: Placement(slots, num_experts, cluster.num_ranks, cluster.num_nodes) for name, slots in sent[0].items()
-    }
+    return [Placement(slots, num_experts, cluster.num_ranks, cluster.num_nodes) for slots in sent[0]]
 
 
 def _compile(prepared: Prepared, job: Job, member: Member) -> None:
@@ -243,7 +242,7 @@ def _compile(prepared: Prepared, job: Job, member: Member) -> None:
         for of_job in job.stacks:
             stack = of_job.stack
             if prepared.own_router:  # no scores are known beforehand
-                stack = dataclasses.replace(stack, router=next(iter(KINDS["router"].values())))
+                stack = dataclasses.replace(stack, router=default_policy("router"))
             bind(stack, of_job.placement, job.setting).load(slice_steps(block, 0, 1))
     if member.num_ranks > 1:
         dist.barrier()

@@ -13,7 +13,7 @@ import torch
 
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.base import Batch, Dense, Needs, SharedWork
+from epsim.policies.base import Batch, Needs, SharedWork
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.collective import Collective
@@ -41,7 +41,7 @@ class Balancer:
             raise ValueError(f"a layer's balancer needs the placement of one layer, not of {placement.num_layers}")
         if placement.num_ranks != collective.size:
             raise ValueError(f"the placement is for {placement.num_ranks} ranks, the group has {collective.size}")
-        if not isinstance(stack.reader, Dense):
+        if stack.reader.acts:
             raise ValueError(f"{str(stack)!r}: the runtime runs reader dense only")
         self.bound: BoundStack = bind(stack, placement, setting)
         self.placement, self.collective, self.version = placement, collective, placement.version

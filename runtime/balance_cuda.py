@@ -47,7 +47,7 @@ class KernelBalancer(Balancer):
             top_k=setting.top_k,
             max_tokens=max_tokens,
             device=device,
-            nearest=nearest_slots(copies) if rule.split == "static" else None,
+            nearest=nearest_slots(copies) if rule.follow == "nearest" else None,
         )
 
     def on(self, placement: Placement) -> Balancer:

@@ -27,11 +27,12 @@ from epsim.traces.trace import Array, Phase, TokenBlock
 
 @dataclass(frozen=True, slots=True)
 class JobStack:
-    """placement: of all layers."""
+    """placement: of all layers. notes: on it, for a reader of the results."""
 
     name: str
     stack: PolicyStack
     placement: Placement
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class RandomLayers:
 
 def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -> list[list[ExpertParallelMoE]]:
     """[stack][layer]; model: `ModelWeights`, or None for random ones. Collective."""
-    exchange: Any = job.exchange
+    exchanges: dict[int, Any] = {}  # by the slots of a rank
     collective: Any = "auto"
     built = []
     for of_job in job.stacks:
@@ -164,14 +165,14 @@ def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -
                 group=place.group,
                 device=place.device,
                 dtype=place.dtype,
-                exchange=exchange,
+                exchange=exchanges.get(one.slots_per_rank, job.exchange),
                 max_tokens=max(job.max_tokens, 1),
                 weights=weights,
                 router=None if model is None else model.router(layer, place.device, place.dtype),
                 clock=clock,
                 collective=collective,
             )
-            exchange, collective = made.exchange, made.balancer.collective
+            exchanges[one.slots_per_rank], collective = made.exchange, made.balancer.collective
             layers.append(made)
         built.append(layers)
     return built

@@ -26,6 +26,7 @@ ORDER = (
     "epsim.placement",
     "epsim.policies",
     "epsim.cost",
+    "epsim.engines",
     "epsim.results",
     "epsim.score",
     "epsim.planning",

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from epsim import planning
-from epsim.placement.base import Cluster, Placement
+from epsim.placement.base import Cluster, Placement, PlacementPolicy, Stack, Target
 from epsim.placement.contiguous import Contiguous
 from epsim.planning import plan_placements
+from epsim.policies.stack import parse_stack
 from epsim.score.steps import step_keys
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, Ints, TraceMeta
@@ -21,17 +23,19 @@ from epsim.traces.trace import CountsBlock, Ints, TraceMeta
 TraceMaker = Callable[..., StoredTrace]
 
 
-@dataclass
-class Watcher:
+@dataclass(eq=False)
+class Watcher(PlacementPolicy):
     """A placement policy that keeps what it is given."""
 
-    needs_steps: bool
-    name: str = "watcher"
-    needs_history: bool = True
+    needs_steps: bool  # type: ignore[misc]
+    plans_for_stack: bool = False  # type: ignore[misc]
     seen: list[torch.Tensor] = field(default_factory=list)
+    stacks: list[Stack] = field(default_factory=list)
+    name: ClassVar[str] = "watcher"
 
-    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
-        return ()
+    def plan_for(self, history: torch.Tensor, target: Target) -> Placement:
+        self.stacks.append(target.stack)
+        return self.plan(history, target.cluster)
 
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         self.seen.append(history)
@@ -47,8 +51,8 @@ def watch(trace: StoredTrace, num_steps: int, meta: TraceMeta) -> tuple[torch.Te
     """What a policy of single steps sees, what one of sums sees, and the keys."""
     single, whole = Watcher(True), Watcher(False)
     keys: list[Ints] = []
-    policies = {"single": single, "whole": whole}
-    plan_placements(policies, trace, num_steps, meta, Cluster(4), lambda steps: None, keys)
+    stacks = [replace(parse_stack("contiguous"), placement=policy) for policy in (single, whole)]
+    plan_placements(stacks, trace, num_steps, meta, Cluster(4), lambda steps: None, keys)
     return single.seen[0], whole.seen[0], np.concatenate(keys)
 
 
@@ -90,3 +94,15 @@ def test_keys_follow_content_and_add_up() -> None:
     moved[0, 0, 0] += 1
     moved[0, 2, 5] -= 1
     assert step_keys(moved)[0] != keys[0]
+
+
+@pytest.mark.parametrize(("plans_for_stack", "number"), [(False, 1), (True, 2)])
+def test_a_placement_is_planned_for_each_stack_only_where_it_looks_at_it(
+    make_trace: TraceMaker, plans_for_stack: bool, number: int
+) -> None:
+    trace, watcher = make_trace("counts", steps=3), Watcher(False, plans_for_stack)
+    stacks = [replace(parse_stack(text), placement=watcher) for text in ("even", "lplb", "even")]
+    planned = plan_placements(stacks, trace, 3, trace.meta, Cluster(4), lambda steps: None)
+    assert [str(stack.split) for stack in watcher.stacks] == [str(stack.split) for stack in stacks[:number]]
+    assert planned[0] is planned[2]
+    assert len({id(placement) for placement in planned}) == number

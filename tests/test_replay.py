@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from epsim.kernels.split.reference import solve_reference
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster
 from epsim.placement.eplb import rebalance_experts
-from epsim.policies.stack import parse_stack
+from epsim.policies.stack import parse_stack, placement_policy
 from epsim.replaying import ReplayOptions, replay
 from epsim.results import Results, check_results
 from epsim.traces.importing import open_trace
@@ -295,5 +294,5 @@ def test_many_source_ranks_make_small_blocks(make_trace: TraceMaker, monkeypatch
     whole = replay(trace, options)["stacks"][0]["metrics"]
     step_bytes = 8 * 2 * (8 + 4) * 4
     monkeypatch.setattr(module, "COUNTS_BYTES", 3 * step_bytes)
-    assert module._steps_a_block(trace.meta, options.cluster) == 3
+    assert module._steps_a_block(trace.meta, 8 + 4, 4) == 3
     assert replay(trace, options)["stacks"][0]["metrics"] == whole

@@ -25,7 +25,6 @@ from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting, bind
 from epsim.policies.base import Batch, SharedWork
 from epsim.policies.rounding import fixed_point
-from epsim.policies.shared import Local
 from epsim.policies.stack import parse_stack
 
 SEED = 7
@@ -149,7 +148,7 @@ def main(words: list[str]) -> None:
     ):
         for batches in of:
             for text in STACKS:
-                if not isinstance(parse_stack(text).shared, Local) and not batches.model.shared_intermediate:
+                if parse_stack(text).shared.dispatches and not batches.model.shared_intermediate:
                     continue
                 rows = local_slots(batches, text)
                 redundant = 0 if text == "contiguous" else batches.redundant

@@ -37,7 +37,6 @@ from epsim.files import message_line, whole_file
 from epsim.models.shapes import LayerShape
 from epsim.models.spec import load_model
 from epsim.policies.apply import bind
-from epsim.policies.shared import Local
 from epsim.policies.stack import parse_stack
 from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.job import Job, tokens_of
@@ -64,7 +63,7 @@ class Case:
 def cases(folder: Path | None, wide: LayerShape, size: int, most: int) -> Iterator[Case]:
     """The most telling first. DeepSeek-V3's 256 experts on two ranks are as many as deep_ep holds, without the shared
     expert and without copies."""
-    own = tuple(text for text in STACKS if isinstance(parse_stack(text).shared, Local))
+    own = tuple(text for text in STACKS if not parse_stack(text).shared.dispatches)
     tokens = sample(wide)
     yield Case(tokens, tokens.shape, 16, STACKS)
     if folder is not None:

@@ -13,13 +13,12 @@ import torch
 
 from epsim.calibrate.machine import SLOW_US, Call, Machine
 from epsim.cost.calibrated import PolicyCost
-from epsim.cost.policy_time import split_key
+from epsim.cost.policy_time import table_key
 from epsim.models.spec import ModelSpec
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting
 from epsim.policies.base import RouterWork
 from epsim.policies.one_copy import held_by_rank
-from epsim.policies.shared import Local
 from epsim.policies.stack import PolicyStack, parse_stack
 from epsim.runtime.balance import Balancer
 from epsim.runtime.balance_cuda import KernelBalancer, make_balancer
@@ -30,7 +29,7 @@ STACKS = (
     "eplb", "eplb+static", "eplb+random", "eplb+lplb", "eplb+lplb(counts=gathered)", "eplb+lplb-sampled",
     "eplb+lplb-ipm", "eplb+waterfill", "eplb+lplb+waterfill", "eplb+lplb(counts=gathered)+waterfill",
     "eplb+lplb-ipm+waterfill", "eplb+lplb+waterfill-joint", "eplb+lplb(counts=gathered)+waterfill-joint",
-    "eplb+lplb(objective=time,a=1,b=100)",
+    "eplb+lplb(objective=time,a=1,b=100)", "eplb+one-copy",
 )  # fmt: skip
 ROUTERS = ("pruned(k0=2)", "oea(k0=2)", "oea-ep(k0=2)", "lynx(keep=32)", "mask-low-demand(least=2)")
 RANKS = (2, 16, 8, 32)
@@ -83,10 +82,9 @@ def policy_costs(
     tokens = TOKENS if machine.on_gpu else CPU_TOKENS
     for text in STACKS:
         stack = parse_stack(text)
-        if not isinstance(stack.shared, Local) and not model.shared_intermediate:
+        if stack.shared.dispatches and not model.shared_intermediate:
             continue
-        key = split_key(stack, redundant=True)
-        key = key if isinstance(stack.shared, Local) else f"{key}+{stack.shared.name}"
+        key = table_key(stack.split, stack)
         if key in known:
             continue
         found = {tokens[0]: _balance_us(machine, model, stack, ranks, redundant, tokens[0])}
@@ -97,12 +95,13 @@ def policy_costs(
         yield PolicyCost(key, ranks, redundant, tuple(map(float, found)), tuple(found.values()))
     for text in ROUTERS:
         stack = parse_stack(f"eplb+{text}")
-        if stack.router.name in known:
+        key = stack.router.table_key
+        if key in known:
             continue
         sizes = [number for number in tokens if number <= MOST_ROUTED]
         times = tuple(_route_us(machine, model, stack, ranks, redundant, number) for number in sizes)
-        progress(f"{stack.router.name}, {ranks} ranks: {times[0]:,.0f} to {times[-1]:,.0f} us")
-        yield PolicyCost(stack.router.name, ranks, redundant, tuple(map(float, sizes)), times)
+        progress(f"{key}, {ranks} ranks: {times[0]:,.0f} to {times[-1]:,.0f} us")
+        yield PolicyCost(key, ranks, redundant, tuple(map(float, sizes)), times)
 
 
 def _balance_us(

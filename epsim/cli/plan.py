@@ -18,8 +18,8 @@ def plan_command(
     format_name: Annotated[str, typer.Option("--format", help="sglang, vllm, trtllm or epsim.")] = "epsim",
 ) -> None:
     """Plan a placement on a trace and write it as SGLang, vLLM or TensorRT-LLM load it."""
-    from epsim.placement import placement_policy
     from epsim.placement.formats import check_format
+    from epsim.policies.stack import placement_policy
 
     placement_policy(request.placement)
     check_format(format_name)

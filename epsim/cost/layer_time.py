@@ -17,7 +17,6 @@ from epsim.cost.router_time import RouterTable
 from epsim.machines.hardware import Hardware
 from epsim.models.spec import ModelSpec, load_model
 from epsim.policies.load import Load
-from epsim.policies.shared import Local
 from epsim.policies.stack import PolicyStack
 
 
@@ -104,7 +103,7 @@ class LayerTiming:
         """
         routed, active = load.routed.double(), load.active.double()
         busy = load.assignments > 0
-        local = isinstance(stack.shared, Local)
+        local = not stack.shared.dispatches
         if local and not self.hardware.shared_grouped:
             served = routed
             rows = self._received(load, served, local)

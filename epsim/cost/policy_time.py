@@ -1,4 +1,7 @@
-"""What a stack's policies add to a layer: as a calibration measured it, else as the hardware's specification states."""
+"""What a stack's policies add to a layer: as a calibration measured it, else as the hardware's specification states.
+
+Every policy states its own work (`BatchPolicy.work_us`), the collective that it needs and its row in measured tables.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,38 @@ import torch
 from epsim.cost.calibrated import PolicyTable
 from epsim.kernels.dispatch.rule import Rule
 from epsim.machines.hardware import PolicyCosts
-from epsim.policies.ipm import LplbIpm
-from epsim.policies.joint import WaterfillJoint
-from epsim.policies.shared import Local
-from epsim.policies.splits import Even, Lplb
+from epsim.policies.base import Split
+from epsim.policies.registry import default_policy
 from epsim.policies.stack import PolicyStack
 
 
-def split_key(stack: PolicyStack, redundant: bool) -> str:
-    """How a split is named where its cost is looked up: arguments that are numbers do not count."""
-    split = stack.split if redundant or isinstance(stack.split, LplbIpm) else Even()
-    if isinstance(split, Lplb) and split.objective == "time":
-        return "lplb(objective=time)"
-    return "lplb(counts=gathered)" if isinstance(split, Lplb) and split.counts == "gathered" else split.name
+def acting_split(stack: PolicyStack, redundant: bool) -> Split:
+    """The split that costs time: without redundant experts most have nothing to do."""
+    split: Split = stack.split if redundant or stack.split.works_without_copies else default_policy("split")
+    return split
 
 
-def assumed_us(costs: PolicyCosts, stack: PolicyStack, redundant: bool, across: bool) -> float:
-    """By the specification alone. LPLB as published reduces and solves even without redundancy. across: nodes."""
-    collective = costs.all_reduce_nodes_us if across else costs.all_reduce_us
-    key = split_key(stack, redundant)
-    published, solved = isinstance(stack.split, LplbIpm), key.startswith("lplb")
-    placed = not isinstance(stack.shared, Local)
-    time = 0.0
-    if stack.router.acts:
-        time += costs.of_router + stack.router.whole_batch * collective
-    if solved or (placed and getattr(stack.shared, "counts", "global") == "global"):
+def table_key(split: Split, stack: PolicyStack) -> str:
+    """The row of measured tables for a split and the stack's shared policy: arguments that are numbers do not count."""
+    return f"{split.table_key}+{stack.shared.table_key}" if stack.shared.dispatches else split.table_key
+
+
+def assumed_us(
+    costs: PolicyCosts, stack: PolicyStack, redundant: bool, ranks: int, nodes: int, tokens: torch.Tensor
+) -> torch.Tensor:
+    """By the specification alone: split and shared policy together take one collective. tokens [...] of a rank ->
+    microseconds [...]."""
+    collective = costs.all_reduce_nodes_us if nodes > 1 else costs.all_reduce_us
+    split, router, shared = acting_split(stack, redundant), stack.router, stack.shared
+    time: float | torch.Tensor = 0.0
+    if router.acts:
+        time += router.work_us(costs, tokens, ranks) + router.whole_batch * collective
+    if split.needs != "none" or shared.needs != "none":
         time += collective
-    if solved:
-        solve = costs.of_timed if key == "lplb(objective=time)" else costs.solve_us
-        time += (costs.published_solve_us if published else solve) + costs.assign_us
-    if placed:
-        time += costs.of_joint if isinstance(stack.shared, WaterfillJoint) else costs.waterfill_us
-    return time
+    time += split.work_us(costs, tokens, ranks)
+    time += shared.work_us(costs, tokens, ranks)
+    time += stack.reader.work_us(costs, tokens, ranks)
+    return torch.zeros_like(tokens) + time
 
 
 def policy_us(
@@ -52,39 +55,36 @@ def policy_us(
 ) -> torch.Tensor:
     """tokens [...] of a rank -> microseconds [...]. A shared policy measured with redundant experts alone costs as much
     without them; what a measured table lacks comes from the specification."""
-    assumed = torch.full_like(tokens, assumed_us(costs, stack, redundant, nodes > 1))
+    assumed = assumed_us(costs, stack, redundant, ranks, nodes, tokens)
     if measured is None:
         return assumed
-    placed = not isinstance(stack.shared, Local)
-    split = split_key(stack, redundant)
-    time = measured.us(f"{split}+{stack.shared.name}" if placed else split, ranks, tokens)
-    if time is None and placed and not redundant:
-        split = split_key(stack, redundant=True)
-        time = measured.us(f"{split}+{stack.shared.name}", ranks, tokens)
+    split = acting_split(stack, redundant)
+    time = measured.us(table_key(split, stack), ranks, tokens)
+    if time is None and stack.shared.dispatches and not redundant:
+        split = stack.split
+        time = measured.us(table_key(split, stack), ranks, tokens)
     if time is None:
         return assumed
     time = time + _collectives_us(costs, measured, stack, split, ranks, nodes)
-    if stack.router.acts:
-        router = measured.us(stack.router.name, ranks, tokens)
-        time = time + (costs.of_router if router is None else router)
-        if stack.router.whole_batch:
+    router = stack.router
+    if router.acts:
+        routing = measured.us(router.table_key, ranks, tokens)
+        time = time + (router.work_us(costs, tokens, ranks) if routing is None else routing)
+        if router.whole_batch:
             time = time + _collective_us(costs, measured, "all_reduce", ranks, nodes)
     return time
 
 
 def _collectives_us(
-    costs: PolicyCosts, measured: PolicyTable, stack: PolicyStack, split: str, ranks: int, nodes: int
+    costs: PolicyCosts, measured: PolicyTable, stack: PolicyStack, split: Split, ranks: int, nodes: int
 ) -> float:
     """The kernels make one collective; policies without a kernel one for the split and one for the shared expert."""
-    policy = Even() if split == "even" else stack.split
-    rule = Rule.of(policy, stack.shared, 1.0, 0)
-    needs: list[str]
+    rule = Rule.of(split, stack.shared, 1.0, 0)
     if rule.uncovered() is None:
-        needs = [rule.collective]
+        needs: list[str] = [rule.collective]
     else:
-        shared = "none" if isinstance(stack.shared, Local) else stack.shared.needs
         names = {"none": "none", "reduced": "all_reduce", "gathered": "all_gather"}
-        needs = [names[policy.needs], names[shared]]
+        needs = [names[policy.needs] for policy in (split, stack.shared)]
     return sum(_collective_us(costs, measured, name, ranks, nodes) for name in needs if name != "none")
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -136,24 +137,77 @@ class Placement:
         return table.view(*self.copies.shape, -1)
 
 
-class PlacementPolicy(Protocol):
-    """Plans where experts live from a history of counts."""
+Stack: TypeAlias = Any
+"""An `epsim.policies.stack.PolicyStack`, which stands above placements."""
+
+
+class Policy:
+    """What every policy says about itself. A policy is a frozen dataclass whose fields are its arguments in the stack
+    grammar (docs/contract.md section 3). A field without a default is an argument that must be given.
+
+    kind: `placement`, `router`, `split`, `shared` or `reader`. name: unique among all kinds.
+    aliases: other names, each with the arguments that it stands for.
+    first: the argument that may be given without its key.
+    examples: items of the grammar that tests use for a policy with required arguments, such as ("oea(k0=2)",).
+    complexity: how far it is from what a serving system does by default. Where times are alike, `tune` takes the stack
+    with the smallest sum.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str]
+    name: ClassVar[str]
+    aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    first: ClassVar[str] = ""
+    examples: ClassVar[tuple[str, ...]] = ()
+    complexity: ClassVar[int] = 2
 
     @property
-    def name(self) -> str: ...
+    def engines(self) -> Mapping[str, str]:
+        """What each serving engine that can run the policy calls it, by the engine's name (`epsim.engines`); "" where
+        the engine does it without an option."""
+        return {}
 
-    @property
-    def needs_history(self) -> bool: ...
 
-    @property
-    def needs_steps(self) -> bool:
-        """Whether single steps matter, not only their sum."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a placement is planned for. layers: the model's number of each layer of the history. stack: the stack that
+    the placement is part of."""
 
-    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
+    cluster: Cluster
+    layers: tuple[int, ...]
+    stack: Stack
+
+
+class PlacementPolicy(Policy):
+    """Decides where experts live. A subclass defines `plan`, or `plan_for` if it needs layer numbers or the stack.
+
+    trivial: it is the order of experts that serving systems start with. rebalances: serving systems can plan with it
+    while they serve. needs_history: it looks at counts. needs_steps: it looks at single steps, not only at their sum.
+    plans_for_stack: it looks at `Target.stack`, and is planned anew for every stack.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[str] = "placement"
+    complexity: ClassVar[int] = 1
+    trivial: ClassVar[bool] = False
+    rebalances: ClassVar[bool] = False
+    needs_history: ClassVar[bool] = True
+    needs_steps: ClassVar[bool] = False
+    plans_for_stack: ClassVar[bool] = False
+
+    def redundant(self, num_experts: int, cluster: Cluster) -> int:
+        """Redundant experts per layer: the cluster's, unless the policy fixes the slots. Raises ValueError if the slots
+        do not divide among the ranks."""
+        return cluster.num_physical(num_experts) - num_experts
+
+    def notes(self, num_experts: int, target: Target) -> tuple[str, ...]:
         """What a reader of results under this policy should know."""
-        ...
+        return ()
 
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         """history [S, L, E]: counts of the steps planned on (S >= 1). Raises ValueError where no placement fits."""
-        ...
+        raise NotImplementedError
+
+    def plan_for(self, history: torch.Tensor, target: Target) -> Placement:
+        """As `plan`, with all that is known of what the placement is for."""
+        return self.plan(history, target.cluster)

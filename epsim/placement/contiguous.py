@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from epsim.placement.base import Cluster, Placement
+from epsim.placement.base import Cluster, Placement, PlacementPolicy
 
 
 @dataclass(frozen=True, slots=True)
-class Contiguous:
+class Contiguous(PlacementPolicy):
     """Slot p holds expert p mod E, redundant slots starting again at expert 0: the trivial map of SGLang and vLLM.
 
     A rank's slots are consecutive, so no expert is on it twice unless a rank has more slots than there are experts.
     """
 
-    @property
-    def name(self) -> str:
-        return "contiguous"
-
-    @property
-    def needs_history(self) -> bool:
-        return False
-
-    @property
-    def needs_steps(self) -> bool:
-        return False
-
-    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
-        return ()
+    name: ClassVar[str] = "contiguous"
+    complexity: ClassVar[int] = 0
+    trivial: ClassVar[bool] = True
+    needs_history: ClassVar[bool] = False
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
 
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         """history [S, L, E]: only its layers and experts are read; S may be 0."""

@@ -6,12 +6,13 @@ ours puts none twice either, if that can be avoided. Layers (and nodes) without 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from epsim.placement.base import Cluster, Placement
+from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target
 from epsim.placement.packing import pack_groups, replicate_and_pack
 
 
@@ -84,7 +85,7 @@ def _rebalance(
 
 
 @dataclass(frozen=True, slots=True)
-class Eplb:
+class Eplb(PlacementPolicy):
     """EPLB on the history's counts, summed over steps.
 
     form: `auto` is hierarchical where that is possible, else global; `hierarchical` raises ValueError where it is not.
@@ -92,22 +93,23 @@ class Eplb:
 
     form: Literal["auto", "global", "hierarchical"] = "auto"
 
-    @property
-    def name(self) -> str:
-        return "eplb" if self.form == "auto" else f"eplb-{self.form}"
+    name: ClassVar[str] = "eplb"
+    aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "eplb-global": {"form": "global"},
+        "eplb-hierarchical": {"form": "hierarchical"},
+    }
+    rebalances: ClassVar[bool] = True
 
     @property
-    def needs_history(self) -> bool:
-        return True
+    def engines(self) -> Mapping[str, str]:
+        algorithms = {"auto": "auto", "global": "deepseek", "hierarchical": "deepseek_hierarchical"}
+        return {"sglang": algorithms[self.form], **({"vllm": ""} if self.form == "auto" else {})}
 
-    @property
-    def needs_steps(self) -> bool:
-        return False
-
-    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
+    def notes(self, num_experts: int, target: Target) -> tuple[str, ...]:
         """Which form `auto` takes, and why."""
         if self.form != "auto":
             return ()
+        cluster = target.cluster
         groups, nodes, ranks = cluster.num_groups, cluster.num_nodes, cluster.num_ranks
         if nodes == 1:
             return ("eplb takes its global form: one node",)

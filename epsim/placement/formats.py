@@ -18,13 +18,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
 
-from epsim.files import whole_file
+from epsim.files import check_source, whole_file
 from epsim.placement.base import Placement
 
 FORMATS = ("epsim", "sglang", "vllm", "trtllm")
@@ -53,7 +54,7 @@ def write_placement(
         raise ValueError(f"{len(layers)} layer numbers given for a placement of {placement.num_layers} layers")
     path = Path(path)
     if format_name != "epsim":
-        _check_full(placement, layers, f"the {format_name} format")
+        check_full(placement, layers, f"the {format_name} format")
     if format_name == "trtllm":
         text = yaml.dump(_to_trtllm(placement, layers), Dumper=yaml.CSafeDumper, default_flow_style=None, width=10**6)
     elif format_name == "sglang":
@@ -66,7 +67,8 @@ def write_placement(
         temporary.write_text(text + "\n")
 
 
-def _check_full(placement: Placement, layers: Sequence[int], target: object) -> None:
+def check_full(placement: Placement, layers: Sequence[int], target: object) -> None:
+    """Raises ValueError if a slot is empty. layers: the model's numbers. target: the file or the format."""
     short = (placement.filled_slots < placement.slots_per_rank).nonzero().tolist()
     if short:
         layer, rank = short[0]
@@ -128,66 +130,118 @@ def _to_trtllm(placement: Placement, layers: Sequence[int]) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertMap:
+    """What a placement file holds. rows: of each layer, the logical expert of every slot.
+
+    layers: the number of each row. rows_of: what these numbers are. `numbered`: the model's numbers, as the file gives
+    them; `all layers`: the rows are all layers of the model, dense ones too; `expert layers`: the rows are the layers
+    with experts, numbered from 0.
+    given: the file's num_ranks, num_nodes, num_experts and version, as far as it has them.
+    """
+
+    rows: list[list[int]]
+    layers: tuple[int, ...]
+    rows_of: Literal["numbered", "all layers", "expert layers"]
+    given: Mapping[str, Any]
+
+    @property
+    def holds_empty_slots(self) -> bool:
+        """Whether the format can: the epsim format alone."""
+        return "physical_to_logical" in self.given
+
+
+def read_map(path: str | os.PathLike[str]) -> ExpertMap:
+    """Reads any of the formats, also a bare list of rows; the content tells which it is, and larger objects may hold
+    it. Raises ValueError or FileNotFoundError in one line."""
+    path = Path(path)
+    check_source(path)
+    content = _parse(path)
+    try:
+        found = _map_of(content)
+        whole = all(type(expert) is int for row in found.rows for expert in row)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ValueError(f"{path}: {_NO_PLACEMENT}") from error
+    if not whole or not any(found.rows):
+        raise ValueError(f"{path}: {_NO_PLACEMENT}")
+    if len(found.layers) != len(found.rows):
+        raise ValueError(f"{path}: {len(found.layers)} layer numbers for {len(found.rows)} layers")
+    return found
+
+
+_NO_PLACEMENT = "no placement that epsim, SGLang, vLLM, vLLM-Ascend or TensorRT-LLM reads"
+
+
 def read_placement(
     path: str | os.PathLike[str], num_ranks: int | None = None, num_nodes: int | None = None
 ) -> tuple[Placement, tuple[int, ...]]:
     """Reads any of the formats, told by content. Returns the placement and the model's number of each of its layers.
 
-    num_ranks: needed for the sglang and trtllm forms, which do not carry it. A vllm file numbers layers by place, and
-    an sglang file has dense layers as well, so for these the layers are 0, 1, ... Raises ValueError for anything else.
+    num_ranks: needed for the formats that do not carry it. A vllm file numbers layers by place, and an sglang file has
+    dense layers as well, so for these the layers are 0, 1, ... Raises ValueError for anything else.
     """
-    path = Path(path)
-    content = _parse(path)
-    try:
-        rows, layers, given = _rows(content)
-        slots = torch.tensor(rows, dtype=torch.int64)
-        ranks = given.get("num_ranks", num_ranks)
-        nodes = num_nodes if num_nodes is not None else given.get("num_nodes", 1)
-        experts = given.get("num_experts", int(slots.max()) + 1)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-        raise ValueError(f"{path}: no placement that epsim, SGLang, vLLM-Ascend or TensorRT-LLM reads") from error
+    found = read_map(path)
+    given, ranks = found.given, found.given.get("num_ranks", num_ranks)
+    nodes = num_nodes if num_nodes is not None else given.get("num_nodes", 1)
+    sizes = [len(row) for row in found.rows]
+    if uneven := [place for place, size in enumerate(sizes) if size != sizes[0]]:
+        layer, first = found.layers[uneven[0]], found.layers[0]
+        raise ValueError(f"{path}: layer {layer} has {sizes[uneven[0]]} slots, and layer {first} has {sizes[0]}")
     if ranks is None:
         raise ValueError(f"{path}: this form does not say the number of ranks: give --ranks")
     if num_ranks is not None and ranks != num_ranks:
         raise ValueError(f"{path}: a placement for {ranks} ranks, not {num_ranks}")
-    if len(layers) != len(rows):
-        raise ValueError(f"{path}: {len(layers)} layer numbers for {len(rows)} layers")
     try:
-        placement = Placement(slots, experts, ranks, nodes)
+        slots = torch.tensor(found.rows, dtype=torch.int64)
+        placement = Placement(slots, given.get("num_experts", int(slots.max()) + 1), ranks, nodes)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if given is not content:
-        _check_full(placement, layers, path)
+    if not found.holds_empty_slots:
+        check_full(placement, found.layers, path)
     if given.get("version", placement.version) != placement.version:
         raise ValueError(f"{path}: the content is not the one of version {given['version']}: the file was changed")
-    return placement, layers
+    return placement, found.layers
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
         return yaml.load(text, Loader=yaml.CSafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: neither JSON nor YAML") from error
 
 
-def _rows(content: Mapping[str, Any]) -> tuple[list[list[int]], tuple[int, ...], Mapping[str, Any]]:
-    """Rows of logical experts by slot, layer numbers, and what else the file says."""
-    if "physical_to_logical" in content:
-        return content["physical_to_logical"], tuple(content["layers"]), content
-    if "physical_to_logical_map" in content:
-        rows = content["physical_to_logical_map"]
-        return rows, tuple(range(len(rows))), {}
-    if "layer_list" in content:
-        devices = [layer["device_list"] for layer in content["layer_list"]]
+def _map_of(content: Any) -> ExpertMap:
+    if isinstance(content, dict) and "physical_to_logical" in content:
+        return ExpertMap(content["physical_to_logical"], tuple(content["layers"]), "numbered", content)
+    rows = content if isinstance(content, list) and content and isinstance(content[0], list) else None
+    if rows is None:
+        rows = _nested(content, "physical_to_logical_map")
+    if rows is not None:
+        return ExpertMap(rows, tuple(range(len(rows))), "all layers", {})
+    layer_list = _nested(content, "layer_list")
+    if layer_list is not None:
+        devices = [layer["device_list"] for layer in layer_list]
         held = [[device["device_expert"] for device in layer] for layer in devices]
         most = max(len(experts) for layer in held for experts in layer)
         rows = [[e for experts in layer for e in (*experts, *[-1] * (most - len(experts)))] for layer in held]
-        return rows, tuple(range(len(rows))), {"num_ranks": len(devices[0])}
-    assignments: dict[int, list[int]] = content["initial_global_assignments"]
+        return ExpertMap(rows, tuple(range(len(rows))), "expert layers", {"num_ranks": len(devices[0])})
+    assignments = {int(layer): row for layer, row in _nested(content, "initial_global_assignments").items()}
     layers = tuple(sorted(assignments))
-    return [assignments[layer] for layer in layers], layers, {}
+    return ExpertMap([assignments[layer] for layer in layers], layers, "numbered", {})
+
+
+def _nested(content: Any, name: str) -> Any:
+    """The value of the first key that ends in `name`, at any depth; None where there is none."""
+    values = content if isinstance(content, list) else []
+    if isinstance(content, dict):
+        for key, value in content.items():
+            if str(key).endswith(name):
+                return value
+        values = list(content.values())
+    found = (_nested(value, name) for value in values if isinstance(value, dict | list))
+    return next((value for value in found if value is not None), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch
 from epsim.parallel import cores
 from epsim.placement.annealing import Floats, Ints, Words, anneal
 from epsim.placement.balance import even_balance
-from epsim.placement.base import Cluster, Placement
+from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target
 from epsim.placement.eplb import Eplb, prefers_global
 from epsim.placement.exact import MAX_TERMS, improve, num_terms
 
@@ -59,7 +60,7 @@ def load_rows(history: torch.Tensor, num_ranks: int) -> tuple[Floats, Floats]:
 
 
 @dataclass(frozen=True, slots=True)
-class Searched:
+class Searched(PlacementPolicy):
     """Starts from EPLB's placement and anneals, layer by layer; small layers are then given to CP-SAT.
 
     Scored by the mean over the history's steps of the largest rank load over the mean one, under an even split. A layer
@@ -73,25 +74,16 @@ class Searched:
 
     seconds: float = 30.0
     seed: int = 0
+    name: ClassVar[str] = "searched"
+    complexity: ClassVar[int] = 2
+    needs_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.seconds > 0:
             raise ValueError(f"a search of {self.seconds} seconds: give more than 0")
 
-    @property
-    def name(self) -> str:
-        return "searched"
-
-    @property
-    def needs_history(self) -> bool:
-        return True
-
-    @property
-    def needs_steps(self) -> bool:
-        return True
-
-    def notes(self, num_experts: int, cluster: Cluster) -> tuple[str, ...]:
-        return Eplb().notes(num_experts, cluster)
+    def notes(self, num_experts: int, target: Target) -> tuple[str, ...]:
+        return Eplb().notes(num_experts, target)
 
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         start = Eplb().plan(history, cluster)

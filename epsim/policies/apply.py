@@ -14,12 +14,10 @@ from epsim.placement.base import Placement
 from epsim.policies.base import Batch, SharedWork, Split, local_index
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load, joined
-from epsim.policies.one_copy import OneCopy, held_by_rank
+from epsim.policies.one_copy import held_by_rank
 from epsim.policies.rounding import ONE, fixed_point
 from epsim.policies.routing.block import Rerouted, reroute_block
-from epsim.policies.routing.ranks import OeaEp
 from epsim.policies.rows import expected_rows, quota_rows, token_rows
-from epsim.policies.shared import Local
 from epsim.policies.splits import Even
 from epsim.policies.stack import PolicyStack
 from epsim.traces.trace import Block, CountsBlock, Level, Phase, RankCountsBlock, TokenBlock
@@ -204,7 +202,7 @@ class BoundStack:
         fixed = counts.new_empty(0) if fractions is None else fixed_point(fractions, copies)
         ids = None
         of_tokens = not split.by_rank or (self.has_shared and self.stack.shared.level == "tokens")
-        dispatched = self.has_shared and not isinstance(self.stack.shared, Local)
+        dispatched = self.has_shared and self.stack.shared.dispatches
         if of_tokens or (self.setting.rows and dispatched and batch is not None):
             assert batch is not None
             ids = split.physical_ids(batch, rank_counts, fixed, copies, self.setting.seed)
@@ -332,26 +330,24 @@ def bind(
     """
     if len(setting.layers) != placement.num_layers:
         raise ValueError(f"{len(setting.layers)} layer numbers given for a placement of {placement.num_layers} layers")
-    notes = stack.shared.notes
-    if setting.shared_cost == 0:
-        notes = (f"the shared expert costs nothing (shared cost 0): {stack.shared.name} changes nothing",)
     copies = Copies(placement, setting.backend)
     if shared is not None:
         copies = shared.setdefault(placement.version, copies)
-    notes = (*_router_notes(stack, copies, setting), *notes, *stack.reader.notes)
-    return BoundStack(stack, copies, setting, (*(stack.split.notes if copies.redundant else ()), *notes))
+    return BoundStack(stack, copies, setting, _notes(stack, copies, setting))
 
 
-def _router_notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple[str, ...]:
-    router, known = stack.router, setting.num_scores
-    notes = list(router.notes)
+def _notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple[str, ...]:
+    router, shared, known = stack.router, stack.shared, setting.num_scores
+    split_notes = stack.split.notes if copies.redundant else ()
+    scores: tuple[str, ...] = ()
     if router.acts and 0 < known < copies.placement.num_experts:
-        notes.append(
-            f"the trace holds the {known} best scores of a token: none takes an expert beyond (maxp is {known})"
-        )
-    if isinstance(router, OeaEp) and copies.redundant and not isinstance(stack.split, OneCopy):
-        notes.append(f"oea-ep counts on one active copy an expert: {stack.split.name} may wake more, one-copy does not")
-    return tuple(notes)
+        scores = (f"the trace holds the {known} best scores of a token: none takes an expert beyond (maxp is {known})",)
+    shared_notes = shared.notes
+    if setting.shared_cost == 0:
+        shared_notes = (f"the shared expert costs nothing (shared cost 0): {shared.name} changes nothing",)
+    beside = [policy.notes_beside(stack, copies.redundant) for policy in (router, stack.split, shared, stack.reader)]
+    first = (*split_notes, *router.notes, *scores, *beside[0])
+    return (*first, *beside[1], *shared_notes, *beside[2], *stack.reader.notes, *beside[3])
 
 
 def _sums(counts: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,17 @@
-"""What a policy is: a small frozen dataclass whose fields are its arguments, and methods on tensors."""
+"""What a policy of each kind is: a base class with defaults, so that a policy states only what differs from them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 
+from epsim.kernels.dispatch.rule import SharedRule, SplitRule
+from epsim.machines.hardware import PolicyCosts
+from epsim.placement.base import Policy, Stack
 from epsim.policies.copies import Copies
 from epsim.traces.trace import Level
 
@@ -83,40 +87,94 @@ class Routed:
     weights: torch.Tensor
 
 
-class Router(Protocol):
+Needs: TypeAlias = Literal["none", "reduced", "gathered"]
+
+
+class BatchPolicy(Policy):
+    """A policy that acts on every batch.
+
+    Properties, which a subclass may also set as class variables:
+    level: the coarsest trace that the policy works on. needs: what a rank must know of the other ranks' counts, which
+    gives the policy's collective: `none`, nothing; `reduced`, their sum (an all-reduce); `gathered`, every rank's (an
+    all-gather). work: terms of `PolicyCosts` that the policy's own work takes. table_key: its row in measured tables
+    (`epsim.cost.calibrated.PolicyTable`). notes: what a reader of results under the policy should know.
+    """
+
+    __slots__ = ()
+
+    @property
+    def level(self) -> Level:
+        return "counts"
+
+    @property
+    def needs(self) -> Needs:
+        return "none"
+
+    @property
+    def table_key(self) -> str:
+        return self.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def work(self) -> tuple[str, ...]:
+        return ()
+
+    def work_us(self, costs: PolicyCosts, tokens: torch.Tensor, ranks: int) -> float | torch.Tensor:
+        """Microseconds of a layer that the policy's own work takes where no table has a row for it, collectives left
+        out: the sum of its terms, or what a subclass makes of tokens [...] of a rank and the number of ranks."""
+        terms: list[float] = [getattr(costs, term) for term in self.work]
+        return sum(terms)
+
+    def check(self, stack: Stack) -> None:
+        """Raises ValueError where the policy does not go with the others of its stack."""
+
+    def notes_beside(self, stack: Stack, redundant: bool) -> tuple[str, ...]:
+        """Notes that depend on the other policies. redundant: whether any expert has several copies."""
+        return ()
+
+
+class Router(BatchPolicy):
     """Which experts a token takes, given the other tokens of its batch. One object serves the simulator, the runtime
     and a live model.
 
     acts: whether it changes anything, and so needs scores. whole_batch: whether it looks at the tokens of all source
-    ranks of a step (by `RouterWork.total`), or each source rank's tokens are a batch of their own.
-    notes: what a reader of results under it should know.
+    ranks of a step (by `RouterWork.total`), or each source rank's tokens are a batch of their own. capturable: whether
+    its tensor operations can be captured in a CUDA graph.
     """
 
-    name: ClassVar[str]
-    level: ClassVar[Level]
-    acts: ClassVar[bool]
+    __slots__ = ()
+    kind: ClassVar[str] = "router"
+    complexity: ClassVar[int] = 5
+    acts: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     @property
-    def whole_batch(self) -> bool: ...
+    def level(self) -> Level:
+        return "tokens"
 
     @property
-    def notes(self) -> tuple[str, ...]: ...
+    def whole_batch(self) -> bool:
+        return True
+
+    @property
+    def work(self) -> tuple[str, ...]:
+        return ("of_router",)
 
     def route(self, work: RouterWork) -> Routed:
         """Raises ValueError where the arguments do not fit the model."""
-        ...
+        raise NotImplementedError
 
 
-class Reader(Protocol):
-    """What of an expert's weights is read. acts: whether less than all of them. notes: what a reader of results under
-    it should know."""
+class Reader(BatchPolicy):
+    """What of an expert's weights is read. acts: whether less than all of them."""
 
-    name: ClassVar[str]
-    level: ClassVar[Level]
-    acts: ClassVar[bool]
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
+    __slots__ = ()
+    kind: ClassVar[str] = "reader"
+    complexity: ClassVar[int] = 5
+    acts: ClassVar[bool] = True
 
     def bytes_read(
         self,
@@ -129,11 +187,11 @@ class Reader(Protocol):
     ) -> torch.Tensor:
         """tokens [...]: assignments of a rank, active [...]: its experts with any -> bytes [...] float64 of their
         weights, or of what is read in their place."""
-        ...
+        raise NotImplementedError
 
     def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
         """Kept in memory of a layer of so many experts beside their weights."""
-        ...
+        return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,101 +226,121 @@ class SharedWork:
         return (self.batch.expert_ids >= 0).any(-1)
 
 
-Needs: TypeAlias = Literal["none", "reduced", "gathered"]
+class SharedDispatch(BatchPolicy):
+    """Where a token's shared expert is computed. A subclass defines `token_ranks`.
 
-
-class SharedDispatch(Protocol):
-    """Where a token's shared expert is computed. `level`: the coarsest trace it works on; where that is `tokens`, it
-    looks at the ranks of a token's routed experts. `notes`: what a reader of results under it should know.
-
-    needs: what a source rank must know of the others to place its own tokens: nothing; `reduced`, the routed load and
-    the tokens of every rank; `gathered`, also which source ranks a load is from (`SharedWork.routed_by_source`).
+    level: where that is `tokens`, it looks at the ranks of a token's routed experts. needs: `reduced` is the routed
+    load and the tokens of every rank; `gathered` also says which source ranks a load is from
+    (`SharedWork.routed_by_source`).
+    dispatches: whether a token's shared expert may be computed on another rank than its own.
+    kernel: how the dispatch kernels place it; None where they cannot.
     """
 
-    name: ClassVar[str]
-    notes: ClassVar[tuple[str, ...]]
+    __slots__ = ()
+    kind: ClassVar[str] = "shared"
+    dispatches: ClassVar[bool] = True
 
     @property
-    def level(self) -> Level: ...
+    def level(self) -> Level:
+        return "tokens"
 
     @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        return "reduced"
+
+    @property
+    def kernel(self) -> SharedRule | None:
+        return None
 
     def served(self, work: SharedWork) -> torch.Tensor:
         """-> [S, L, R, R] int64: shared-expert tokens by source rank and the rank that serves them."""
-        ...
+        assert work.batch is not None
+        chosen, num_ranks = self.token_ranks(work), work.tokens.shape[-1]
+        token, layer = (chosen >= 0).nonzero(as_tuple=True)
+        row = (work.batch.token_step[token] * chosen.shape[1] + layer) * num_ranks + work.batch.source_rank[token]
+        shape = (*work.tokens.shape, num_ranks)
+        return torch.bincount(row * num_ranks + chosen[token, layer], minlength=math.prod(shape)).reshape(shape)
 
     def token_ranks(self, work: SharedWork) -> torch.Tensor:
         """-> [T, L] int64: the rank that serves the shared expert of each of the batch's tokens, -1 where the layer has
         no such token. `work` needs the batch, of all source ranks or of one: a token goes to the same rank either way,
         and `served` counts them."""
-        ...
+        raise NotImplementedError
 
 
-class Split(Protocol):
-    """How an expert's tokens divide over its copies. `level`: the coarsest trace it works on.
+class Split(BatchPolicy):
+    """How an expert's tokens divide over its copies. `epsim.policies.splits` has two subclasses to start from:
+    `Systematic` and `Sampled`, which turn `fractions` into tokens.
 
     by_rank: whether the number of a source rank's tokens for a copy follows from counts, without looking at tokens.
     by_fractions: whether tokens follow the fractions; if not, the split has no real-valued form, and tokens follow from
-    counts alone. needs: which counts of other ranks it looks at. notes: what a reader of results under it should know.
+    counts alone.
+    single_copies: all tokens of an expert go to one of its copies. exact: no split has a lower peak load.
+    works_without_copies: its collective and its work are made where no expert has several copies, too.
+    kernel: how the dispatch kernels split; None where they cannot.
     """
 
-    name: ClassVar[str]
-    by_rank: ClassVar[bool]
+    __slots__ = ()
+    kind: ClassVar[str] = "split"
+    by_rank: ClassVar[bool] = True
+    single_copies: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    works_without_copies: ClassVar[bool] = False
 
     @property
-    def level(self) -> Level: ...
+    def needs(self) -> Needs:
+        return "reduced"
 
     @property
-    def needs(self) -> Needs: ...
+    def by_fractions(self) -> bool:
+        return True
 
     @property
-    def by_fractions(self) -> bool: ...
-
-    @property
-    def notes(self) -> tuple[str, ...]: ...
+    def kernel(self) -> SplitRule | None:
+        return None
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         """counts [..., L, E] int64 of all source ranks -> [..., L, P] float64: each slot's share of its expert."""
-        ...
+        raise NotImplementedError
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         """rank_counts [..., L, R, E] int64, fixed-point fractions [..., L, P] -> assignments per slot [..., L, R, P].
 
         Only for splits `by_rank`.
         """
-        ...
+        raise NotImplementedError
 
     def physical_ids(
         self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
     ) -> torch.Tensor:
         """batch, rank_counts [S, L, R, E], fixed-point fractions [S, L, P] -> [T, L, k] int64: physical experts, -1 for
         an empty slot. Of rank_counts a split with `counts=gathered` needs those of all ranks, any other none."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
+class TopK(Router):
     """Every token keeps the experts that were recorded."""
 
     name: ClassVar[str] = "topk"
     level: ClassVar[Level] = "counts"
+    complexity: ClassVar[int] = 0
     acts: ClassVar[bool] = False
     whole_batch: ClassVar[bool] = False
-    notes: ClassVar[tuple[str, ...]] = ()
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
 
     def route(self, work: RouterWork) -> Routed:
         return Routed(work.expert_ids, work.weights)
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(Reader):
     """An active expert's weights are read whole."""
 
     name: ClassVar[str] = "dense"
-    level: ClassVar[Level] = "counts"
+    complexity: ClassVar[int] = 0
     acts: ClassVar[bool] = False
-    notes: ClassVar[tuple[str, ...]] = ()
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
 
     def bytes_read(
         self,
@@ -274,6 +352,3 @@ class Dense:
         top_k: int,
     ) -> torch.Tensor:
         return active.double() * (3 * hidden * intermediate * weight_bytes)
-
-    def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
-        return 0

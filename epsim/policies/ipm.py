@@ -10,15 +10,14 @@ length takes the true maximum over all variables, all-zero counts are safe, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from epsim.policies.base import Needs
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.splits import Sampled
-from epsim.traces.trace import Level
 
 STEPS = 5
 DAMPING = 0.99
@@ -101,8 +100,9 @@ class LplbIpm(Sampled):
     """The published method: 5 interior point steps, then every token draws its copy by the fractions."""
 
     name: ClassVar[str] = "lplb-ipm"
-    needs: ClassVar[Needs] = "reduced"
-    level: ClassVar[Level] = "tokens"
+    work: ClassVar[tuple[str, ...]] = ("published_solve_us", "assign_us")
+    works_without_copies: ClassVar[bool] = True
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "lp"}
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         even = copies.once(even_fractions)

@@ -13,12 +13,13 @@ from typing import ClassVar, Literal
 import torch
 
 from epsim.kernels.water import assign, pour
-from epsim.policies.base import Needs, SharedWork
+from epsim.placement.base import Stack
+from epsim.policies.base import Needs, SharedDispatch, SharedWork
 from epsim.traces.trace import Level
 
 
 @dataclass(frozen=True, slots=True)
-class WaterfillJoint:
+class WaterfillJoint(SharedDispatch):
     """candidates: `all` ranks, or `visited`, a token's own rank and those of its routed experts.
 
     `visited`: which ranks a token visits only its own rank knows. All know how many assignments each rank has on each
@@ -29,12 +30,19 @@ class WaterfillJoint:
 
     candidates: Literal["all", "visited"] = "all"
     name: ClassVar[str] = "waterfill-joint"
+    work: ClassVar[tuple[str, ...]] = ("of_joint",)
     level: ClassVar[Level] = "rank_counts"
-    notes: ClassVar[tuple[str, ...]] = ()
 
     @property
     def needs(self) -> Needs:
         return "reduced" if self.candidates == "all" else "gathered"
+
+    def check(self, stack: Stack) -> None:
+        if not stack.split.exact:
+            raise ValueError(
+                f"{self.name} fills up what an exact split leaves, {stack.split.name} in {str(stack)!r} is none: "
+                "write lplb(counts=gathered)+waterfill-joint, or waterfill"
+            )
 
     def served(self, work: SharedWork) -> torch.Tensor:
         most = None

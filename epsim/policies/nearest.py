@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from epsim.policies.base import Batch, Needs
+from epsim.kernels.dispatch.rule import SplitRule
+from epsim.policies.base import Batch, Needs, Split
 from epsim.policies.copies import Copies
 from epsim.traces.trace import Level
 
@@ -41,7 +43,7 @@ def nearest_slots(copies: Copies) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Static:
+class Static(Split):
     """Every source rank sends an expert's tokens to one copy, a nearest one, as SGLang's `static` does.
 
     Where a node holds several copies, SGLang sends all its ranks that hold none to the first of them, and its ranks on
@@ -51,9 +53,10 @@ class Static:
     name: ClassVar[str] = "static"
     needs: ClassVar[Needs] = "none"
     level: ClassVar[Level] = "rank_counts"
-    by_rank: ClassVar[bool] = True
     by_fractions: ClassVar[bool] = False
-    notes: ClassVar[tuple[str, ...]] = ()
+    complexity: ClassVar[int] = 0
+    kernel: ClassVar[SplitRule] = SplitRule(follow="nearest")
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "static"}
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         """The share of source ranks that send to a slot: what it gets where tokens are spread evenly over them."""

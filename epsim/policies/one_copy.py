@@ -7,11 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from epsim.policies.base import Needs
 from epsim.policies.copies import Copies
 from epsim.policies.routing.matching import active_ranks
 from epsim.policies.splits import Systematic
-from epsim.traces.trace import Level
 
 
 def held_by_rank(copies: Copies) -> torch.Tensor:
@@ -31,8 +29,9 @@ class OneCopy(Systematic):
     """
 
     name: ClassVar[str] = "one-copy"
-    needs: ClassVar[Needs] = "reduced"
-    level: ClassVar[Level] = "counts"
+    work: ClassVar[tuple[str, ...]] = ("assign_us",)
+    complexity: ClassVar[int] = 1
+    single_copies: ClassVar[bool] = True
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         holds = copies.once(held_by_rank)

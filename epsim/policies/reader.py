@@ -10,11 +10,9 @@ import torch
 from epsim.kernels.reader.bytes import ReadBytes
 from epsim.kernels.reader.codes import BLOCK
 from epsim.kernels.reader.screen import COORDINATES
-from epsim.traces.trace import Level
+from epsim.policies.base import Reader
 
 Score = Literal["sketch", "int4-gate", "cats"]
-NOT_GIVEN = -1.0
-"""The budget of the registry's own readers: this very object, which no text and no other number is."""
 INDEPENDENT = (
     "bytes of a batch are expected ones: tokens of an expert choose channels and coordinates as if independently; "
     "where they choose alike, fewer are read"
@@ -22,8 +20,8 @@ INDEPENDENT = (
 
 
 @dataclass(frozen=True, slots=True)
-class TopkChannels:
-    """Of all channels of a token's experts exactly the best k are read, k from the bytes that the token may read.
+class Channels(Reader):
+    """Of each token's experts only some channels are read.
 
     budget: share of its experts' bytes, all that is read counted (`ReadBytes`); 1 reads all and screens nothing.
     score: by what channels are chosen: estimates of the ternary `sketch`, an int4 copy of the gate rows, or the gate
@@ -37,21 +35,17 @@ class TopkChannels:
     Raises ValueError where these do not go together.
     """
 
-    budget: float = NOT_GIVEN
+    budget: float
     score: Score = "sketch"
     screen: Literal["partial", "full"] = "partial"
     restore: Literal["on", "off"] = "on"
     units: Literal["output", "raw"] = "output"
     quota: Literal["token", "experts", "weights", "batch"] = "token"
-    name: ClassVar[str] = "topk-channels"
-    level: ClassVar[Level] = "counts"
-    acts: ClassVar[bool] = True
-    needed: ClassVar[tuple[str, ...]] = ("budget",)
     first: ClassVar[str] = "budget"
+    fitted: ClassVar[bool] = False
+    """Whether channels are chosen by a threshold that has to be fitted on text."""
 
     def __post_init__(self) -> None:
-        if self.budget is NOT_GIVEN:
-            return
         if not 0 < self.budget <= 1:
             raise ValueError(f"{self.name}: budget={self.budget:g}: give a share above 0 and up to 1")
         if self.score != "sketch" and self.restore == "on":
@@ -112,12 +106,22 @@ class TopkChannels:
 
 
 @dataclass(frozen=True, slots=True)
-class ThresholdChannels(TopkChannels):
+class TopkChannels(Channels):
+    """Of all channels of a token's experts exactly the best k are read, k from the bytes that the token may read."""
+
+    name: ClassVar[str] = "topk-channels"
+    examples: ClassVar[tuple[str, ...]] = ("topk-channels(0.178)", "topk-channels(0.2,quota=batch,score=cats)")
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdChannels(Channels):
     """All channels above a threshold, fitted on calibration text so that on average the budget is read. What is read of
     other text is another matter; the simulator counts the budget. It has no number to share out: no quota but `token`
     goes with it."""
 
     name: ClassVar[str] = "threshold-channels"
+    examples: ClassVar[tuple[str, ...]] = ("threshold-channels(0.2)",)
+    fitted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super(ThresholdChannels, self).__post_init__()

@@ -1,11 +1,23 @@
-"""All policies by kind and name: adding one is a file and an entry here. The first of a kind is its default."""
+"""The class of every policy, by kind and name.
+
+A new policy is a file and a line in SHIPPED. A policy of another package is an entry point of the group
+`epsim.policies` that names its class.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from epsim.placement import PLACEMENTS
-from epsim.policies.base import Dense, TopK
+from epsim.placement.base import PlacementPolicy, Policy
+from epsim.placement.contiguous import Contiguous
+from epsim.placement.eplb import Eplb
+from epsim.placement.file import File
+from epsim.placement.searched import Searched
+from epsim.policies.base import Dense, Reader, Router, SharedDispatch, Split, TopK
 from epsim.policies.ipm import LplbIpm
 from epsim.policies.joint import WaterfillJoint
 from epsim.policies.nearest import Static
@@ -18,12 +30,60 @@ from epsim.policies.shared import Local
 from epsim.policies.splits import Even, Lplb, LplbSampled, Random
 from epsim.policies.waterfill import Waterfill
 
-KINDS: dict[str, dict[str, Any]] = {
-    "placement": dict(PLACEMENTS),
-    "router": {policy.name: policy for policy in (TopK(), Pruned(), Oea(), OeaEp(), Lynx(), MaskLowDemand())},
-    "split": {
-        policy.name: policy for policy in (Even(), Random(), Static(), OneCopy(), Lplb(), LplbSampled(), LplbIpm())
-    },
-    "shared": {policy.name: policy for policy in (Local(), Waterfill(), WaterfillJoint())},
-    "reader": {policy.name: policy for policy in (Dense(), TopkChannels(), ThresholdChannels())},
-}
+GROUP = "epsim.policies"
+BASES = (PlacementPolicy, Router, Split, SharedDispatch, Reader)
+SHIPPED: tuple[type[Policy], ...] = (
+    Contiguous, Eplb, Searched, File,
+    TopK, Pruned, Oea, OeaEp, Lynx, MaskLowDemand,
+    Even, Random, Static, OneCopy, Lplb, LplbSampled, LplbIpm,
+    Local, Waterfill, WaterfillJoint,
+    Dense, TopkChannels, ThresholdChannels,
+)  # fmt: skip
+"""The first of a kind is its default."""
+
+
+@cache
+def kinds() -> dict[str, dict[str, type[Policy]]]:
+    """Every policy's class by kind and name, those of installed packages included.
+
+    Raises ValueError in one line where a package's entry point cannot be loaded, is no policy, or takes a name that is
+    taken.
+    """
+    found: dict[str, dict[str, type[Policy]]] = {base.kind: {} for base in BASES}
+    for policy in SHIPPED:
+        found[policy.kind][policy.name] = policy
+    for entry in entry_points(group=GROUP):
+        policy = _loaded(entry)
+        taken = {name for known in found.values() for one in known.values() for name in (one.name, *one.aliases)}
+        if twice := taken & {policy.name, *policy.aliases}:
+            raise ValueError(f"{_told(entry)}: there is another policy named {min(twice)!r}: uninstall the package")
+        found[policy.kind][policy.name] = policy
+    return found
+
+
+def default_policy(kind: str) -> Any:
+    """The policy of a kind that a stack has where its text names none."""
+    return next(iter(kinds()[kind].values()))()
+
+
+def examples(kind: str) -> list[str]:
+    """An item of the stack grammar for every policy of a kind, several for some: what tests of all policies run."""
+    return [text for policy in kinds()[kind].values() for text in policy.examples or (policy.name, *policy.aliases)]
+
+
+def _loaded(entry: EntryPoint) -> type[Policy]:
+    try:
+        policy = entry.load()
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{_told(entry)} cannot be loaded ({reason}): repair or uninstall the package") from error
+    is_policy = isinstance(policy, type) and issubclass(policy, BASES) and dataclasses.is_dataclass(policy)
+    if not is_policy or not hasattr(policy, "name") or not re.fullmatch(r"[\w-]+", str(policy.name)):
+        bases = ", ".join(base.__name__ for base in BASES)
+        raise ValueError(f"{_told(entry)} is no policy: give a dataclass with a name, derived from {bases}")
+    return policy  # type: ignore[no-any-return]
+
+
+def _told(entry: EntryPoint) -> str:
+    package = "an unknown package" if entry.dist is None else f"package {entry.dist.name} {entry.dist.version}"
+    return f"{package}: entry point {entry.name} = {entry.value} of {GROUP}"

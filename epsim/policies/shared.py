@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from epsim.policies.base import Needs, SharedWork
+from epsim.kernels.dispatch.rule import SharedRule
+from epsim.policies.base import Needs, SharedDispatch, SharedWork
 from epsim.traces.trace import Level
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class Local(SharedDispatch):
     """On the token's own rank."""
 
     name: ClassVar[str] = "local"
-    notes: ClassVar[tuple[str, ...]] = ()
+    level: ClassVar[Level] = "counts"
     needs: ClassVar[Needs] = "none"
-
-    @property
-    def level(self) -> Level:
-        return "counts"
+    complexity: ClassVar[int] = 0
+    dispatches: ClassVar[bool] = False
+    kernel: ClassVar[SharedRule] = SharedRule("own")
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
 
     def served(self, work: SharedWork) -> torch.Tensor:
         return torch.diag_embed(work.tokens)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
+from epsim.kernels.dispatch.rule import SplitRule
 from epsim.kernels.split import solve_gathered
 from epsim.kernels.timed import FEW_COPIES, MOST_NODES, check_costs, solve_timed
-from epsim.policies.base import Batch, Needs
+from epsim.policies.base import Batch, Needs, Split
 from epsim.policies.copies import Copies, even_fractions, split_structure
 from epsim.policies.gathered import gathered_quotas, ids_by_quotas
 from epsim.policies.rounding import sampled_ids, systematic_ids, systematic_quotas
 from epsim.traces.trace import Level
 
 
-class Systematic:
-    """Fractions become tokens by systematic rounding on every source rank."""
+class Systematic(Split):
+    """Fractions become tokens by systematic rounding on every source rank. A subclass defines `fractions`."""
 
     __slots__ = ()
-    by_rank: ClassVar[bool] = True
-    by_fractions: ClassVar[bool] = True
-    notes: ClassVar[tuple[str, ...]] = ()
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         return systematic_quotas(rank_counts, fixed, copies)
@@ -33,16 +32,15 @@ class Systematic:
         return systematic_ids(batch, fixed, copies)
 
 
-class Sampled:
-    """Every token draws its copy by the fractions, as SGLang does."""
+class Sampled(Split):
+    """Every token draws its copy by the fractions, as in SGLang. A subclass defines `fractions`."""
 
     __slots__ = ()
     by_rank: ClassVar[bool] = False
-    by_fractions: ClassVar[bool] = True
-    notes: ClassVar[tuple[str, ...]] = ()
 
-    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
-        raise AssertionError("a draw per token has no quotas")
+    @property
+    def level(self) -> Level:
+        return "tokens"
 
     def physical_ids(
         self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
@@ -61,7 +59,9 @@ class Even(Systematic):
 
     name: ClassVar[str] = "even"
     needs: ClassVar[Needs] = "none"
-    level: ClassVar[Level] = "counts"
+    complexity: ClassVar[int] = 0
+    kernel: ClassVar[SplitRule] = SplitRule()
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "dynamic", "vllm": ""}
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         return _even(counts, copies)
@@ -75,7 +75,7 @@ def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Lplb:
+class Lplb(Systematic):
     """The cheapest dearest rank of each batch: by tokens, solved exactly (`epsim.kernels.split`), or by time.
 
     counts: `reduced`, each source rank knows the sum over ranks and rounds its own tokens systematically; `gathered`,
@@ -92,7 +92,8 @@ class Lplb:
     a: float | None = None
     b: float | None = None
     name: ClassVar[str] = "lplb"
-    by_rank: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("lplb", "lplb(objective=time,a=1,b=20)")
+    exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.objective == "tokens":
@@ -130,6 +131,22 @@ class Lplb:
         return self.objective == "tokens"
 
     @property
+    def table_key(self) -> str:
+        if self.objective == "time":
+            return "lplb(objective=time)"
+        return "lplb(counts=gathered)" if self.counts == "gathered" else self.name
+
+    @property
+    def kernel(self) -> SplitRule | None:
+        if self.objective == "time":
+            return None
+        return SplitRule(solves=True, follow="gathered" if self.counts == "gathered" else "systematic")
+
+    @property
+    def work(self) -> tuple[str, ...]:
+        return ("of_timed" if self.objective == "time" else "solve_us", "assign_us")
+
+    @property
     def notes(self) -> tuple[str, ...]:
         if self.objective == "tokens":
             return ()
@@ -144,14 +161,14 @@ class Lplb:
 
     def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
         if self.counts == "reduced":
-            return systematic_quotas(rank_counts, fixed, copies)
+            return Systematic.quotas(self, rank_counts, fixed, copies)
         return gathered_quotas(rank_counts, self._whole(rank_counts.sum(-2), copies), copies)
 
     def physical_ids(
         self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
     ) -> torch.Tensor:
         if self.counts == "reduced":
-            return systematic_ids(batch, fixed, copies)
+            return Systematic.physical_ids(self, batch, rank_counts, fixed, copies, seed)
         return ids_by_quotas(batch, self.quotas(rank_counts, fixed, copies), copies)
 
     def _whole(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
@@ -169,8 +186,8 @@ class LplbSampled(Sampled):
     """The fractions of `lplb`, from which every token draws its copy, as in SGLang's `lp`."""
 
     name: ClassVar[str] = "lplb-sampled"
-    needs: ClassVar[Needs] = "reduced"
-    level: ClassVar[Level] = "tokens"
+    work: ClassVar[tuple[str, ...]] = ("solve_us", "assign_us")
+    kernel: ClassVar[SplitRule] = SplitRule(solves=True, follow="sampled")
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         return _least_peak(counts, copies)
@@ -182,7 +199,9 @@ class Random(Sampled):
 
     name: ClassVar[str] = "random"
     needs: ClassVar[Needs] = "none"
-    level: ClassVar[Level] = "tokens"
+    complexity: ClassVar[int] = 0
+    kernel: ClassVar[SplitRule] = SplitRule(follow="sampled")
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "dynamic", "vllm": ""}
 
     def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
         return _even(counts, copies)

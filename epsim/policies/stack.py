@@ -1,19 +1,15 @@
-"""A policy stack and its text form (docs/contract.md section 3): item+item+..., item = name or name(key=value,...);
-a policy that has a `first` argument takes it without its key too."""
+"""A policy stack and its text (docs/contract.md section 3): policies joined by +."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
-from epsim.placement.base import PlacementPolicy
+from epsim.placement.base import PlacementPolicy, Policy
 from epsim.policies.base import Reader, Router, SharedDispatch, Split
-from epsim.policies.joint import WaterfillJoint
-from epsim.policies.registry import KINDS
-from epsim.policies.splits import Lplb
+from epsim.policies.grammar import build_policy, name_and_arguments, policy_text, split_outside
+from epsim.policies.registry import default_policy, kinds
 from epsim.traces.trace import LEVELS, Level
 
 MAX_NAME = 60
@@ -33,18 +29,15 @@ class PolicyStack:
     reader: Reader
 
     def __post_init__(self) -> None:
-        if isinstance(self.shared, WaterfillJoint) and not isinstance(self.split, Lplb):
-            raise ValueError(
-                f"{self.shared.name} fills up what an exact split leaves, {self.split.name} in {str(self)!r} is none: "
-                "write lplb(counts=gathered)+waterfill-joint, or waterfill"
-            )
+        for policy in (self.router, self.split, self.shared, self.reader):
+            policy.check(self)
 
     def __str__(self) -> str:
         shown = []
-        for kind, known in KINDS.items():
+        for kind in kinds():
             policy = getattr(self, kind)
-            if kind == "placement" or policy != next(iter(known.values())):
-                shown.append(_item_text(kind, policy))
+            if kind == "placement" or policy != default_policy(kind):
+                shown.append(policy_text(policy))
         return "+".join(shown)
 
     def required_level(self, redundancy: bool = True, shared_expert: bool = True) -> Level:
@@ -60,7 +53,7 @@ class PolicyStack:
         needed = self.required_level(redundancy, shared_expert)
         if LEVELS.index(level) < LEVELS.index(needed):
             kind = next(kind for kind, own in self._levels(redundancy, shared_expert) if own == needed)
-            item = _item_text(kind, getattr(self, kind))
+            item = policy_text(getattr(self, kind))
             what = {"rank_counts": "counts by source rank", "tokens": "tokens"}[needed]
             raise ValueError(
                 f"{item} in {str(self)!r} works on {what}, the trace holds {level.replace('_', ' ')} only: "
@@ -77,98 +70,35 @@ def parse_stack(text: str) -> PolicyStack:
     """The stack that a text describes. Raises ValueError: one line with what is wrong, where, and what is known."""
     chosen: dict[str, Any] = {}
     for item in _items(text):
-        name, arguments = _name_and_arguments(item, text)
-        kind = next((kind for kind, known in KINDS.items() if name in known), None)
-        if kind is None:
-            listing = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in KINDS.items())
+        name, arguments = name_and_arguments(item, text)
+        found = next((policy for policy in _all_policies() if name in (policy.name, *policy.aliases)), None)
+        if found is None:
+            listing = "; ".join(f"{kind}: {', '.join(_names(kind))}" for kind in kinds())
             raise ValueError(f"unknown policy {name!r} in {text!r}, known are {listing}")
-        if kind in chosen:
-            raise ValueError(f"{text!r} has two policies for {kind}, {chosen[kind].name!r} and {name!r}: give one")
-        chosen[kind] = _with_arguments(kind, KINDS[kind][name], arguments, item)
-    return PolicyStack(**{kind: chosen.get(kind, next(iter(known.values()))) for kind, known in KINDS.items()})
+        if found.kind in chosen:
+            first = chosen[found.kind].name
+            raise ValueError(f"{text!r} has two policies for {found.kind}, {first!r} and {name!r}: give one")
+        chosen[found.kind] = build_policy(found, name, arguments, item)
+    return PolicyStack(**{kind: chosen[kind] if kind in chosen else default_policy(kind) for kind in kinds()})
+
+
+def placement_policy(text: str) -> PlacementPolicy:
+    """The placement that a text such as `searched(seconds=10)` describes. Raises ValueError where it is none."""
+    for item in _items(text):
+        if name_and_arguments(item, text)[0] in _names("placement"):
+            return parse_stack(item).placement
+    raise ValueError(f"unknown placement {text!r}: choose one of {', '.join(_names('placement'))}")
 
 
 def _items(text: str) -> list[str]:
-    """The parts between the + signs that stand outside parentheses (values may hold a +)."""
-    items, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth not in (0, 1):
-            break
-        if letter == "+" and depth == 0:
-            items.append("")
-        else:
-            items[-1] += letter
-    if depth:
-        raise ValueError(f"parentheses do not match in {text!r}: write name or name(key=value,...)")
-    items = [item.strip() for item in items]
+    items = split_outside(text, "+")
     if "" in items:
         raise ValueError(f"an item is empty in {text!r}: write name+name(key=value,...)+...")
     return items
 
 
-def _name_and_arguments(item: str, text: str) -> tuple[str, dict[str, str]]:
-    name, bracket, rest = item.partition("(")
-    if bracket and not rest.endswith(")"):
-        raise ValueError(f"{item!r} in {text!r} goes on after its parentheses: put + between items")
-    arguments: dict[str, str] = {}
-    inner = rest[:-1]
-    for number, part in enumerate(inner.split(",") if inner.strip() else []):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if number == 0 and key and not equals:  # a policy's first argument may go unnamed
-            key, equals, value = "", "=", key
-        elif not equals or not key or not value:
-            raise ValueError(f"{part.strip()!r} in {item!r} is not key=value")
-        if key in arguments:
-            raise ValueError(f"argument {key!r} is given twice in {item!r}")
-        arguments[key] = value
-    return name.strip(), arguments
-
-
-def _parameters(kind: str, policy: Any) -> dict[str, Any]:
-    """The arguments that the grammar gives a policy: its dataclass fields and their types. Placements take none."""
-    if kind == "placement":
-        return {}
-    hints = get_type_hints(type(policy))
-    return {field.name: _when_given(hints[field.name]) for field in dataclasses.fields(policy)}
-
-
-def _when_given(hint: Any) -> Any:
-    """T of T | None: None is an argument left out."""
-    return next(part for part in get_args(hint) if part is not NoneType) if NoneType in get_args(hint) else hint
-
-
-def _with_arguments(kind: str, policy: Any, arguments: dict[str, str], item: str) -> Any:
-    parameters = _parameters(kind, policy)
-    if "" in arguments:
-        if not hasattr(policy, "first") or policy.first in arguments:
-            raise ValueError(f"{arguments['']!r} in {item!r} is not key=value")
-        arguments = {policy.first: arguments[""], **{key: text for key, text in arguments.items() if key}}
-    if missing := [key for key in getattr(policy, "needed", ()) if key not in arguments]:
-        raise ValueError(f"{item!r} needs {missing[0]}=: write {policy.name}({missing[0]}=...)")
-    values: dict[str, Any] = {}
-    for key, text in arguments.items():
-        if key not in parameters:
-            known = f"its arguments are {', '.join(parameters)}" if parameters else "it takes none"
-            raise ValueError(f"unknown argument {key!r} in {item!r}: {known}")
-        hint = parameters[key]
-        if get_origin(hint) is Literal:
-            if text not in get_args(hint):
-                raise ValueError(f"unknown value {key}={text} in {item!r}: choose {' or '.join(get_args(hint))}")
-            values[key] = text
-        else:
-            try:
-                values[key] = hint(text)
-            except ValueError:
-                raise ValueError(f"{key}={text} in {item!r} is not of type {hint.__name__}") from None
-    return type(policy)(**values) if values else policy
-
-
-def _item_text(kind: str, policy: Any) -> str:
-    default = KINDS[kind][policy.name]
-    values = {key: getattr(policy, key) for key in _parameters(kind, policy)}
-    given = [f"{key}={value}" for key, value in values.items() if value != getattr(default, key)]
-    return f"{policy.name}({','.join(given)})" if given else policy.name
+def _all_policies() -> list[type[Policy]]:
+    return [policy for known in kinds().values() for policy in known.values()]
 
 
 def named_stacks(policies: str | PolicyStack | Sequence[str | PolicyStack]) -> tuple[tuple[str, PolicyStack], ...]:
@@ -186,3 +116,7 @@ def named_stack(text: str) -> tuple[str, PolicyStack]:
     if not name or set(name) & set("+.,") or not name.isprintable() or len(name) > MAX_NAME:
         raise ValueError(f"--policy {text!r}: a name has 1 to {MAX_NAME} printable characters, without + . and ,")
     return name, parse_stack(tail)
+
+
+def _names(kind: str) -> list[str]:
+    return [name for policy in kinds()[kind].values() for name in (policy.name, *policy.aliases)]

@@ -10,12 +10,14 @@ is rounded to 2^-20; all else is integer arithmetic.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
-from epsim.policies.base import Needs, SharedWork
+from epsim.kernels.dispatch.rule import SharedRule
+from epsim.policies.base import Needs, SharedDispatch, SharedWork
 from epsim.policies.hashing import draw, slot_key, token_key
 from epsim.traces.trace import Level
 
@@ -27,7 +29,7 @@ CELLS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class Waterfill:
+class Waterfill(SharedDispatch):
     """candidates: `visited`, the own rank and those of the token's routed experts, or `all` ranks.
 
     load: `routed`, assignments a rank serves, or `routed+local`, that and its own tokens' shared work on top.
@@ -38,6 +40,8 @@ class Waterfill:
     load: Literal["routed", "routed+local"] = "routed"
     counts: Literal["global", "local"] = "global"
     name: ClassVar[str] = "waterfill"
+    work: ClassVar[tuple[str, ...]] = ("waterfill_us",)
+    complexity: ClassVar[int] = 1
     notes: ClassVar[tuple[str, ...]] = (
         f"waterfill leaves source ranks with fewer than {FEW_TOKENS} tokens in a step local, as SGLang does",
     )
@@ -49,6 +53,14 @@ class Waterfill:
     @property
     def needs(self) -> Needs:
         return "none" if self.counts == "local" else "reduced"
+
+    @property
+    def kernel(self) -> SharedRule:
+        return SharedRule(self.candidates, self.load == "routed+local", self.counts == "global")
+
+    @property
+    def engines(self) -> Mapping[str, str]:
+        return {"sglang": f"waterfill(candidates={self.candidates},load={self.load})"}
 
     def token_ranks(self, work: SharedWork) -> torch.Tensor:
         """As `SharedDispatch.token_ranks`; `visited` also needs the ranks of the tokens' routed experts."""
@@ -67,22 +79,18 @@ class Waterfill:
 
     def served(self, work: SharedWork) -> torch.Tensor:
         if work.batch is not None:
-            chosen = self.token_ranks(work)
-            token, layer = (chosen >= 0).nonzero(as_tuple=True)
-            place = (work.batch.token_step[token], layer, work.batch.source_rank[token])
-            rank = chosen[token, layer]
-        else:
-            number = work.tokens.flatten()
-            if number.sum(dtype=torch.float64) > MOST_TOKENS:
-                raise ValueError(
-                    f"{int(number.sum())} tokens (over layers) in one part of a trace are too many to draw one by one: "
-                    "use shared `local`"
-                )
-            row = torch.arange(len(number), device=number.device).repeat_interleave(number)
-            local = torch.arange(len(row), device=row.device) - (number.cumsum(0) - number)[row]
-            step, layer, source = torch.unravel_index(row, work.tokens.shape)
-            place = (step, layer, source)
-            rank = self._choose(work, place, local, None)
+            return SharedDispatch.served(self, work)
+        number = work.tokens.flatten()
+        if number.sum(dtype=torch.float64) > MOST_TOKENS:
+            raise ValueError(
+                f"{int(number.sum())} tokens (over layers) in one part of a trace are too many to draw one by one: "
+                "use shared `local`"
+            )
+        row = torch.arange(len(number), device=number.device).repeat_interleave(number)
+        local = torch.arange(len(row), device=row.device) - (number.cumsum(0) - number)[row]
+        step, layer, source = torch.unravel_index(row, work.tokens.shape)
+        place = (step, layer, source)
+        rank = self._choose(work, place, local, None)
         shape = (*work.tokens.shape, work.tokens.shape[-1])
         at = _flat(place, work.tokens.shape) * shape[-1] + rank
         return torch.bincount(at, minlength=math.prod(shape)).reshape(shape)

@@ -10,7 +10,7 @@ import torch
 
 from epsim.kernels.reader import ReadBytes, batch_coordinates, coordinates, token_bytes, union_bytes
 from epsim.kernels.reader.rotate import rotated
-from epsim.policies.reader import TopkChannels
+from epsim.policies.reader import Channels
 from epsim.quality.reader import Reading
 
 
@@ -21,7 +21,7 @@ def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: t
     experts that are active}, means over steps and layers. All t are taken, in batches of the first sequences; where a
     batch chooses as one, `reading.batch_size` says which, and the batch sizes should not be others."""
     reader, sketch = reading.reader, reading.layers[0].screen.sketch
-    assert isinstance(reader, TopkChannels)
+    assert isinstance(reader, Channels)
     sizes = reader.sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
     seen: list[tuple[torch.Tensor, ...]] = []
 
@@ -65,7 +65,7 @@ def _step_bytes(
     rank that has any reads signs and U."""
     ids, kept, read = step
     reader, ranks = reading.reader, reading.ranks_of(ids)
-    assert isinstance(reader, TopkChannels)
+    assert isinstance(reader, Channels)
     once = sizes.once if reader.budget < 1 else 0
     own = token_bytes(sizes, ids, kept) + (ranks - 1).clamp(min=0) * once
     experts = torch.unique(ids[ids >= 0])

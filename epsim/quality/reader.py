@@ -28,7 +28,7 @@ from epsim.kernels.reader.select import ShareBy
 from epsim.kernels.reader.slots import slot_products
 from epsim.kernels.reader.store import build_named
 from epsim.policies.base import Reader
-from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.policies.reader import Channels
 
 Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -62,7 +62,7 @@ class Layer:
         return self.screen.sketch.norms
 
     def estimates(
-        self, reader: TopkChannels, x: torch.Tensor, ids: torch.Tensor, batches: Batches | None = None
+        self, reader: Channels, x: torch.Tensor, ids: torch.Tensor, batches: Batches | None = None
     ) -> torch.Tensor:
         """[T, k, I] float32: what the reader takes the activations for, by which it chooses."""
         if reader.score == "sketch":
@@ -75,7 +75,7 @@ class Layer:
         return self.experts.activation(gate.float())
 
     def scores(
-        self, reader: TopkChannels, ids: torch.Tensor, weights: torch.Tensor, estimates: torch.Tensor
+        self, reader: Channels, ids: torch.Tensor, weights: torch.Tensor, estimates: torch.Tensor
     ) -> torch.Tensor:
         """[T, k, I] float32, -1 for an empty slot."""
         if reader.units == "output":
@@ -117,7 +117,7 @@ class Reading:
     """
 
     layers: list[Layer]
-    reader: TopkChannels | SparseInputs
+    reader: Channels | SparseInputs
     thresholds: Sequence[float] | None = None
     num_kept: int | None = None
     num_ranks: int = 1
@@ -137,7 +137,7 @@ class Reading:
         if isinstance(reader, SparseInputs):
             self.share = sparse_inputs_share(reader.budget, hidden, intermediate, reader.which)
             return
-        if isinstance(reader, ThresholdChannels) and self.thresholds is None:
+        if reader.fitted and self.thresholds is None:
             raise ValueError(f"{reader.name} needs thresholds: fit them on text with `calibrated`")
         sizes = self._sizes()
         # By the number of experts and of ranks of a token, or of a batch that chooses as one: place experts * (ranks in
@@ -197,7 +197,7 @@ class Reading:
     ) -> torch.Tensor:
         """scores [T, k, I] of a layer -> [T, k, I] bool."""
         assert not isinstance(self.reader, SparseInputs)
-        if isinstance(self.reader, ThresholdChannels):
+        if self.reader.fitted:
             assert self.thresholds is not None
             return keep_above(scores, self.thresholds[number]) & (ids >= 0)[..., None]
         num_experts = len(self.rank_of_expert)
@@ -314,17 +314,17 @@ def reading_of(
 ) -> Reading:
     """What a stack's reader does to a model. calibration [sequences, length]: text that a threshold is fitted on.
     sketches: of the model, None to build them. num_ranks: for a quota of ranks."""
-    assert isinstance(reader, TopkChannels)
+    assert isinstance(reader, Channels)
     layers = layers_of(model, sketches or build_sketches(model), int4=reader.score == "int4-gate")
     thresholds = None
-    if isinstance(reader, ThresholdChannels):
+    if reader.fitted:
         thresholds = calibrated(model, layers, reader, calibration, [reader.budget])[reader.budget]
     return Reading(layers, reader, thresholds, num_ranks=num_ranks)
 
 
 @torch.no_grad()
 def calibrated(
-    model: Any, layers: list[Layer], reader: ThresholdChannels, text: torch.Tensor, budgets: Sequence[float]
+    model: Any, layers: list[Layer], reader: Channels, text: torch.Tensor, budgets: Sequence[float]
 ) -> dict[float, list[float]]:
     """{budget: thresholds of the layers} at which the plain model's tokens of text [sequences, length] keep on average
     as many channels as `topk-channels` of that budget would."""

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from epsim.cost.layer_time import LayerTiming
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.load import Load
-from epsim.policies.stack import PolicyStack, parse_stack
+from epsim.policies.stack import PolicyStack, parse_stack, placement_policy
 from epsim.reproduce.workloads import DrawOptions, Topics, Workload, draw, regimes
 from epsim.traces.trace import TokenBlock
 

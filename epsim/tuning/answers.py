@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from epsim.engines import SYSTEMS
+from epsim.engines.base import Setup, System, plan_command
 from epsim.tuning import words
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.conditions import FEWER, MORE, Condition, by_tokens, with_other_experts
@@ -17,25 +19,16 @@ from epsim.tuning.memory import Memory
 from epsim.tuning.migration import Migration, migration
 from epsim.tuning.race import Interval, Round, change
 from epsim.tuning.scorer import Part, Problem
-from epsim.tuning.systems import (
-    VLLM_INTERVAL,
-    Setup,
-    plan_command,
-    sglang_command,
-    sglang_lacks,
-    vllm_command,
-    vllm_lacks,
-)
 
 MIGRATION_SHARE = 0.1
-"""Of a placement's gain, what vLLM's rearrangements that only keep it may cost."""
-KINDS = ("any", "sglang", "vllm")
+"""Of a placement's gain, what rebalances of a system that plans by itself, which only keep it, may cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """candidates: all, the baseline first. picked: the cheapest of the fastest of all, and of those that SGLang and
-    vLLM can run. rebalanced: the fastest that rebalances. choose, report: the steps chosen on and those held out."""
+    """candidates: all, the baseline first. picked: the cheapest of the fastest of all, and of those that each of
+    `epsim.engines.SYSTEMS` can run. rebalanced: the fastest that rebalances. choose, report: the steps chosen on and
+    those held out."""
 
     candidates: Sequence[Candidate]
     rounds: tuple[Round, ...]
@@ -85,19 +78,19 @@ def answer(
     gains = {candidate: _gain(finals, candidate, base, problem.setting.seed) for candidate in searched.finalists}
     rebalancing = _rebalancing(searched, finals, problem.setting.seed)
     answers: list[dict[str, Any]] = []
-    for kind, candidate in zip(KINDS, searched.picked, strict=True):
+    for system, candidate in zip((None, *SYSTEMS), searched.picked, strict=True):
         gain = gains[candidate]
         advised = candidate != base and gain.low is not None and gain.low > 0 and gain.mean >= worth
-        run = candidate if advised or (kind == "vllm" and vllm_lacks(base)) else base
+        run = candidate if advised or (system is not None and system.lacks(base.deployment)) else base
         found = {
-            "for": kind,
+            "for": "any" if system is None else system.name,
             "advised": advised,
             **_described(candidate, used),
             "more_bytes": used(candidate) - used(base),
             "throughput_gain": dataclasses.asdict(gain),
             "layer_us": {"baseline": _mean(finals.layer_us(base)), "own": _mean(finals.layer_us(candidate))},
             "step_us": {"baseline": finals.times[base].mean_us, "own": finals.times[candidate].mean_us},
-            "commands": _commands(problem, kind, run, base, setup, finals),
+            "commands": _commands(problem, system, run, base, setup, finals),
         }
         answers.append(found)
     best = searched.picked[0]
@@ -209,33 +202,28 @@ def _table(
 
 
 def _commands(
-    problem: Problem, kind: str, candidate: Candidate, base: Candidate, setup: Setup, finals: Finals
+    problem: Problem, system: System | None, candidate: Candidate, base: Candidate, setup: Setup, finals: Finals
 ) -> list[str]:
-    placed = candidate.stack.placement.name != "contiguous"
-    plan = placed and candidate.interval is None
-    if kind == "sglang":
-        assert not sglang_lacks(candidate)
-        return ([plan_command(candidate, setup, "sglang")] if plan else []) + [sglang_command(candidate, setup)]
-    if kind == "vllm":
-        if vllm_lacks(candidate):
-            return []  # a baseline with redundant experts, and nothing else to run
-        return [vllm_command(candidate, setup, candidate.interval or _vllm_interval(problem, candidate, base, finals))]
-    return [plan_command(candidate, setup, "epsim")] if plan else []
+    deployment = candidate.deployment
+    if system is None:
+        planned = candidate.interval is None and not candidate.stack.placement.trivial
+        return [plan_command(deployment, setup, "epsim")] if planned else []
+    if system.lacks(deployment):
+        return []  # a baseline that it cannot run, and nothing else to run
+    return system.commands(deployment, setup, lambda least: _interval(problem, candidate, base, finals, least))
 
 
-def _vllm_interval(problem: Problem, candidate: Candidate, base: Candidate, finals: Finals) -> int:
-    """Steps between rearrangements that cost at most MIGRATION_SHARE of the placement's gain, vLLM's own at least."""
+def _interval(problem: Problem, candidate: Candidate, base: Candidate, finals: Finals, least: int) -> int:
+    """Steps between rebalances that cost at most MIGRATION_SHARE of the placement's gain, `least` at least."""
     if candidate not in finals.times or candidate == base:
-        return VLLM_INTERVAL
-    first = problem.sums.bounds[1]
-    placements = [
-        problem.plan(one.stack.placement, candidate.redundant, 0, int(first), True) for one in (base, candidate)
-    ]
+        return least
+    placement = problem.plan(candidate.stack, candidate.redundant, 0, int(problem.sums.bounds[1]), True)
     timing = problem.timing
-    cost = migration(placements[0], placements[1], timing.hardware, timing.model, problem.layer_ms).us
+    before = problem.in_order(candidate.redundant)
+    cost = migration(before, placement, timing.hardware, timing.model, problem.layer_ms).us
     saved = finals.times[base].mean_us - finals.times[candidate].mean_us
     needed = cost / (MIGRATION_SHARE * saved) if saved > 0 else 0.0
-    return max(VLLM_INTERVAL, int(np.ceil(needed / 100)) * 100)
+    return max(least, int(np.ceil(needed / 100)) * 100)
 
 
 def _mean(values: Any) -> float:

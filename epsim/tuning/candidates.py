@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from epsim.engines.base import Deployment
 from epsim.placement.base import Cluster
 from epsim.placement.eplb import prefers_global
 from epsim.policies.stack import PolicyStack, parse_stack
@@ -17,8 +18,6 @@ INTERVALS = tuple(mantissa * 10**power for power in range(1, 6) for mantissa in 
 MOST_INTERVALS = 5
 SGLANG_WATERFILL = "waterfill(load=routed+local,counts=local)"
 """Waterfill as SGLang runs it unless told otherwise: from the counts of a rank's own tokens."""
-SPLIT_STEPS = {"even": 0, "random": 0, "static": 0, "one-copy": 1}
-"""How much a split adds to what runs; those not named solve something for each batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,10 @@ class Candidate:
         return self.timed_as
 
     @property
+    def deployment(self) -> Deployment:
+        return Deployment(self.shown_stack, self.redundant, self.interval)
+
+    @property
     def name(self) -> str:
         every = "" if self.interval is None else f" every {self.interval}"
         return f"{self.shown_stack} r{self.redundant}{every}"
@@ -50,10 +53,9 @@ class Candidate:
     def complexity(self) -> int:
         """Steps away from what a serving system does when told nothing: a choice between candidates alike otherwise."""
         stack = self.shown_stack
-        placed = {"contiguous": 0, "searched": 2}.get(stack.placement.name, 1)
-        split = SPLIT_STEPS.get(stack.split.name, 2) if self.redundant else 0
-        shared = {"local": 0, "waterfill": 1}.get(stack.shared.name, 2)
-        return placed + split + shared + 3 * (self.interval is not None) + 5 * (stack.router.acts + stack.reader.acts)
+        policies = [stack.placement, stack.router, stack.shared, stack.reader]
+        policies += [stack.split] if self.redundant else []
+        return sum(policy.complexity for policy in policies) + 3 * (self.interval is not None)
 
     @property
     def planned_once(self) -> Candidate:
@@ -83,9 +85,11 @@ def default_stacks(level: Level, has_shared: bool) -> list[str]:
     return stacks
 
 
-def baseline(redundant: int) -> Candidate:
-    """What runs where nobody asks for balance."""
-    return Candidate(parse_stack("contiguous"), redundant)
+def baseline(stack: PolicyStack | None, num_experts: int, least: Cluster) -> Candidate:
+    """What others are compared with: the stack that runs today, or what runs where nobody asks for balance. least: the
+    cluster with the fewest redundant experts."""
+    stack = stack or parse_stack("contiguous")
+    return Candidate(stack, stack.placement.redundant(num_experts, least))
 
 
 def all_candidates(
@@ -95,9 +99,10 @@ def all_candidates(
     clusters: Sequence[Cluster],
     intervals: Sequence[int],
     routers: Sequence[str] = (),
+    today: PolicyStack | None = None,
 ) -> list[Candidate]:
-    """The grid, the baseline first. clusters: one for each redundancy, ascending."""
-    found = [baseline(clusters[0].num_redundant)]
+    """The grid, the baseline first. clusters: one for each redundancy, ascending. today: as for `baseline`."""
+    found = [baseline(today, num_experts, clusters[0])]
     for cluster in clusters:
         placements = ["eplb"]
         sizes = (num_experts, cluster.num_physical(num_experts), cluster.num_groups, cluster.num_nodes)
@@ -117,14 +122,18 @@ def all_candidates(
 
 
 def given_candidates(
-    stacks: Sequence[PolicyStack], clusters: Sequence[Cluster], intervals: Sequence[int]
+    stacks: Sequence[PolicyStack],
+    num_experts: int,
+    clusters: Sequence[Cluster],
+    intervals: Sequence[int],
+    today: PolicyStack | None = None,
 ) -> list[Candidate]:
-    """The stacks that the user names, and the baseline, in place of the grid's."""
-    found = [baseline(clusters[0].num_redundant)]
+    """The stacks that the user names, and the baseline, in place of the grid's. today: as for `baseline`."""
+    found = [baseline(today, num_experts, clusters[0])]
     for stack in stacks:
         for cluster in clusters:
-            every = intervals if stack.placement.name.startswith("eplb") else ()
-            found += [Candidate(stack, cluster.num_redundant, interval) for interval in (None, *every)]
+            redundant = stack.placement.redundant(num_experts, cluster)
+            found += [Candidate(stack, redundant, interval) for interval in (None, *_intervals(stack, intervals))]
     return list(dict.fromkeys(found))
 
 
@@ -152,6 +161,9 @@ def _at(placement: str, router: str, rest: str, redundant: int, intervals: Seque
     head = f"{placement}+{router}+" if router else f"{placement}+"
     stack = parse_stack(head + rest)
     other = parse_stack(head + charged) if charged else None
-    # Systems that rebalance plan by EPLB; none searches while it serves.
-    every = intervals if placement.startswith("eplb") else ()
-    return [Candidate(stack, redundant, interval, other) for interval in (None, *every)]
+    return [Candidate(stack, redundant, interval, other) for interval in (None, *_intervals(stack, intervals))]
+
+
+def _intervals(stack: PolicyStack, intervals: Sequence[int]) -> Sequence[int]:
+    """Systems that rebalance plan by EPLB; none searches while it serves."""
+    return intervals if stack.placement.rebalances else ()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from epsim.placement.base import Target
 from epsim.policies.apply import BoundStack
 from epsim.score.block import StackScore
 from epsim.score.collect import ScoredStacks
@@ -66,8 +67,8 @@ class Finals:
 
 
 def _notes(problem: Problem, candidate: Candidate, more: Callable[[Candidate], Sequence[str]]) -> tuple[str, ...]:
-    cluster = problem.cluster(candidate.redundant)
-    notes = [*candidate.stack.placement.notes(problem.meta.num_experts, cluster), *more(candidate)]
+    target = Target(problem.cluster(candidate.redundant), problem.meta.layers, candidate.stack)
+    notes = [*candidate.stack.placement.notes(problem.meta.num_experts, target), *more(candidate)]
     if candidate.charged is not None:
         notes.append(
             f"scored as {candidate.stack}, which solves the same problem exactly, and charged as {candidate.charged}"

@@ -16,12 +16,12 @@ import torch
 
 from epsim.cost.layer_time import LayerTiming
 from epsim.parallel import in_parallel
-from epsim.placement.base import Cluster, Placement, PlacementPolicy
-from epsim.placement.contiguous import Contiguous
+from epsim.placement.base import Cluster, Placement
+from epsim.planning import planned_as
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load
-from epsim.policies.stack import PolicyStack
+from epsim.policies.stack import PolicyStack, parse_stack
 from epsim.score.block import StackScore, score_block
 from epsim.score.statistics import Floats
 from epsim.score.steps import SeenSteps
@@ -50,20 +50,24 @@ class Problem:
     sums: WindowSums
     layer_ms: float
     tokens_a_step: float
-    _plans: dict[tuple[str, int, int, int], Placement] = field(default_factory=dict)
+    _plans: dict[tuple[object, int, int, int], Placement] = field(default_factory=dict)
 
     def cluster(self, redundant: int) -> Cluster:
         return dataclasses.replace(self.base, num_redundant=redundant)
 
-    def plan(self, policy: PlacementPolicy, redundant: int, first: int, last: int, keep: bool) -> Placement:
+    def plan(self, stack: PolicyStack, redundant: int, first: int, last: int, keep: bool) -> Placement:
         """Planned on steps first..last-1. keep: for as long as the problem lives."""
-        key = (policy.name, redundant, first, last)
+        key = (planned_as(stack), redundant, first, last)
         found = self._plans.get(key)
         if found is None:
-            found = self.sums.plan(policy, self.cluster(redundant), first, last)
+            found = self.sums.plan(stack, self.cluster(redundant), first, last)
             if keep:
                 self._plans[key] = found
         return found
+
+    def in_order(self, redundant: int) -> Placement:
+        """The placement that serving systems start with."""
+        return self.plan(parse_stack("contiguous"), redundant, 0, int(self.sums.bounds[1]), True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +108,7 @@ class _Walk:
     def __init__(self, problem: Problem, part: Part, layers: Sequence[int] | None, candidates: list[Candidate]) -> None:
         self.problem, self.part, self.layers, self.candidates = problem, part, layers, candidates
         self.interval = candidates[0].interval
-        self.policy, self.redundant = candidates[0].stack.placement, candidates[0].redundant
+        self.stack, self.redundant = candidates[0].stack, candidates[0].redundant
         self.costs: dict[int, Migration] = {}
         self.segments: list[Ints] = []
         self.step_us: dict[Candidate, list[Floats]] = {candidate: [] for candidate in candidates}
@@ -174,11 +178,11 @@ class _Walk:
         problem = self.problem
         last = self.part.first if self.interval is None else self.part.first + segment * self.interval
         first = 0 if self.interval is None else last - self.interval
-        placement = problem.plan(self.policy, self.redundant, first, last, self.interval is None)
+        placement = problem.plan(self.stack, self.redundant, first, last, self.interval is None)
         if self.interval is not None:
             before = self._placement
             if before is None:
-                before = problem.plan(Contiguous(), self.redundant, 0, problem.sums.bounds[1], True)
+                before = problem.in_order(self.redundant)
             timing = problem.timing
             self.costs[segment] = migration(before, placement, timing.hardware, timing.model, problem.layer_ms)
         self._now, self._placement = segment, placement
@@ -206,9 +210,9 @@ def score(
     the layers to look at, None for all. on_score is called step after step, but by several threads for several
     placements. changed: what is made of the steps before they are scored; planning sees them as they are. blocks: the
     steps where they have been read before, by `chosen_blocks`."""
-    groups: dict[tuple[str, int, int | None], list[Candidate]] = {}
+    groups: dict[tuple[object, int, int | None], list[Candidate]] = {}
     for candidate in candidates:
-        key = (candidate.stack.placement.name, candidate.redundant, candidate.interval)
+        key = (planned_as(candidate.stack), candidate.redundant, candidate.interval)
         groups.setdefault(key, []).append(candidate)
     walks = [_Walk(problem, part, layers, group) for group in groups.values()]
     if not walks:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from epsim.placement.base import Cluster, Placement, PlacementPolicy
+from epsim.placement.base import Cluster, Placement, Stack, Target
 from epsim.planning import to_counts
 from epsim.traces.regroup import regroup
 from epsim.traces.select import take_layers, take_steps
@@ -29,6 +29,7 @@ class WindowSums:
     def __init__(self, trace: StoredTrace, bounds: Sequence[int]) -> None:
         self.bounds = np.array(sorted({0, *bounds}))
         meta = trace.meta
+        self._layers = meta.layers
         self._sums = np.zeros((len(self.bounds) - 1, meta.num_layers, meta.num_experts), dtype=np.int64)
         place = 0
         for block in trace.blocks(0, int(self.bounds[-1]), max_bytes=SMALL_BLOCK):
@@ -43,13 +44,15 @@ class WindowSums:
         low, high = np.searchsorted(self.bounds, (first, last))
         return int(self._sums[low:high].sum())
 
-    def plan(self, policy: PlacementPolicy, cluster: Cluster, first: int, last: int) -> Placement:
-        """A placement planned on steps first..last-1, both bounds."""
+    def plan(self, stack: Stack, cluster: Cluster, first: int, last: int) -> Placement:
+        """The stack's placement planned on steps first..last-1, both bounds."""
         low, high = np.searchsorted(self.bounds, (first, last))
         assert self.bounds[low] == first
         assert self.bounds[high] == last
         cells = torch.from_numpy(self._sums[low:high])
-        return policy.plan(cells if policy.needs_steps else cells.sum(0, keepdim=True), cluster)
+        counts = cells if stack.placement.needs_steps else cells.sum(0, keepdim=True)
+        planned: Placement = stack.placement.plan_for(counts, Target(cluster, self._layers, stack))
+        return planned
 
 
 def evenly(first: int, last: int, most: int) -> Ints:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from epsim.cost.layer_time import LayerTiming
+from epsim.engines import SYSTEMS
+from epsim.engines.base import Setup, System
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting
 from epsim.policies.stack import PolicyStack, parse_stack
@@ -30,7 +32,6 @@ from epsim.tuning.migration import LAYER_MS
 from epsim.tuning.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair_us, race
 from epsim.tuning.scorer import Part, Problem
 from epsim.tuning.steps import WindowSums, evenly
-from epsim.tuning.systems import Setup, sglang_lacks, vllm_lacks
 from epsim.version import VERSION
 
 FEWEST_STEPS = 6
@@ -47,9 +48,9 @@ class TuneOptions:
 
     redundant, policies, intervals: what is tried in place of the grid; empty for the grid. routers: router policies
     tried as well, which change what the model says: quality_loss names by how much, in the user's words, and is needed
-    with them. worth: gains in throughput below it, as a share, are not worth memory or moving parts. layer_ms: host's
-    work of a rebalance, a layer. model_path, trace_path, reading (options of how the trace is read): for
-    commands to paste.
+    with them. baseline: the stack that runs today, with which all are compared; None for experts in order. worth: gains
+    in throughput below it, as a share, are not worth memory or moving parts. layer_ms: host's work of a rebalance, a
+    layer. model_path, trace_path, reading (options of how the trace is read): for commands to paste.
     """
 
     gpus: int
@@ -62,6 +63,7 @@ class TuneOptions:
     intervals: tuple[int, ...] = ()
     routers: tuple[str, ...] = ()
     quality_loss: str = ""
+    baseline: PolicyStack | None = None
     worth: float = 0.005
     layer_ms: float = LAYER_MS
     seed: int = 0
@@ -108,10 +110,10 @@ def tune(
     clusters = _clusters(problem, options, memory)
     has_shared = problem.setting.shared_cost > 0
     if options.policies:
-        candidates = given_candidates(options.policies, clusters, intervals)
+        candidates = given_candidates(options.policies, problem.meta.num_experts, clusters, intervals, options.baseline)
     else:
         sizes = (problem.meta.level, has_shared, problem.meta.num_experts)
-        candidates = all_candidates(*sizes, clusters, intervals, options.routers)
+        candidates = all_candidates(*sizes, clusters, intervals, options.routers, options.baseline)
     check_levels(candidates, problem.meta.level, has_shared)
 
     def used(candidate: Candidate, moving: bool = False) -> float:
@@ -121,10 +123,10 @@ def tune(
         beside = candidate.stack.reader.resident_bytes(slots, model.hidden, model.intermediate)
         return memory.used(slots, moving) + beside * (model.moe_layers + moving)
 
-    def vllm_runs(candidate: Candidate) -> bool:
-        # It plans by itself alone, so that what is planned once is rebalanced as well, and needs the room for that.
-        moving = candidate.stack.placement.name != "contiguous"
-        return not vllm_lacks(candidate) and used(candidate, moving) <= memory.limit
+    def runs(system: System, candidate: Candidate) -> bool:
+        # One that plans by itself rebalances what is planned once as well, and needs the room for that.
+        moving = system.plans_itself and not candidate.stack.placement.trivial
+        return not system.lacks(candidate.deployment) and used(candidate, moving) <= memory.limit
 
     candidates = [c for c in candidates if c == candidates[0] or used(c) <= memory.limit]
 
@@ -132,13 +134,12 @@ def tune(
         often = 0.0 if candidate.interval is None else 1 / candidate.interval
         return used(candidate), candidate.complexity, often, candidate.name
 
-    # Experts that do not divide among the GPUs need redundant ones, which vLLM has with EPLB alone.
-    without_base = bool(vllm_lacks(candidates[0])) and any(map(vllm_runs, candidates))
-    classes: tuple[Class, ...] = (
-        lambda c: True,
-        lambda c: not sglang_lacks(c),
-        lambda c: vllm_runs(c) or (c == candidates[0] and not without_base),
-    )
+    def class_of(system: System) -> Class:
+        """What the system runs; the baseline too, unless the system lacks it and runs others."""
+        without = bool(system.lacks(candidates[0].deployment)) and any(runs(system, one) for one in candidates)
+        return lambda c: runs(system, c) or (c == candidates[0] and not without)
+
+    classes: tuple[Class, ...] = (lambda c: True, *map(class_of, SYSTEMS))
     rounds = race(problem, candidates, choose, classes, cost, options.worth, lambda part: progress("choosing", part))
     last = rounds[-1].times
     picked = []

@@ -7,19 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from epsim.engines import SYSTEMS
+from epsim.engines.base import ON_EACH_HOST, System
 from epsim.traces.trace import LEVELS
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.conditions import Condition
 from epsim.tuning.memory import GB, Memory, amount
 from epsim.tuning.race import Interval
 from epsim.tuning.scorer import Part, Problem
-from epsim.tuning.systems import ON_EACH_HOST, sglang_lacks, vllm_lacks
 
 if TYPE_CHECKING:
     from epsim.tuning.answers import Rebalancing, Searched
     from epsim.tuning.final import Finals
-
-SYSTEMS = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 def all_lines(
@@ -44,8 +43,8 @@ def all_lines(
     lines.append(("memory", _memory(memory, picked if first["advised"] else base, base, used, problem)))
     lines.append(("rebalancing", _rebalancing(problem, searched, rebalancing, worth)))
     lines.append(("does not pay", _not(problem, searched, first, gains, conditions, others, finals)))
-    for one, candidate in zip(answers[1:], searched.picked[1:], strict=True):
-        lines.append((SYSTEMS[one["for"]], _system(one, candidate, picked, base, first)))
+    for system, one, candidate in zip(SYSTEMS, answers[1:], searched.picked[1:], strict=True):
+        lines.append((system.title, _system(system, one, candidate, picked, base, first)))
     if problem.base.num_nodes > 1:
         lines.append(("to paste", f"{ON_EACH_HOST}."))
     lines.append(("limits", _limits(problem)))
@@ -95,8 +94,10 @@ def _interval(content: Mapping[str, Any]) -> Interval:
 def _run(problem: Problem, candidate: Candidate, first: Mapping[str, Any], quality_loss: str) -> str:
     slots = (problem.meta.num_experts + candidate.redundant) // problem.base.num_ranks
     placed = "planned once" if candidate.interval is None else f"planned anew every {candidate.interval} steps"
-    if candidate.stack.placement.name == "contiguous":
+    if candidate.stack.placement.trivial:
         placed = "experts in order"
+    elif not candidate.stack.placement.needs_history:
+        placed = "not planned on the trace"
     text = (
         f"{candidate.shown_stack} with {candidate.redundant} redundant experts a layer ({slots} slots a GPU), {placed}."
     )
@@ -135,7 +136,7 @@ def _gain(
     last = searched.rounds[-1].times
     choosing = last[base].mean_us / last[picked].mean_us - 1
     text += f" On the steps it was chosen on: {choosing:+.1%}."
-    if picked.shown_stack.shared.name != "local" and not problem.timing.hardware.shared_grouped:
+    if picked.shown_stack.shared.dispatches and not problem.timing.hardware.shared_grouped:
         fused = problem.timing.hardware.kernel_us
         text += f" Of each layer's gain {fused:g} us is the shared expert's own kernel saved, whoever balances."
     faster = [c for c in searched.finalists if c != picked and gains[c].mean > gains[picked].mean]
@@ -213,7 +214,7 @@ def _not(
             f"not for want of tokens: at {least.tokens_per_gpu:,.0f} a GPU and step (here {now:,.0f}) it still gains "
             f"{least.gain.mean:+.1%}"
         )
-    if others is not None and picked.stack.placement.name != "contiguous":
+    if others is not None and not picked.stack.placement.trivial:
         turned = "until the next rebalance" if picked.interval is not None else "until it is planned anew"
         word = "when other experts become hot"
         if others.gain.mean > 0:
@@ -234,27 +235,26 @@ def _not(
 
 
 def _system(
-    one: Mapping[str, Any], candidate: Candidate, best: Candidate, base: Candidate, first: Mapping[str, Any]
+    system: System,
+    one: Mapping[str, Any],
+    candidate: Candidate,
+    best: Candidate,
+    base: Candidate,
+    first: Mapping[str, Any],
 ) -> str:
-    lacks = {"sglang": sglang_lacks, "vllm": vllm_lacks}[one["for"]](best)
+    lacks = system.lacks(best.deployment)
     gain = percent(_interval(one["throughput_gain"]))
     head = f"runs it as it is: {gain}." if candidate == best else f"the best it can run is {candidate.name}: {gain}."
     lacking = f"has {lacks}; " if first["advised"] and lacks else ""
     if not one["advised"]:
         what = "of what it can run, nothing" if lacking else "nothing"
         said = f"{lacking}{what} makes a difference worth having"
-        cannot = vllm_lacks(base) if one["for"] == "vllm" else ""
-        if cannot:
-            said += f"; it has {cannot}, and experts do not divide among the GPUs without: "
+        if cannot := system.lacks(base.deployment):
+            because = ", and experts do not divide among the GPUs without" if base.stack.placement.trivial else ""
+            said += f"; it has {cannot}{because}: "
             said += "it cannot run the baseline" if candidate == base else f"its own baseline is {candidate.name}"
         return f"{said}."
-    head = lacking + head
-    if one["for"] == "vllm" and one["advised"] and candidate.interval is None:
-        head += (
-            " It loads no placement from a file (pull requests 41141 and 49572 are open): it plans by itself at its "
-            "first interval, long enough that moving weights costs at most a tenth of the gain."
-        )
-    return head
+    return lacking + head + system.remark(candidate.deployment)
 
 
 def _limits(problem: Problem) -> str:

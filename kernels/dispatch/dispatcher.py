@@ -29,7 +29,7 @@ from epsim.kernels.dispatch.cuda import (
     kernel,
     shared_bytes,
 )
-from epsim.kernels.dispatch.rule import SAMPLED, Rule
+from epsim.kernels.dispatch.rule import Rule, SharedRule, SplitRule
 from epsim.kernels.split import SplitStructure
 from epsim.kernels.split import cuda as split_cuda
 from epsim.kernels.split.launch import launch
@@ -88,9 +88,7 @@ class Dispatcher:
         slots = structure.physical_to_logical
         ordered = slots.sort(1).values
         if not bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any()):
-            rule = replace(
-                rule, split="even", objective="tokens"
-            )  # nothing to split, no draw to make: as BoundStack.split
+            rule = replace(rule, split=SplitRule())  # nothing to split, no draw to make: as BoundStack.split
         reason = rule.uncovered()
         if reason:
             raise ValueError(reason)
@@ -106,8 +104,8 @@ class Dispatcher:
             )
         if max_tokens * top_k * num_ranks >= 1 << 31:
             raise ValueError(f"{num_ranks} ranks of {max_tokens} tokens of top-{top_k} are 2^31 assignments or more")
-        if rule.split == "static" and nearest is None:
-            raise ValueError("split static needs the table of nearest slots")
+        if rule.follow == "nearest" and nearest is None:
+            raise ValueError(f"split {rule.names[0]} needs the table of nearest slots")
         self.structure, self.rule, self.rank, self.device = structure, rule, rank, device
         self.top_k, self.max_tokens = top_k, max_tokens
         self.sizes = sizes or Sizes(
@@ -189,7 +187,7 @@ class Dispatcher:
             blocks = -(-self._tokens // (self.sizes.threads // self.top_k))
             self._launch("assign", (min(blocks, self.sizes.most_blocks),), early=rule.solves or rule.sees_all_ranks)
         physical = self._physical[: self._tokens]
-        if rule.shared == "none":
+        if rule.shared == SharedRule("none"):
             return Assigned(physical, None, physical)
         return Assigned(physical, self._shared_rank[: self._tokens], self._slots_out[: self._tokens])
 
@@ -213,8 +211,9 @@ class Dispatcher:
         arguments = np.zeros(1, ARGUMENTS)
         for name in BUFFERS:
             arguments[name] = getattr(self, "step" if name == "step" else f"_{name}").data_ptr()
-        follow = STATIC if rule.split == "static" else SAMPLES if rule.split in SAMPLED else SYSTEMATIC
-        shared = {"none": NO_SHARED, "local": LOCAL}.get(rule.shared, EVERY if rule.candidates == "all" else VISITED)
+        follow = {"systematic": SYSTEMATIC, "sampled": SAMPLES, "nearest": STATIC, "gathered": GATHERED}
+        shared = {"none": NO_SHARED, "own": LOCAL, "visited": VISITED, "all": EVERY}
+        assert rule.shared is not None
         values = {
             "node": self._node.data_ptr(),
             "seed_key": first_link(rule.seed),
@@ -224,10 +223,10 @@ class Dispatcher:
             "slots": structure.num_physical,
             "ranks": structure.num_ranks,
             "rank": self.rank,
-            "follow": GATHERED if rule.gathered else follow,
-            "shared": shared,
+            "follow": follow[rule.follow],
+            "shared": shared[rule.shared.candidates],
             "global": rule.sees_all_ranks,
-            "plus_local": rule.load == "routed+local",
+            "plus_local": rule.shared.plus_local,
         }
         for name, value in values.items():
             arguments[name] = value

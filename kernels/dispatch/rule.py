@@ -1,4 +1,4 @@
-"""Which policies the kernels follow, by the names and arguments of the stack grammar (docs/contract.md section 3)."""
+"""What the dispatch kernels follow of a stack: the rules that its split and its shared policy declare."""
 
 from __future__ import annotations
 
@@ -6,68 +6,80 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 Collective: TypeAlias = Literal["none", "all_reduce", "all_gather"]
-SPLITS = ("even", "random", "static", "lplb", "lplb-sampled")
-SHARED = ("none", "local", "waterfill")
-SAMPLED = ("random", "lplb-sampled")
+Follow: TypeAlias = Literal["systematic", "sampled", "nearest", "gathered"]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How an expert's tokens divide over its copies.
+
+    solves: by the fractions of the lowest peak load, else in equal parts. follow: how tokens follow from them:
+    `systematic` rounding by each source rank, `sampled` per token, whole tokens from `gathered` counts; `nearest`: by a
+    table of one copy for each source rank.
+    """
+
+    solves: bool = False
+    follow: Follow = "systematic"
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRule:
+    """Where a token's shared expert is computed.
+
+    candidates: `none`, there is no shared expert; on the token's `own` rank; on one of the ranks that it `visited`, or
+    of `all`. plus_local: a rank's load includes its own tokens' shared work. sees_all_ranks: loads are those of all
+    ranks' tokens, not of the source rank's alone.
+    """
+
+    candidates: Literal["none", "own", "visited", "all"]
+    plus_local: bool = False
+    sees_all_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """split, and `counts` and `objective` of lplb.
+    """split, shared: None where the policy has no kernel. names: of both policies. cost: of the shared expert in routed
+    assignments. seed: of the draws."""
 
-    shared: `none` where the layer has no shared expert, else its policy; candidates, load and shared_counts: the
-    arguments of `waterfill`; cost of the shared expert in routed assignments. seed of the draws.
-    """
-
-    split: str = "lplb"
-    counts: Literal["reduced", "gathered"] = "reduced"
-    objective: Literal["tokens", "time"] = "tokens"
-    shared: str = "none"
-    candidates: Literal["visited", "all"] = "visited"
-    load: Literal["routed", "routed+local"] = "routed"
-    shared_counts: Literal["global", "local"] = "global"
-    cost: float = 1.0
-    seed: int = 0
+    split: SplitRule | None
+    shared: SharedRule | None
+    names: tuple[str, str]
+    cost: float
+    seed: int
 
     @classmethod
     def of(cls, split: Any, shared: Any, cost: float, seed: int) -> Rule:
         """Of a stack's split and shared policies (objects of epsim.policies); a cost of 0: no shared expert."""
-        return cls(
-            split.name,
-            getattr(split, "counts", "reduced"),
-            getattr(split, "objective", "tokens"),
-            shared.name if cost > 0 else "none",
-            getattr(shared, "candidates", "visited"),
-            getattr(shared, "load", "routed"),
-            getattr(shared, "counts", "global"),
-            cost,
-            seed,
-        )
+        names = (split.table_key, shared.table_key)
+        return cls(split.kernel, shared.kernel if cost > 0 else SharedRule("none"), names, cost, seed)
 
     def uncovered(self) -> str | None:
         """Why there are no kernels for it, in one line, or None where there are."""
-        if self.split not in SPLITS:
-            return f"split {self.split} has no kernel (there are {', '.join(SPLITS)})"
-        if self.objective != "tokens":
-            return f"lplb(objective={self.objective}) has no kernel"
-        if self.shared not in SHARED:
-            return f"shared policy {self.shared} has no kernel (there are {', '.join(SHARED[1:])})"
-        if self.shared == "waterfill" and self.split in SAMPLED:
-            return f"waterfill after {self.split} has no kernel: the ranks' loads follow from no counts, but from draws"
+        if self.split is None:
+            return f"split {self.names[0]} has no kernel"
+        if self.shared is None:
+            return f"shared policy {self.names[1]} has no kernel"
+        if self.shared.candidates in ("visited", "all") and self.follow == "sampled":
+            why = "the ranks' loads follow from no counts, but from draws"
+            return f"{self.names[1]} after {self.names[0]} has no kernel: {why}"
         return None
 
     @property
+    def follow(self) -> Follow:
+        return "systematic" if self.split is None else self.split.follow
+
+    @property
     def solves(self) -> bool:
-        return self.split in ("lplb", "lplb-sampled")
+        return self.split is not None and self.split.solves
 
     @property
     def gathered(self) -> bool:
-        return self.split == "lplb" and self.counts == "gathered"
+        return self.follow == "gathered"
 
     @property
     def sees_all_ranks(self) -> bool:
         """Whether Waterfill looks at the loads of all ranks' tokens."""
-        return self.shared == "waterfill" and self.shared_counts == "global"
+        return self.shared is not None and self.shared.sees_all_ranks
 
     @property
     def collective(self) -> Collective:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epsim.placement import PLACEMENTS, placement_policy
 from epsim.placement.base import Cluster
+from epsim.policies.stack import placement_policy
 
 
 def test_no_redundancy_is_the_identity() -> None:
@@ -31,7 +31,8 @@ def test_no_expert_twice_on_a_rank_where_avoidable(num_experts: int, num_ranks: 
         assert len(set(rank)) == slots_per_rank
 
 
-def test_names_are_the_policies_own() -> None:
-    assert all(policy.name == name for name, policy in PLACEMENTS.items())
+def test_an_unknown_placement_is_told_with_those_that_are_known() -> None:
     with pytest.raises(ValueError, match=r"unknown placement 'best'.*contiguous, eplb, eplb-global"):
         placement_policy("best")
+    with pytest.raises(ValueError, match="unknown placement 'lplb'"):
+        placement_policy("lplb")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -14,21 +15,21 @@ from hypothesis import strategies as st
 from epsim.placement.base import Placement, node_of_rank
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.base import Batch, local_index
+from epsim.policies.grammar import policy_text
 from epsim.policies.load import Load
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
 from epsim.traces.trace import Block, CountsBlock, RankCountsBlock, TokenBlock
+from tests.policies.registered import every, stack_of
 
 DrawProblem = Callable[..., tuple[Placement, TokenBlock]]
 Bound = Callable[..., BoundStack]
 
-SPLITS = ("even", "random", "static", "lplb", "lplb(counts=gathered)", "lplb-sampled", "lplb-ipm")
-SHARED = (
-    "local",
-    "waterfill",
-    "waterfill(candidates=all)",
-    "waterfill(load=routed+local,counts=local)",
-    "waterfill(candidates=all,counts=local)",
+SPLITS = tuple(policy_text(split) for split in every("split"))
+PAIRS = tuple(
+    f"{policy_text(split)}+{policy_text(shared)}"
+    for split, shared in itertools.product(every("split"), every("shared"))
+    if stack_of(split=split, shared=shared) is not None
 )
 
 
@@ -54,8 +55,7 @@ def check_conserved(load: Load, counts: torch.Tensor, top_k: int, tokens: torch.
 @settings(deadline=None, max_examples=120)
 @given(
     st.integers(0, 10**6),
-    st.sampled_from(SPLITS),
-    st.sampled_from(SHARED),
+    st.sampled_from(PAIRS),
     st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 10)),
     st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(0, 150)),
     st.tuples(st.integers(1, 3), st.sampled_from([0.0, 0.5, 1.0]), st.booleans()),
@@ -64,8 +64,7 @@ def test_every_policy_conserves_tokens(
     draw_problem: DrawProblem,
     bound: Bound,
     seed: int,
-    split: str,
-    shared: str,
+    text: str,
     cluster: tuple[int, int, int],
     size: tuple[int, int, int],
     model: tuple[int, float, bool],
@@ -76,7 +75,7 @@ def test_every_policy_conserves_tokens(
         seed, steps=steps, experts=experts, top_k=top_k, ranks=ranks, nodes=nodes, redundant=redundant,
         tokens=tokens, blanks=blanks,
     )  # fmt: skip
-    on_placement = bound(f"{split}+{shared}", placement, top_k, cost, seed)
+    on_placement = bound(text, placement, top_k, cost, seed)
     rank_counts = block.to_rank_counts(ranks, experts)
     counts = torch.from_numpy(rank_counts.counts.sum(2))
     present = torch.from_numpy((block.expert_ids.astype(np.int64) >= 0).any(2)).double()
@@ -213,7 +212,7 @@ def test_without_redundancy_all_splits_are_one_and_need_counts_only(
     assert torch.equal(bound(split, placement).load(block).routed, expected)
 
 
-@pytest.mark.parametrize("text", [f"{split}+{shared}" for split in SPLITS for shared in SHARED])
+@pytest.mark.parametrize("text", PAIRS)
 def test_no_steps_and_no_tokens(draw_problem: DrawProblem, bound: Bound, text: str) -> None:
     placement, block = draw_problem(7, steps=2, tokens=0)
     load = bound(text, placement).load(block)

@@ -16,23 +16,21 @@ from epsim.placement.base import Cluster, Placement
 from epsim.placement.eplb import Eplb
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.copies import Copies, even_fractions
+from epsim.policies.grammar import policy_text
 from epsim.policies.load import Load
 from epsim.policies.nearest import nearest_slots
 from epsim.policies.one_copy import held_by_rank
-from epsim.policies.registry import KINDS
 from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, TokenBlock
 from tests.policies.conftest import random_placement
+from tests.policies.registered import every
 from tests.policies.test_oea_replay import drawn
 
 STACKS = (
-    *KINDS["split"],
-    "lplb(counts=gathered)",
-    "lplb(objective=time,a=1,b=20)",
-    *(f"lplb+{name}" for name in KINDS["shared"]),
-    "lplb(counts=gathered)+waterfill-joint(candidates=visited)",
+    *map(policy_text, every("split")),
+    *(f"lplb+{policy_text(shared)}" for shared in every("shared")),
     "oea(k0=1)+lplb",
     "oea-ep(k0=1)+one-copy",
 )

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from epsim.kernels.split import prepare, solve_gathered
 from epsim.kernels.split.reference import solve_reference
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster
 from epsim.policies.base import Batch, local_index
 from epsim.policies.copies import Copies
 from epsim.policies.gathered import gathered_quotas, ids_by_quotas
+from epsim.policies.stack import placement_policy
 
 NUM_STEPS, NUM_LAYERS = 2, 2
 

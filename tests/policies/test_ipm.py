@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.ipm import DAMPING, LplbIpm, interior_point, program
 from epsim.policies.splits import Even, Lplb
+from epsim.policies.stack import placement_policy
 
 
 def plain_interior_point(

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.base import Batch, local_index
 from epsim.policies.copies import Copies
 from epsim.policies.rounding import ONE, fixed_point, offsets, sampled_ids, systematic_ids, systematic_quotas
 from epsim.policies.splits import Even, Lplb
+from epsim.policies.stack import placement_policy
 from epsim.traces.trace import TokenBlock
 
 DrawProblem = Callable[..., tuple[Placement, TokenBlock]]

@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from epsim.placement.file import File
+from epsim.policies.grammar import policy_text
 from epsim.policies.ipm import LplbIpm
-from epsim.policies.registry import KINDS
 from epsim.policies.splits import Even, Lplb
 from epsim.policies.stack import parse_stack
 from epsim.policies.waterfill import Waterfill
 from epsim.traces.trace import Level
+from tests.policies.registered import EVERY_KIND, every, stack_of
 
-SPLITS = ("even", "random", "static", "lplb", "lplb-sampled", "lplb-ipm")
-WATERFILLS = [
-    f"waterfill({','.join(part for part in parts if part)})".replace("()", "")
-    for parts in itertools.product(("", "candidates=all"), ("", "load=routed+local"), ("", "counts=local"))
-]
+DEFAULTS = ["contiguous", "topk", "even", "local", "dense"]
 
 
 @given(
-    st.sampled_from(sorted(KINDS["placement"])),
-    st.sampled_from(SPLITS),
-    st.sampled_from(["local", *WATERFILLS]),
+    st.tuples(*(st.sampled_from(every(kind)) for kind in EVERY_KIND)),
     st.permutations(range(5)),
     st.lists(st.booleans(), min_size=5, max_size=5),
 )
-def test_text_round_trips_and_is_canonical(
-    placement: str, split: str, shared: str, order: list[int], spelled: list[bool]
-) -> None:
-    items = [placement, "topk", split, shared, "dense"]
-    defaults = ["contiguous", "topk", "even", "local", "dense"]
-    shown = [i for i in order if items[i] != defaults[i] or spelled[i]] or [0]
-    stack = parse_stack(" + ".join(items[i] for i in shown))
-    canonical = "+".join(item for i, item in enumerate(items) if i == 0 or item != defaults[i])
-    assert str(stack) == canonical
-    assert parse_stack(canonical) == stack
+def test_text_round_trips_and_is_canonical(policies: tuple[Any, ...], order: list[int], spelled: list[bool]) -> None:
+    stack = stack_of(**dict(zip(EVERY_KIND, policies, strict=True)))
+    assume(stack is not None)
+    items = [policy_text(policy) for policy in policies]
+    shown = [i for i in order if items[i] != DEFAULTS[i] or spelled[i]] or [0]
+    assert parse_stack(" + ".join(items[i] for i in shown)) == stack
+    assert str(stack) == "+".join(item for i, item in enumerate(items) if i == 0 or item != DEFAULTS[i])
+    assert parse_stack(str(stack)) == stack
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("eplb(form=global)", "eplb-global"),
+        ("eplb(form=hierarchical)+lplb", "eplb-hierarchical+lplb"),
+        ("eplb(form=auto)", "eplb"),
+        ("searched(seconds=30)", "searched"),
+        ("searched(seed=3,seconds=10)", "searched(seconds=10.0,seed=3)"),
+        ("file(maps/a_b-1.json)", "file(path=maps/a_b-1.json)"),
+        ('file("maps/a_b-1.json")', "file(path=maps/a_b-1.json)"),
+        ('lplb+file(path="a (1), b+c=d.json")', 'file(path="a (1), b+c=d.json")+lplb'),
+        (r'file("say \"x\" \\")', r'file(path="say \"x\" \\")'),
+    ],
+)
+def test_placements_take_arguments_and_old_names_stay(text: str, canonical: str) -> None:
+    assert str(parse_stack(text)) == canonical
+    assert str(parse_stack(canonical)) == canonical
+
+
+@given(st.text(min_size=1))
+def test_any_path_can_be_written(path: str) -> None:
+    stack = parse_stack("contiguous+lplb")
+    named = dataclasses.replace(stack, placement=File(path))
+    assert parse_stack(str(named)) == named
+    assert "\n" not in str(named)
 
 
 def test_arguments_reach_their_policy_and_defaults_are_left_out() -> None:
@@ -104,7 +126,15 @@ def test_counts_by_objective() -> None:
         ("waterfill(counts=local", "parentheses do not match"),
         ("waterfill)counts=local(", "parentheses do not match"),
         ("waterfill(counts=local)lplb", "put + between items"),
-        ("eplb(seconds=3)", "it takes none"),
+        ("eplb(seconds=3)", "its arguments are form"),
+        ("eplb-global(form=auto)", "unknown argument 'form' in 'eplb-global(form=auto)': it takes none"),
+        ("eplb(form=best)", "choose auto or global or hierarchical"),
+        ("searched(seconds=soon)", "seconds=soon in 'searched(seconds=soon)' is not of type float"),
+        ("searched(seconds=0)", "a search of 0.0 seconds: give more than 0"),
+        ("file", "'file' needs path=: write file(path=...)"),
+        ('file("a.json)', "a quotation mark is missing"),
+        ('file("a" b)', "is not of type str"),
+        ("file(a b.json)+(", "parentheses do not match"),
         ("eplb++lplb", "an item is empty"),
         ("", "an item is empty"),
     ],

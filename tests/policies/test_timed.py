@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.planning import to_counts
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.base import Batch, local_index
 from epsim.policies.load import Load
-from epsim.policies.stack import parse_stack
+from epsim.policies.stack import parse_stack, placement_policy
 from epsim.traces.importing import sample_path
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TokenBlock

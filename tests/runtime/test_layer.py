@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from epsim.placement.base import Cluster, Placement
+from epsim.placement.base import Cluster, Placement, Target
 from epsim.policies.apply import Setting, bind
-from epsim.policies.registry import KINDS
 from epsim.policies.stack import PolicyStack, parse_stack
 from epsim.traces.trace import TokenBlock
+from tests.policies.registered import every, stack_of, write_example
 from tests.runtime import programs
 from tests.runtime.worlds import launch
 
@@ -22,48 +24,24 @@ SHAPE = programs.SHAPE
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
-def variants(policy: Any) -> list[Any]:
-    """A policy with every combination of its arguments that have a few named values and go together."""
-    hints = get_type_hints(type(policy))
-    named = {f.name: choices(hints[f.name]) for f in dataclasses.fields(policy) if choices(hints[f.name])}
-    found = []
-    for values in itertools.product(*named.values()):
-        given = dict(zip(named, values))
-        if given.get("objective") == "time":
-            if given["counts"] == "reduced":
-                continue
-            given |= {"a": 1.0, "b": 20.0}
-        found.append(type(policy)(**given))
-    return found
-
-
-def choices(hint: Any) -> tuple[Any, ...]:
-    """The values of a Literal, or of one that may be left out."""
-    parts = [hint, *get_args(hint)]
-    return next((get_args(part) for part in parts if get_origin(part) is Literal), ())
-
-
-def all_stacks(size: int) -> list[str]:
+def all_stacks(size: int) -> list[PolicyStack]:
     """Every split with every shared policy, placements taking turns; on 16 processes, where a layer takes long, every
     policy with one of the other kind."""
-    splits = [v for policy in KINDS["split"].values() for v in variants(policy)]
-    shared = [v for policy in KINDS["shared"].values() for v in variants(policy)]
+    splits, shared = every("split"), every("shared")
     pairs = list(itertools.product(splits, shared))
     if size > 4:
         gathered, waterfill = (parse_stack(text) for text in ("lplb(counts=gathered)", "waterfill"))
         pairs = [*((split, waterfill.shared) for split in splits), *((gathered.split, one) for one in shared)]
-    default, found = parse_stack("contiguous"), []
-    placements = itertools.islice(itertools.cycle(KINDS["placement"].values()), size, None)
-    for split, dispatch in pairs:
-        if dispatch.name == "waterfill-joint" and split.name != "lplb":
-            continue  # Refused by PolicyStack.
-        found.append(str(PolicyStack(next(placements), default.router, split, dispatch, default.reader)))
-    return list(dict.fromkeys(found))
+    placements = itertools.islice(itertools.cycle(every("placement")), size, None)
+    stacks = [(split, dispatch) for split, dispatch in pairs if stack_of(split=split, shared=dispatch) is not None]
+    found = [stack_of(placement=next(placements), split=split, shared=dispatch) for split, dispatch in stacks]
+    return list(dict.fromkeys(stack for stack in found if stack is not None))
 
 
-def placed(text: str, size: int, nodes: int) -> Placement:
+def placed(stack: PolicyStack, size: int, nodes: int) -> Placement:
     history = torch.from_numpy(np.random.default_rng(0).gamma(0.5, 100, (4, 1, SHAPE.num_experts)).astype(np.int64))
-    return parse_stack(text).placement.plan(history, Cluster(size, nodes, 16, 4))
+    target = Target(Cluster(size, nodes, 16, 4), (programs.LAYER,), stack)
+    return stack.placement.plan_for(history, target)
 
 
 def expected(text: str, placement: Placement, block: TokenBlock) -> Any:
@@ -83,15 +61,9 @@ def block_of(steps: tuple[int, ...], ids: list[list[Any]]) -> TokenBlock:
 
 
 def needed(stack: PolicyStack) -> dict[str, int]:
-    """Collectives of one layer's balance, spelled out here independently of the code under test."""
-    calls = {"all_reduce": 0, "all_gather": 0}
-    if stack.split.name not in ("even", "random", "static"):
-        calls["all_gather" if getattr(stack.split, "counts", "") == "gathered" else "all_reduce"] += 1
-    if str(stack.shared).startswith("WaterfillJoint(candidates='visited'"):
-        calls["all_gather"] += 1
-    elif stack.shared.name != "local" and getattr(stack.shared, "counts", "global") == "global":
-        calls["all_reduce"] += 1
-    return {kind: number for kind, number in calls.items() if number}
+    """Collectives of one layer's balance, as the policies declare them."""
+    calls = {"reduced": "all_reduce", "gathered": "all_gather"}
+    return dict(Counter(calls[policy.needs] for policy in (stack.split, stack.shared) if policy.needs != "none"))
 
 
 WORLDS = {2: [(1, "float32"), (2, "bfloat16")], 4: [(2, "float32")], 16: [(2, "float32")]}
@@ -99,20 +71,22 @@ WORLDS = {2: [(1, "float32"), (2, "bfloat16")], 4: [(2, "float32")], 16: [(2, "f
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.long) for size in (4, 16))])
-def test_every_stack(size: int) -> None:
-    known = {nodes: {name: placed(name, size, nodes) for name in KINDS["placement"]} for nodes, _ in WORLDS[size]}
-    texts = all_stacks(size)
-    tables = {nodes: [known[nodes][parse_stack(text).placement.name] for text in texts] for nodes in known}
+def test_every_stack(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_example(tmp_path, monkeypatch, SHAPE.num_experts, size, (programs.LAYER,))
+    stacks = all_stacks(size)
+    alone = [replace(stacks[0], placement=placement) for placement in every("placement")]
+    plans = {nodes: {stack.placement: placed(stack, size, nodes) for stack in alone} for nodes, _ in WORLDS[size]}
+    tables = {nodes: [plans[nodes][stack.placement] for stack in stacks] for nodes in plans}
     calls: list[tuple[str, tuple[Any, ...]]] = []
     for nodes, dtype in WORLDS[size]:
-        given = [(text, table.physical_to_logical.numpy()) for text, table in zip(texts, tables[nodes])]
+        given = [(str(stack), table.physical_to_logical.numpy()) for stack, table in zip(stacks, tables[nodes])]
         calls.append(("run_stacks", (size, nodes, given, dtype)))
     if size == 2:
         calls.append(("not_a_number", (size, tables[1][0].physical_to_logical.numpy())))
     ran = launch(size, programs.several, calls)
     for number, (nodes, dtype) in enumerate(WORLDS[size]):
-        for place, (text, placement) in enumerate(zip(texts, tables[nodes])):
-            check_stack(text, placement, [rank[number][place] for rank in ran], TOLERANCE[dtype])
+        for place, (stack, placement) in enumerate(zip(stacks, tables[nodes])):
+            check_stack(stack, placement, [rank[number][place] for rank in ran], TOLERANCE[dtype])
     if size == 2:
         line = "(1, 5, 3, 'route') rank 1, step 5, layer 3, phase route: router scores are not finite"
         assert ran[1][-1].startswith(line)
@@ -134,13 +108,15 @@ def test_ranks_of_unequal_numbers_of_experts(size: int) -> None:
         slots[rank, rng.permutation(most)[: len(part)]] = part
     placement = programs.table(slots.reshape(1, -1), SHAPE, size, 1)
     assert placement.filled_slots.tolist() == [UNEQUAL[size]]
-    given = [(text, placement.physical_to_logical.numpy()) for text in all_stacks(2)]
+    stacks = all_stacks(2)
+    given = [(str(stack), placement.physical_to_logical.numpy()) for stack in stacks]
     ran = launch(size, programs.run_stacks, size, 1, given, "float32")
-    for place, (text, _) in enumerate(given):
-        check_stack(text, placement, [rank[place] for rank in ran], TOLERANCE["float32"])
+    for place, stack in enumerate(stacks):
+        check_stack(stack, placement, [rank[place] for rank in ran], TOLERANCE["float32"])
 
 
-def check_stack(text: str, placement: Placement, by_rank: list[programs.Ran], tolerance: float) -> None:
+def check_stack(stack: PolicyStack, placement: Placement, by_rank: list[programs.Ran], tolerance: float) -> None:
+    text = str(stack)
     assert max(one.error for one in by_rank) < tolerance, text
     load = expected(text, placement, block_of(programs.STEPS, [one.ids for one in by_rank]))
     routed = np.stack([np.stack(one.received).sum(1) for one in by_rank], axis=1)
@@ -149,12 +125,24 @@ def check_stack(text: str, placement: Placement, by_rank: list[programs.Ran], to
     assert np.array_equal(shared, load.shared_tokens[:, 0].numpy()), text
     active = np.stack([(np.stack(one.received) > 0).sum(1) for one in by_rank], axis=1)
     assert np.array_equal(active, load.active[:, 0].numpy()), text
-    calls = {kind: number * len(programs.STEPS) for kind, number in needed(parse_stack(text)).items()}
+    calls = {kind: number * len(programs.STEPS) for kind, number in needed(stack).items()}
     assert all(one.calls == calls for one in by_rank), (text, calls, by_rank[0].calls)
 
 
 def test_every_policy_meets_every_placement() -> None:
-    met = {(s.placement.name, s.split) for s in map(parse_stack, all_stacks(2))}
-    assert len(met) == len(KINDS["placement"]) * len({split for _, split in met})
-    both = [parse_stack(text) for size in (2, 4) for text in all_stacks(size)]
-    assert {s.shared for s in both if s.placement.name == "searched"} == {s.shared for s in both}
+    met = {(stack.placement, stack.split) for stack in all_stacks(2)}
+    assert len(met) == len(every("placement")) * len({split for _, split in met})
+    both = [stack for size in (2, 4) for stack in all_stacks(size)]
+    searched = parse_stack("searched").placement
+    assert {stack.shared for stack in both if stack.placement == searched} == {stack.shared for stack in both}
+
+
+def test_collectives_of_the_shipped_policies() -> None:
+    """What each policy needs, spelled out here apart from its declaration."""
+    splits = {"even": "none", "random": "none", "static": "none", "one-copy": "reduced", "lplb": "reduced"}
+    splits |= {"lplb-sampled": "reduced", "lplb-ipm": "reduced", "lplb(counts=gathered)": "gathered"}
+    splits |= {"lplb(objective=time,a=1,b=2)": "gathered"}
+    assert {text: parse_stack(text).split.needs for text in splits} == splits
+    shared = {"local": "none", "waterfill": "reduced", "waterfill(counts=local)": "none"}
+    shared |= {"waterfill-joint": "reduced", "waterfill-joint(candidates=visited)": "gathered"}
+    assert {text: parse_stack(f"lplb+{text}").shared.needs for text in shared} == shared

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from epsim.policies.apply import Setting, bind
-from epsim.policies.registry import KINDS
+from epsim.policies.registry import kinds
 from epsim.policies.stack import parse_stack
 from epsim.traces.trace import TokenBlock
 from tests.runtime import programs
@@ -29,7 +29,7 @@ STACKS = {
 def test_router_policies_give_the_simulators_loads() -> None:
     size, nodes, shape = 4, 2, programs.ROUTED
     texts = list(STACKS)
-    placements = [placed(text, size, nodes) for text in texts]
+    placements = [placed(parse_stack(text), size, nodes) for text in texts]
     given = [(text, placement.physical_to_logical.numpy()) for text, placement in zip(texts, placements)]
     ran = launch(size, programs.rerouted, size, nodes, given)
     changed = 0
@@ -52,4 +52,4 @@ def test_router_policies_give_the_simulators_loads() -> None:
         calls = ran[0][place][1]
         assert sum(calls.values()) == 3 * STACKS[text], (text, calls)
     assert changed, "some policy gives tokens fewer or more experts"
-    assert {parse_stack(text).router.name for text in texts} == set(KINDS["router"]) - {"topk"}
+    assert {parse_stack(text).router.name for text in texts} == set(kinds()["router"]) - {"topk"}

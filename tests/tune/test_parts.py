@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from epsim.cost.layer_time import LayerTiming
+from epsim.engines import SYSTEMS
+from epsim.engines.base import Setup, System
 from epsim.machines.hardware import load_hardware
 from epsim.models.spec import load_model
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting
 from epsim.policies.stack import parse_stack
@@ -34,11 +35,16 @@ from epsim.tuning.migration import migration
 from epsim.tuning.race import Interval, affordable, change
 from epsim.tuning.scorer import Part, Problem, score
 from epsim.tuning.steps import WindowSums, chosen_blocks, evenly
-from epsim.tuning.systems import Setup, sglang_command, sglang_lacks, vllm_command, vllm_lacks
 from tests.tune.cases import GPUS, MakeCounts, hot
 
 V3, H200 = load_model("deepseek-v3"), load_hardware("h200")
+SGLANG, VLLM = SYSTEMS
 SETUP = Setup("deepseek-ai/DeepSeek-V3", "t.parquet", 16, 2, 8, decode=False)
+
+
+def command(system: System, candidate: Candidate, setup: Setup = SETUP) -> str:
+    """The one that starts the system, where rebalances are affordable from 100 steps on."""
+    return system.commands(candidate.deployment, setup, lambda least: max(least, 100))[-1]
 
 
 def test_memory_of_deepseek_v3() -> None:
@@ -91,9 +97,9 @@ def test_windows_are_planned_on_as_they_are(make_counts: MakeCounts) -> None:
     counts = np.concatenate([block.counts for block in trace.blocks() if isinstance(block, CountsBlock)])
     sums = WindowSums(trace, [5, 12, 20, 30])
     assert sums.assignments(5, 20) == counts[5:20].sum()
-    cluster, policy = Cluster(GPUS), placement_policy("eplb")
+    cluster, stack = Cluster(GPUS), parse_stack("eplb")
     whole = torch.from_numpy(counts[5:20].sum(0, keepdims=True))
-    assert sums.plan(policy, cluster, 5, 20).version == policy.plan(whole, cluster).version
+    assert sums.plan(stack, cluster, 5, 20).version == stack.placement.plan(whole, cluster).version
 
 
 def test_chosen_steps_are_those(make_counts: MakeCounts) -> None:
@@ -147,7 +153,7 @@ def test_the_grid_has_no_candidate_twice_and_only_what_the_level_allows() -> Non
 
 def test_systems_are_told_what_they_can_run() -> None:
     lp = Candidate(parse_stack("eplb+lplb"), 16, None, parse_stack("eplb+lplb-ipm"))
-    flags = shlex.split(sglang_command(lp, SETUP))
+    flags = shlex.split(command(SGLANG, lp))
     for name, value in (
         ("--ep-num-redundant-experts", "16"),
         ("--ep-dispatch-algorithm", "lp"),
@@ -157,29 +163,29 @@ def test_systems_are_told_what_they_can_run() -> None:
     ):
         assert flags[flags.index(name) + 1] == value
     assert "--enable-eplb" not in flags
-    assert "published one" in sglang_lacks(Candidate(parse_stack("eplb+lplb"), 16))
-    assert "load" in vllm_lacks(lp)
+    assert "published one" in SGLANG.lacks(Candidate(parse_stack("eplb+lplb"), 16).deployment)
+    assert "load" in VLLM.lacks(lp.deployment)
     often = Candidate(parse_stack("eplb"), 32, 100)
-    flags = shlex.split(sglang_command(often, SETUP))
+    flags = shlex.split(command(SGLANG, often))
     assert flags[flags.index("--eplb-rebalance-num-iterations") + 1] == "100"
     assert "--enable-eplb" in flags
     assert "--init-expert-location" not in flags
-    words = shlex.split(vllm_command(often, SETUP, 100))
+    words = shlex.split(command(VLLM, often))
     config = json.loads(words[words.index("--eplb-config") + 1])
     assert config == {"num_redundant_experts": 32, "window_size": 100, "step_interval": 100}
     water = Candidate(parse_stack("eplb+random+waterfill(load=routed+local,counts=local)"), 16)
-    assert "--enable-waterfill" in shlex.split(sglang_command(water, SETUP))
-    assert not sglang_lacks(water)
-    assert sglang_lacks(Candidate(parse_stack("eplb+lplb+waterfill-joint"), 0))
-    assert vllm_lacks(Candidate(parse_stack("searched"), 0))
-    assert "router" in vllm_lacks(Candidate(parse_stack("eplb+oea(k0=4)"), 0))
+    assert "--enable-waterfill" in shlex.split(command(SGLANG, water))
+    assert not SGLANG.lacks(water.deployment)
+    assert SGLANG.lacks(Candidate(parse_stack("eplb+lplb+waterfill-joint"), 0).deployment)
+    assert VLLM.lacks(Candidate(parse_stack("searched"), 0).deployment)
+    assert "router" in VLLM.lacks(Candidate(parse_stack("eplb+oea(k0=4)"), 0).deployment)
 
 
 def test_commands_of_several_hosts_are_pasted_on_each() -> None:
     often = Candidate(parse_stack("eplb"), 32, 100)
     alone = dataclasses.replace(SETUP, nodes=1)
-    for make in (sglang_command, lambda one, setup: vllm_command(one, setup, 100)):
-        assert "$" not in make(often, alone)
+    for system in SYSTEMS:
+        assert "$" not in command(system, often, alone)
 
     def words(text: str, node: int) -> list[str]:
         done = subprocess.run(
@@ -191,9 +197,9 @@ def test_commands_of_several_hosts_are_pasted_on_each() -> None:
         )
         return done.stdout.splitlines()
 
-    flags = words(sglang_command(often, SETUP), 1)
+    flags = words(command(SGLANG, often), 1)
     assert flags[-4:] == ["--dist-init-addr", "10.0.0.1:20000", "--node-rank", "1"]
-    first, second = (words(vllm_command(often, SETUP, 100), node) for node in (0, 1))
+    first, second = (words(command(VLLM, often), node) for node in (0, 1))
     assert second == [*(one if one != "0" else "8" for one in first), "--headless"]
     assert second[second.index("--data-parallel-start-rank") + 1] == "8"
     assert second[second.index("--data-parallel-size-local") + 1] == "8"

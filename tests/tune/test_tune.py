@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from epsim.cost.layer_time import LayerTiming, load_timing
+from epsim.engines import SYSTEMS
 from epsim.kernels.reader import ReadBytes
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
@@ -22,7 +23,6 @@ from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.memory import Memory
-from epsim.tuning.systems import sglang_lacks, vllm_lacks
 from epsim.tuning.tune import TuneOptions, tune
 from tests.tune.cases import GPUS, Floats, MakeCounts, RunTune, answered, hot
 
@@ -247,7 +247,7 @@ def test_readers_of_channels_need_a_named_loss_and_room_for_their_sketches(
     # No system runs it.
     assert not any("channels" in one["name"] for one in results["tune"]["answers"][1:])
     candidate = Candidate(parse_stack(text), 0)
-    assert sglang_lacks(candidate) == vllm_lacks(candidate) == "no reader of channels (topk-channels)"
+    assert {system.lacks(candidate.deployment) for system in SYSTEMS} == {"no reader of channels (topk-channels)"}
     limit = (memory.used(slots) + with_sketches) / 2 / 0.8
     assert [one["name"] for one in run_tune(trace, **asked, memory=limit)["stacks"]] == ["contiguous r0"]
 

@@ -8,35 +8,31 @@ from typing import ClassVar, Literal
 import torch
 
 from epsim.kernels.router import Plan, Rule
-from epsim.policies.base import Routed, RouterWork
+from epsim.policies.base import Routed, Router, RouterWork
 from epsim.policies.routing.choose import preference, take
 from epsim.policies.routing.fused import by_kernel
 from epsim.policies.routing.schedule import parse_schedule
 from epsim.policies.routing.union import union
-from epsim.traces.trace import Level
 
 DECODE_ONLY = "acts on decode tokens alone: prefill keeps the model's choice, whose experts count as read"
 
 
 @dataclass(frozen=True, slots=True)
-class Pruned:
+class Pruned(Router):
     """Every token keeps its k0 best experts alone: phase 1. k0: a number, or by batch size (`parse_schedule`), which
     takes one all-reduce of that size; a number takes none."""
 
-    k0: str = ""
+    k0: str
     name: ClassVar[str] = "pruned"
-    level: ClassVar[Level] = "tokens"
-    acts: ClassVar[bool] = True
-    needed: ClassVar[tuple[str, ...]] = ("k0",)
+    examples: ClassVar[tuple[str, ...]] = ("pruned(k0=2)", "pruned(k0=2@4/1@9)")
     notes: ClassVar[tuple[str, ...]] = (f"pruned {DECODE_ONLY}",)
 
     def __post_init__(self) -> None:
-        if self.k0:
-            object.__setattr__(self, "k0", str(parse_schedule(self.k0, self.name, 1)))
+        object.__setattr__(self, "k0", str(parse_schedule(self.k0, self.name, 1)))
 
     @property
     def whole_batch(self) -> bool:
-        return bool(self.k0) and not self._plan.settled
+        return not self._plan.settled
 
     @property
     def _plan(self) -> Plan:
@@ -58,7 +54,7 @@ class Pruned:
 
 
 @dataclass(frozen=True, slots=True)
-class Oea:
+class Oea(Router):
     """Every token keeps its k0 best experts and adds, best first, experts that are read for others anyway.
 
     k0: a number, or by batch size (`parse_schedule`); a batch of one token keeps the model's k.
@@ -71,20 +67,16 @@ class Oea:
     Raises ValueError where arguments do not go together.
     """
 
-    k0: str = ""
+    k0: str
     p: float = 1.0
     kmax: int | None = None
     maxp: int | None = None
     union: Literal["batch", "rank"] = "batch"
     name: ClassVar[str] = "oea"
-    level: ClassVar[Level] = "tokens"
-    acts: ClassVar[bool] = True
-    needed: ClassVar[tuple[str, ...]] = ("k0",)
+    examples: ClassVar[tuple[str, ...]] = ("oea(k0=2)", "oea(k0=2,union=rank)")
     notes: ClassVar[tuple[str, ...]] = (f"oea {DECODE_ONLY}",)
 
     def __post_init__(self) -> None:
-        if not self.k0:
-            return
         schedule = parse_schedule(self.k0, self.name, 2)
         object.__setattr__(self, "k0", str(schedule))
         if not 0 < self.p <= 1:

@@ -8,21 +8,21 @@ from typing import ClassVar
 import torch
 
 from epsim.kernels.router import Plan, Rule
-from epsim.policies.base import Routed, RouterWork
+from epsim.placement.base import Stack
+from epsim.policies.base import Routed, Router, RouterWork
 from epsim.policies.routing.choose import Preference, preference, take
 from epsim.policies.routing.fused import by_kernel
 from epsim.policies.routing.matching import active_ranks
 from epsim.policies.routing.oea import DECODE_ONLY
 from epsim.policies.routing.schedule import parse_schedule
 from epsim.policies.routing.union import union
-from epsim.traces.trace import Level
 
 UNITS = 1 << 24
 """A weight of 1 in whole numbers, whose sums do not depend on their order."""
 
 
 @dataclass(frozen=True, slots=True)
-class OeaEp:
+class OeaEp(Router):
     """`oea`, and ranks with slack also read the experts that tokens want most, up to the busiest rank's number.
 
     Tokens' k0 best experts are the base. With one copy an expert, the busiest rank has M of them; every other rank adds
@@ -35,17 +35,19 @@ class OeaEp:
     k0: as in `oea`. Takes one all-reduce of [len(schedule) + 2, E + 1] whole numbers.
     """
 
-    k0: str = ""
+    k0: str
     name: ClassVar[str] = "oea-ep"
-    level: ClassVar[Level] = "tokens"
-    acts: ClassVar[bool] = True
-    needed: ClassVar[tuple[str, ...]] = ("k0",)
-    whole_batch: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("oea-ep(k0=2)",)
+    capturable: ClassVar[bool] = False  # copies of an expert are matched on the CPU
     notes: ClassVar[tuple[str, ...]] = (f"oea-ep {DECODE_ONLY}",)
 
     def __post_init__(self) -> None:
-        if self.k0:
-            object.__setattr__(self, "k0", str(parse_schedule(self.k0, self.name, 2)))
+        object.__setattr__(self, "k0", str(parse_schedule(self.k0, self.name, 2)))
+
+    def notes_beside(self, stack: Stack, redundant: bool) -> tuple[str, ...]:
+        if not redundant or stack.split.single_copies:
+            return ()
+        return (f"oea-ep counts on one active copy an expert: {stack.split.name} may wake more, one-copy does not",)
 
     def route(self, work: RouterWork) -> Routed:
         if work.holds is None:

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 
 from epsim.kernels.router import Plan
-from epsim.policies.base import Routed, RouterWork
+from epsim.policies.base import Routed, Router, RouterWork
 from epsim.policies.routing.choose import Preference, preference, take
 from epsim.policies.routing.fused import by_kernel
-from epsim.traces.trace import Level
 
 LEFT = "left with none of known score it takes none at all"
 
@@ -31,27 +30,23 @@ def _take_of(work: RouterWork, wish: Preference, left: torch.Tensor) -> Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class Lynx:
+class Lynx(Router):
     """Of the union of all choices the `keep` most popular experts stay, ties by expert id; tokens take their k best of
     these (after Lynx, arXiv 2411.08982, which drops the least popular experts of a batch's union).
 
     What prefill tokens chose stays as well. Nothing is guaranteed to a token.
     """
 
-    keep: int | None = None
+    keep: int
     name: ClassVar[str] = "lynx"
-    level: ClassVar[Level] = "tokens"
-    acts: ClassVar[bool] = True
-    needed: ClassVar[tuple[str, ...]] = ("keep",)
-    whole_batch: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("lynx(keep=8)",)
     notes: ClassVar[tuple[str, ...]] = (f"lynx acts on decode tokens alone; a token {LEFT}",)
 
     def __post_init__(self) -> None:
-        if self.keep is not None and self.keep < 1:
+        if self.keep < 1:
             raise ValueError(f"lynx: keep={self.keep}: give 1 or more")
 
     def route(self, work: RouterWork) -> Routed:
-        assert self.keep is not None
         if (routed := by_kernel(work, Plan("popular", number=self.keep))) is not None:
             return routed
         wish = preference(work)
@@ -62,26 +57,22 @@ class Lynx:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskLowDemand:
+class MaskLowDemand(Router):
     """Experts that fewer than `least` tokens chose are masked out; tokens take their k best of the others.
 
     Where no expert has that many, all that were chosen stay.
     """
 
-    least: int | None = None
+    least: int
     name: ClassVar[str] = "mask-low-demand"
-    level: ClassVar[Level] = "tokens"
-    acts: ClassVar[bool] = True
-    needed: ClassVar[tuple[str, ...]] = ("least",)
-    whole_batch: ClassVar[bool] = True
+    examples: ClassVar[tuple[str, ...]] = ("mask-low-demand(least=2)",)
     notes: ClassVar[tuple[str, ...]] = (f"mask-low-demand acts on decode tokens alone; a token {LEFT}",)
 
     def __post_init__(self) -> None:
-        if self.least is not None and self.least < 1:
+        if self.least < 1:
             raise ValueError(f"mask-low-demand: least={self.least}: give 1 or more")
 
     def route(self, work: RouterWork) -> Routed:
-        assert self.least is not None
         if (routed := by_kernel(work, Plan("least", number=self.least))) is not None:
             return routed
         wish = preference(work)

@@ -92,7 +92,7 @@ def arguments_of(bound: BoundStack, rank: int, max_tokens: int) -> tuple[tuple[A
         "layers": setting.layers,
         "top_k": setting.top_k,
         "max_tokens": max_tokens,
-        "nearest": nearest_slots(bound.copies) if rule.split == "static" else None,
+        "nearest": nearest_slots(bound.copies) if rule.follow == "nearest" else None,
     }
     return (structure, rule), keywords
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from epsim.kernels.dispatch import Dispatcher, Rule
 from epsim.kernels.dispatch import cuda as dispatch_cuda
+from epsim.kernels.dispatch.rule import SharedRule
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack
 from epsim.policies.base import ordinal
@@ -155,8 +156,9 @@ def test_rules() -> None:
         assert rule(text).collective == collective, text
         assert rule(text).uncovered() is None
     assert rule("lplb+waterfill", cost=0).collective == "all_reduce"
-    assert rule("lplb+waterfill", cost=0).shared == "none"
-    assert Rule(objective="time").uncovered() is not None
+    assert rule("lplb+waterfill", cost=0).shared == SharedRule("none")
+    timed = "lplb(objective=time,a=1,b=2)"
+    assert rule(timed).uncovered() == "split lplb(objective=time) has no kernel"
     for text in ("lplb-ipm", "random+waterfill", "lplb-sampled+waterfill(counts=local)"):
         assert rule(text).uncovered() is not None, text
 

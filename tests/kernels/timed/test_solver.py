@@ -15,8 +15,8 @@ from epsim.kernels.split import SplitStructure, prepare, solve_gathered
 from epsim.kernels.split.problems import chain, clique, drifted_counts
 from epsim.kernels.timed import FEW_COPIES, TimedSolution, solve_timed
 from epsim.kernels.timed.solver import LARGEST, whole_costs
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster
+from epsim.policies.stack import placement_policy
 from tests.kernels.timed.reference import solve_reference
 
 RECORDINGS = Path(__file__).resolve().parents[3] / "../shared/traces/deepseek-v3-sglang"

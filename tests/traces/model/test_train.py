@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, models
 
-from epsim.policies.registry import KINDS
+from epsim.policies import registry
 from epsim.traces.model import sample, tokens, train
 from epsim.traces.model.config import ModelShape, build_model, count_parameters
 from epsim.traces.model.options import RecordOptions, TrainOptions
@@ -201,7 +201,8 @@ def test_the_recording_replays_with_every_split(trained: train.Trained, text: to
     assert kinds == {("prefill", 64, n) for n in (1, 2)} | {("decode", b, n) for b in (4, 8) for n in (1, 2)}
     assert (trace.meta.origin, trace.meta.shared_cost, trace.meta.num_scores) == ("recorded", 1.0, 16)
     assert sample.COMMAND in trace.meta.source
-    pairs = [(split, shared) for split in KINDS["split"] for shared in KINDS["shared"]]
+    policies = registry.kinds()
+    pairs = [(split, shared) for split in policies["split"] for shared in policies["shared"]]
     stacks = [f"eplb+{a}+{b}" for a, b in pairs if b != "waterfill-joint" or a == "lplb"]
     assert len(stacks) >= 12
     arguments = ["replay", str(trace.path), "--ranks", "4", "--redundant", "4", "--out", str(tmp_path / "out")]

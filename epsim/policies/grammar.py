@@ -1,0 +1,123 @@
+"""The text of a policy, `name` or `name(key=value,...)`, and back (docs/contract.md section 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from epsim.placement.base import Policy
+
+PLAIN = r"[\w./@:~-]+"
+"""Values that stand without quotation marks."""
+
+
+def split_outside(text: str, separator: str) -> list[str]:
+    """The parts of a text between separators that stand outside parentheses and quotation marks, stripped. Raises
+    ValueError where these do not match."""
+    parts, depth, quoted, escaped = [""], 0, False, False
+    for letter in text:
+        if quoted:
+            quoted, escaped = escaped or letter != '"', letter == "\\" and not escaped
+        else:
+            quoted = letter == '"'
+            depth += (letter == "(") - (letter == ")")
+            if depth not in (0, 1):
+                break
+        if letter == separator and depth == 0 and not quoted:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth or quoted:
+        what = "a quotation mark is missing" if quoted else "parentheses do not match"
+        raise ValueError(f"{what} in {text!r}: write name or name(key=value,...)")
+    return [part.strip() for part in parts]
+
+
+def name_and_arguments(item: str, text: str) -> tuple[str, dict[str, str]]:
+    """An item of the stack `text` -> its name and the text of each argument by its key; the key of an argument that
+    was given without one is empty."""
+    name, bracket, rest = item.partition("(")
+    if bracket and not rest.endswith(")"):
+        raise ValueError(f"{item!r} in {text!r} goes on after its parentheses: put + between items")
+    arguments: dict[str, str] = {}
+    inner = rest[:-1]
+    for number, part in enumerate(split_outside(inner, ",") if inner.strip() else []):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if number == 0 and part and (not equals or part.startswith('"')):  # the first argument may go without its key
+            key, equals, value = "", "=", part
+        elif not equals or not key or not value:
+            raise ValueError(f"{part!r} in {item!r} is not key=value")
+        if key in arguments:
+            raise ValueError(f"argument {key!r} is given twice in {item!r}")
+        arguments[key] = value
+    return name.strip(), arguments
+
+
+def build_policy(policy: type[Policy], name: str, arguments: dict[str, str], item: str) -> Any:
+    """The policy with its arguments. name: its own or an alias. Raises ValueError in one line."""
+    parameters = _parameters(policy)
+    if "" in arguments:
+        if not policy.first or policy.first in arguments:
+            raise ValueError(f"{arguments['']!r} in {item!r} is not key=value")
+        arguments = {policy.first: arguments[""], **{key: text for key, text in arguments.items() if key}}
+    for key in _required(policy):
+        if key not in arguments:
+            raise ValueError(f"{item!r} needs {key}=: write {policy.name}({key}=...)")
+    preset = policy.aliases.get(name, {})
+    values: dict[str, Any] = {}
+    for key, text in arguments.items():
+        if key not in parameters or key in preset:
+            left = [parameter for parameter in parameters if parameter not in preset]
+            known = f"its arguments are {', '.join(left)}" if left else "it takes none"
+            raise ValueError(f"unknown argument {key!r} in {item!r}: {known}")
+        values[key] = _value(parameters[key], key, text, item)
+    return policy(**preset, **values)
+
+
+def policy_text(policy: Any) -> str:
+    """The canonical text of a policy: arguments that have their defaults are left out, and an alias stands for its
+    arguments."""
+    for alias, preset in policy.aliases.items():
+        if policy == type(policy)(**preset):
+            return str(alias)
+    required = {key: getattr(policy, key) for key in _required(type(policy))}
+    default = type(policy)(**required)
+    given = []
+    for key, hint in _parameters(type(policy)).items():
+        value = getattr(policy, key)
+        if key in required or value != getattr(default, key):
+            quoted = hint is str and not re.fullmatch(PLAIN, value)
+            given.append(f"{key}={json.dumps(value, ensure_ascii=False) if quoted else value}")
+    return f"{policy.name}({','.join(given)})" if given else str(policy.name)
+
+
+def _value(hint: Any, key: str, text: str, item: str) -> Any:
+    if get_origin(hint) is Literal:
+        if text not in get_args(hint):
+            raise ValueError(f"unknown value {key}={text} in {item!r}: choose {' or '.join(get_args(hint))}")
+        return text
+    try:
+        return hint(json.loads(text) if text.startswith('"') else text)
+    except ValueError:
+        raise ValueError(f"{key}={text} in {item!r} is not of type {hint.__name__}") from None
+
+
+def _parameters(policy: Any) -> dict[str, Any]:
+    """A policy's arguments and their types: its dataclass fields. Of T | None the type is T: None is an argument left
+    out."""
+    hints = get_type_hints(policy)
+    found = {field.name: hints[field.name] for field in dataclasses.fields(policy)}
+    return {
+        key: next(part for part in get_args(hint) if part is not NoneType) if NoneType in get_args(hint) else hint
+        for key, hint in found.items()
+    }
+
+
+def _required(policy: Any) -> list[str]:
+    """Arguments without a default."""
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(policy)
+    return [field.name for field in fields if field.default is missing and field.default_factory is missing]
