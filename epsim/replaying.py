@@ -152,7 +152,7 @@ def replay(
             "version": VERSION,
             "command": options.command,
         },
-        **collected.results([bound.copies.placement for bound in stacks]),
+        **collected.results([bound.copies.placement for bound in bound_stacks]),
     }
 
 

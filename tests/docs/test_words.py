@@ -7,8 +7,8 @@ import re
 import torch
 
 from epsim.kernels.split import prepare, solve_peak
-from epsim.placement import placement_policy
 from epsim.placement.base import Cluster
+from epsim.policies.stack import placement_policy
 from tests.docs.blocks import ROOT
 from tests.test_layout import ORDER
 
