@@ -1,4 +1,4 @@
-"""What a block must be to belong to a trace: the checks that the store makes on the way in and on the way out."""
+"""Checks that a block fits its trace. The store runs them when it writes and when it reads."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 from epsim.traces.trace import PHASES, Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
-# Assignments of one layer in one step. Times 2^20 (fixed-point fractions) or summed over millions of steps it stays
-# within int64.
+# The most assignments of one layer in one step: times 2^20 (fixed-point fractions), or summed over millions of steps,
+# they still fit int64.
 MAX_COUNT = 2**40
 
 
 def check_block(block: Block, meta: TraceMeta, last_step: int | None) -> None:
-    """Raises ValueError where a block does not fit its trace: level, shapes, step order, values (see TokenBlock)."""
+    """Raises ValueError if a block does not fit its trace: level, shapes, step order, values (see TokenBlock)."""
     kinds = {"counts": CountsBlock, "rank_counts": RankCountsBlock, "tokens": TokenBlock}
     if not isinstance(block, kinds[meta.level]):
         raise ValueError(f"a {type(block).__name__} cannot go into a trace of level {meta.level}")
@@ -24,7 +24,7 @@ def check_block(block: Block, meta: TraceMeta, last_step: int | None) -> None:
 
 
 def counts_shape(meta: TraceMeta, num_steps: int) -> tuple[int, ...]:
-    """[S, L, E], or [S, L, R, E] at the level of counts by source rank."""
+    """The shape of a block's counts: [S, L, E], or [S, L, R, E] for counts by source rank."""
     ranks = (meta.num_source_ranks,) if meta.level == "rank_counts" else ()
     return (num_steps, meta.num_layers, *ranks, meta.num_experts)
 
@@ -33,8 +33,8 @@ def check_steps(steps: Ints, last_step: int | None) -> None:
     if steps.ndim != 1 or not np.issubdtype(steps.dtype, np.integer):
         raise ValueError(f"steps must be a list of whole numbers, not {list(steps.shape)} {steps.dtype}")
     if (np.diff(steps) <= 0).any():
-        place = int((np.diff(steps) <= 0).argmax())
-        raise ValueError(f"steps must ascend, but step {steps[place]} is followed by {steps[place + 1]}")
+        index = int((np.diff(steps) <= 0).argmax())
+        raise ValueError(f"steps must ascend, but step {steps[index]} is followed by {steps[index + 1]}")
     if len(steps) and steps[0] < 0:
         raise ValueError(f"step {steps[0]} is negative")
     if last_step is not None and len(steps) and steps[0] <= last_step:
@@ -49,13 +49,15 @@ def check_counts(counts: Ints, shape: tuple[int, ...]) -> None:
     if not counts.size:
         return
     if counts.min() < 0:
-        place = np.argwhere(counts < 0)[0]
-        raise ValueError(f"a count is negative ({counts[tuple(place)]}) at place {place[0]} in layer {place[1]}")
+        index = np.argwhere(counts < 0)[0]
+        raise ValueError(
+            f"a count is negative ({counts[tuple(index)]}) in step {index[0]} of the block, layer {index[1]}"
+        )
     most = int(counts.max())
     addends = counts.size // (shape[0] * shape[1])
-    # Sums are looked at only where they could be too large, as they cost a pass over the counts.
+    # A sum costs a pass over the counts, so it is computed only if it could be too large.
     if most > MAX_COUNT or (most > MAX_COUNT // addends and _largest_sum(counts) > MAX_COUNT):
-        raise ValueError(f"counts up to {most}: a layer has more than 2^40 assignments in one step")
+        raise ValueError(f"a layer has more than 2^40 assignments in one step (its largest count is {most})")
 
 
 def _largest_sum(counts: Ints) -> int:
@@ -64,7 +66,7 @@ def _largest_sum(counts: Ints) -> int:
 
 
 def check_ids(ids: Array | Ints, num_experts: int, what: str = "expert id") -> None:
-    """ids [T, L, n]: each -1 or one of the experts."""
+    """Raises ValueError unless each of ids [T, L, n] is -1 or an expert."""
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{what}s must be whole numbers, not {ids.dtype}")
     if not ids.size:
@@ -79,7 +81,7 @@ def check_ids(ids: Array | Ints, num_experts: int, what: str = "expert id") -> N
 
 
 def check_distinct(ids: Array) -> None:
-    """ids [T, L, k]: no expert twice in a token's layer."""
+    """Raises ValueError if a token of ids [T, L, k] has an expert twice in one layer."""
     ordered = np.sort(ids, axis=2)
     twice = (ordered[..., 1:] == ordered[..., :-1]) & np.greater_equal(ordered[..., 1:], 0)
     if twice.any():
@@ -94,7 +96,7 @@ def _check_tokens(block: TokenBlock, meta: TraceMeta) -> None:
             raise ValueError(f"{name} has shape {list(array.shape)} {array.dtype}, not [{num_tokens}] whole numbers")
     step, rank = block.token_step.astype(np.int64), block.source_rank.astype(np.int64)
     if num_tokens and (step.min() < 0 or step.max() >= len(block.steps)):
-        raise ValueError(f"token_step must lie in 0..{len(block.steps) - 1}, the places of the block's steps")
+        raise ValueError(f"token_step must lie in 0..{len(block.steps) - 1}, the indices of the block's steps")
     num_ranks = max(meta.num_source_ranks, 1)
     if num_tokens and (rank.min() < 0 or rank.max() >= num_ranks):
         raise ValueError(f"source rank {rank.max() if rank.min() >= 0 else rank.min()} is outside 0..{num_ranks - 1}")
@@ -112,7 +114,7 @@ def _check_tokens(block: TokenBlock, meta: TraceMeta) -> None:
         if block.phase.shape != block.steps.shape:
             raise ValueError(f"phase has shape {list(block.phase.shape)}, not [{len(block.steps)}]")
         if wrong := set(block.phase) - set(PHASES):
-            raise ValueError(f"phase {sorted(map(str, wrong))[0]!r} is none of {', '.join(PHASES)}")
+            raise ValueError(f"phase {sorted(map(str, wrong))[0]!r} is not one of {', '.join(PHASES)}")
 
 
 def _check_scores(block: TokenBlock, meta: TraceMeta) -> None:
@@ -130,4 +132,6 @@ def _check_scores(block: TokenBlock, meta: TraceMeta) -> None:
             raise ValueError(f"score_ids have shape {list(block.score_ids.shape)}, not {list(shape)}")
         check_ids(block.score_ids, meta.num_experts, "score id")
     elif meta.num_scores not in (meta.num_experts, meta.top_k):
-        raise ValueError(f"{meta.num_scores} scores a token need score_ids: they are neither top-k nor all experts")
+        raise ValueError(
+            f"{meta.num_scores} scores per token need score_ids: they are neither the top-k nor all experts"
+        )

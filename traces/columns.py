@@ -1,4 +1,4 @@
-"""Between blocks and Parquet tables: the columns of each level."""
+"""Converts blocks to Parquet tables and back: the columns of each level."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock,
 
 
 def schema_of(meta: TraceMeta, score_ids: bool, domain: bool, phase: bool = False) -> pa.Schema:
-    """counts, rank_counts: a row a (step, layer). tokens: a row a token."""
+    """The columns of a trace. counts, rank_counts: one row per (step, layer). tokens: one row per token."""
 
-    def column(name: str, kind: Any) -> pa.Field:
-        return pa.field(name, kind, nullable=False)
+    def column(name: str, dtype: Any) -> pa.Field:
+        return pa.field(name, dtype, nullable=False)
 
-    def fixed(kind: Any, size: int) -> pa.DataType:
-        return pa.list_(pa.field("item", kind, nullable=False), size)
+    def fixed(dtype: Any, size: int) -> pa.DataType:
+        return pa.list_(pa.field("item", dtype, nullable=False), size)
 
     if meta.level != "tokens":
         size = meta.num_experts * (meta.num_source_ranks if meta.level == "rank_counts" else 1)
@@ -52,10 +52,10 @@ def to_table(block: Block, meta: TraceMeta, schema: pa.Schema) -> pa.Table:
     ]
     for name, dtype in (("scores", np.float16), ("score_ids", np.int16)):
         if name in schema.names:
-            kind, values = schema.field(name).type, getattr(block, name)
-            # Steps whose scores were not kept hold zeros, which take no room; the index tells them apart.
-            zeros = np.zeros((len(block.token_step), kind.list_size), dtype=dtype)
-            columns.append(_fixed(zeros if values is None else values, dtype, kind))
+            column_type, values = schema.field(name).type, getattr(block, name)
+            # Steps without scores hold zeros, which compress to nothing; the index says which steps these are.
+            zeros = np.zeros((len(block.token_step), column_type.list_size), dtype=dtype)
+            columns.append(_fixed(zeros if values is None else values, dtype, column_type))
     if block.domain is not None:
         columns.append(pa.array(block.domain, type=pa.string()).dictionary_encode())
     if block.phase is not None:
@@ -64,11 +64,11 @@ def to_table(block: Block, meta: TraceMeta, schema: pa.Schema) -> pa.Table:
 
 
 def to_block(table: pa.Table, meta: TraceMeta, steps: Ints, scored: bool = True) -> Block:
-    """The inverse of `to_table`; steps [S]: the steps that the table's rows belong to; scored: with their scores."""
+    """The inverse of `to_table`. steps [S]: the steps of the table's rows; scored: whether they keep scores."""
     if meta.level != "tokens":
         wanted = np.tile(np.array(meta.layers, dtype=np.int32), len(steps))
         if not np.array_equal(table["layer"].to_numpy(), wanted):
-            raise ValueError("its rows are not every step's layers in turn")
+            raise ValueError("its rows do not list every layer of every step in order")
         counts: Ints = _values(table, "counts").astype(np.int64, copy=False)
         if meta.level == "counts":
             return CountsBlock(steps, counts.reshape(len(steps), meta.num_layers, meta.num_experts))
@@ -101,9 +101,9 @@ def _fixed(array: Array, dtype: type[np.generic], kind: pa.DataType) -> pa.Array
 
 
 def _values(table: pa.Table, name: str) -> Array:
-    # A copy: Arrow's memory is read-only, and PyTorch takes only what it may write to.
+    # A copy, because Arrow's memory is read-only and PyTorch needs writable memory.
     values = table[name].combine_chunks().flatten()
     if values.null_count:
-        raise ValueError(f"column {name} lacks values")
+        raise ValueError(f"column {name} has missing values")
     flat: Array = np.array(values.to_numpy(zero_copy_only=False))
     return flat

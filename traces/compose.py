@@ -18,11 +18,11 @@ BLOCK_TOKENS = 1 << 15
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Loose tokens of a recording, in its order.
+    """Tokens of a recording, in its order, before they are arranged in steps.
 
     expert_ids [T, L, k] integer, -1 for an empty slot; scores [T, L, m] or None. step, source_rank, sequence [T] int64
-    or None: what the recording knows of each token; a sequence's tokens stand in its order. domain [T] of str or None.
-    num_source_ranks: 0 for one more than the largest. step_phase: the phase of each step number, where they differ.
+    or None: what the recording says of each token; the tokens of a sequence are in order. domain [T] of str or None.
+    num_source_ranks: 0 for the largest source rank + 1. step_phase: each step number's phase, if phases differ.
     """
 
     expert_ids: Array
@@ -40,7 +40,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """How loose tokens stand in steps: order [T] into the tokens; step and source_rank [T], in that order."""
+    """Tokens arranged in steps. order [T]: indices of the tokens; step, source_rank [T]: of tokens in that order."""
 
     order: Ints
     step: Ints
@@ -52,8 +52,8 @@ class Arrangement:
 
 
 def arrange(tokens: Tokens, options: ImportOptions) -> Arrangement:
-    """Steps that the recording knows are kept; sequences (several, or --batch given) are composed into decode steps;
-    anything else is cut into steps of --step-tokens."""
+    """Arranges tokens in steps. Recorded steps are kept. Sequences (several, or with --batch) are composed into decode
+    steps. Anything else is cut into steps of --step-tokens."""
     if tokens.step is not None:
         return _by_step(tokens.step, tokens.source_rank, tokens.num_source_ranks, options.ranks)
     sequences = 0 if tokens.sequence is None else len(np.unique(tokens.sequence))
@@ -89,25 +89,25 @@ def _phases(step_phase: dict[int, Phase], steps: Ints) -> npt.NDArray[np.object_
 
 
 def schedule(lengths: Ints, batch: int) -> tuple[Ints, Ints]:
-    """When and where each sequence decodes. lengths [N] >= 1 -> (first step [N], place [N] in 0..batch-1).
+    """The first step and the batch slot of each sequence. lengths [N] >= 1 -> (first step [N], slot [N] in 0..batch-1).
 
-    Place p takes its first sequence at step floor(p * min(1, mean length / batch)): one arrival a step at most, so that
-    first tokens do not align, unless sequences are shorter than the batch is wide. A finished sequence's place is taken
-    by the next sequence in the very next step.
+    Slot p takes its first sequence at step floor(p * min(1, mean length / batch)). So at most one sequence arrives per
+    step and first tokens do not align, unless the mean length is below the batch size. When a sequence ends, the next
+    one takes its slot in the following step.
     """
     pace = min(1.0, float(lengths.mean()) / batch) if len(lengths) else 1.0
-    free = [(int(place * pace), place) for place in range(batch)]
+    free = [(int(slot * pace), slot) for slot in range(batch)]
     heapq.heapify(free)
-    start, where = np.empty(len(lengths), dtype=np.int64), np.empty(len(lengths), dtype=np.int64)
+    start, slots = np.empty(len(lengths), dtype=np.int64), np.empty(len(lengths), dtype=np.int64)
     for index, length in enumerate(lengths.tolist()):
-        step, place = heapq.heappop(free)
-        start[index], where[index] = step, place
-        heapq.heappush(free, (step + length, place))
-    return start, where
+        step, slot = heapq.heappop(free)
+        start[index], slots[index] = step, slot
+        heapq.heappush(free, (step + length, slot))
+    return start, slots
 
 
 def compose(sequence: Ints, options: ImportOptions) -> Arrangement:
-    """Decode steps from sequences. sequence [T]: the sequence of each token; every token is in exactly one step."""
+    """Composes sequences into decode steps. sequence [T]: each token's sequence. Every token is in exactly one step."""
     _, first, index, lengths = np.unique(sequence, return_index=True, return_inverse=True, return_counts=True)
     arrival = np.argsort(first, kind="stable")
     rank_of = np.empty_like(arrival)
@@ -116,29 +116,29 @@ def compose(sequence: Ints, options: ImportOptions) -> Arrangement:
     wanted = options.batch or DEFAULT_BATCH
     batch = min(wanted, len(lengths))
     ranks = options.ranks or min(DEFAULT_RANKS, batch)
-    start, place = schedule(lengths, batch)
+    start, slot = schedule(lengths, batch)
     within = np.empty(len(sequence), dtype=np.int64)
     grouped = np.argsort(index, kind="stable")
     within[grouped] = np.arange(len(sequence)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     step = start[index] + within
-    order = np.lexsort((place[index], step))
+    order = np.lexsort((slot[index], step))
     numbers, renumbered = np.unique(step, return_inverse=True)
     notes = [
-        f"composed: {len(lengths)} sequences in {len(numbers)} decode steps of at most {batch} places"
-        f"{'' if options.batch else ' (default --batch)'}; arrivals staggered, a finished sequence's place taken by "
-        "the next; every token kept, so the first and last steps hold fewer",
-        f"source ranks by place: place * {ranks} // {batch}{'' if options.ranks else ' (default --ranks)'}",
+        f"composed: {len(lengths)} sequences in {len(numbers)} decode steps of at most {batch} sequences"
+        f"{'' if options.batch else ' (default --batch)'}; they start at different steps, and when one ends the next "
+        "takes its batch slot; every token is kept, so the first and last steps hold fewer",
+        f"source rank = batch slot * {ranks} // {batch}{'' if options.ranks else ' (default --ranks)'}",
     ]
     if batch < wanted:
-        notes.append(f"only {batch} sequences for {wanted} places: batch {batch}")
-    source_rank = place[index] * ranks // batch
+        notes.append(f"only {batch} sequences for a batch of {wanted}: batch {batch}")
+    source_rank = slot[index] * ranks // batch
     return Arrangement(
         order, renumbered.reshape(-1)[order], source_rank[order], ranks, "composed", "decode", tuple(notes)
     )
 
 
 def deal(token_step: Ints, num_ranks: int) -> Ints:
-    """Source ranks by contiguous, (nearly) equal shares of each step's tokens. token_step [T] ascending -> [T]."""
+    """Source ranks [T] in contiguous, nearly equal shares of each step's tokens. token_step [T]: ascending."""
     _, begin, counts = np.unique(token_step, return_index=True, return_counts=True)
     within = np.arange(len(token_step)) - np.repeat(begin, counts)
     dealt: Ints = within * num_ranks // np.repeat(counts, counts)
@@ -157,12 +157,12 @@ def _by_step(step: Ints, source_rank: Ints | None, recorded_ranks: int, ranks: i
 def _cut(num_tokens: int, options: ImportOptions) -> Arrangement:
     size = options.step_tokens or DEFAULT_STEP_TOKENS
     order = np.arange(num_tokens)
-    note = f"the recording knows no steps: cut into steps of {size} tokens"
+    note = f"the recording has no steps: cut into steps of {size} tokens"
     return _dealt(order, order // size, options.ranks, (note + ("" if options.step_tokens else " (default)"),))
 
 
 def _dealt(order: Ints, step: Ints, ranks: int | None, notes: tuple[str, ...]) -> Arrangement:
     if ranks is None:
         return Arrangement(order, step, np.zeros(len(step), dtype=np.int64), 0, "recorded", None, notes)
-    dealt = f"source ranks unknown: each step's tokens dealt to {ranks} ranks in contiguous shares"
+    dealt = f"source ranks unknown: the tokens of each step are dealt to {ranks} ranks in contiguous shares"
     return Arrangement(order, step, deal(step, ranks), ranks, "recorded", None, (*notes, dealt))

@@ -1,4 +1,4 @@
-"""Any readable recording as a stored trace."""
+"""Imports any readable recording as a stored trace."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ Sources = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def import_trace(sources: Sources, target: str | os.PathLike[str], options: ImportOptions | None = None) -> StoredTrace:
-    """Imports the files of one recording (or the files of a folder) to a Parquet trace at target.
+    """Imports the files of one recording (or of a folder) and writes them as a Parquet trace to target.
 
-    Dense layers (no token in any step) and a buffer's unfilled end are dropped, with notes. Raises FileNotFoundError
-    or ValueError in one line that names file, place and option; then nothing is written.
+    Dense layers (no token in any step) and the unfilled end of a buffer are dropped, and notes say so. Raises
+    FileNotFoundError or ValueError with one line that says what is wrong, where, and which option helps; then nothing
+    is written.
     """
     paths = _as_list(sources)
     recording = read_recording(paths, options or ImportOptions())
     with naming(os.fspath(paths[0]), "recording"):
         meta, kept, stop = _survey(recording)
         if Path(target).exists() and any(Path(path).exists() and Path(path).samefile(target) for path in paths):
-            raise ValueError(f"{target} is also a source: write the trace somewhere else")
+            raise ValueError(f"{target} is also a source: write the trace to another file")
         with TraceWriter(target, meta) as writer:
-            place = 0
+            first = 0
             for block in recording.blocks():
-                part = slice_steps(block, 0, max(min(len(block.steps), stop - place), 0))
-                place += len(block.steps)
+                part = slice_steps(block, 0, max(min(len(block.steps), stop - first), 0))
+                first += len(block.steps)
                 writer.append(take_layers(part, kept))
     return StoredTrace(target)
 
@@ -70,7 +71,7 @@ def selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTra
 
 
 def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace:
-    """Our own file with what the options say of it; ValueError where they contradict what it holds."""
+    """An epsim trace with the options applied to its meta. Raises ValueError if they contradict the file."""
     if options is None:
         return trace
     meta = trace.meta
@@ -80,10 +81,10 @@ def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace
             raise ValueError(f"{trace.path}: {name} {stated}, but the trace has {value}")
     for name, stated in (("--batch", options.batch), ("--step-tokens", options.step_tokens)):
         if stated is not None:
-            raise ValueError(f"{trace.path}: {name} is for imports; this trace has its steps already")
+            raise ValueError(f"{trace.path}: {name} works on imports only: this trace already has steps")
     known = find_model(options.model or "")
     if known and (known.num_experts, known.top_k) != (meta.num_experts, meta.top_k):
-        has = f"{known.num_experts} experts, top-{known.top_k}; the trace {meta.num_experts}, top-{meta.top_k}"
+        has = f"{known.num_experts} experts, top-{known.top_k}; the trace has {meta.num_experts}, top-{meta.top_k}"
         raise ValueError(f"{trace.path}: --model {options.model} has {has}")
     filled = meta.shared_cost if known is None else known.shared_cost
     trace.meta = dataclasses.replace(
@@ -96,17 +97,17 @@ def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace
 
 
 def temporary_path() -> Path:
-    """A place for a trace that is deleted at exit."""
+    """The path of a trace that is deleted at exit."""
     folder = Path(tempfile.mkdtemp(prefix="epsim-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder / "trace.parquet"
 
 
 def sample_path() -> Path:
-    """The bundled sample trace; FileNotFoundError where this installation lacks it."""
+    """The path of the bundled sample trace. Raises FileNotFoundError if it is not installed."""
     path = Path(__file__).with_name("sample.parquet")
     if not path.exists():
-        raise FileNotFoundError(f"{path}: the sample trace is not part of this installation; give a trace of your own")
+        raise FileNotFoundError(f"{path}: this installation has no sample trace: give a trace of your own")
     return path
 
 
@@ -122,7 +123,7 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _survey(recording: Recording) -> tuple[TraceMeta, list[int] | None, int]:
-    """A first pass: (meta with dense layers gone, the layers kept or None for all, the steps kept)."""
+    """A first pass over the recording: (meta without dense layers, layers to keep or None for all, steps to keep)."""
     meta = recording.meta
     stop = 1 << 62
     if not (recording.may_have_dense or recording.unfilled_end):
@@ -151,7 +152,7 @@ def _survey(recording: Recording) -> tuple[TraceMeta, list[int] | None, int]:
 
 
 def _nonempty(block: Block) -> Array:
-    """[S, L] bool: whether a step's layer has any assignment."""
+    """[S, L] bool: whether a layer has any assignment in a step."""
     if not isinstance(block, TokenBlock):
         return np.asarray(block.counts.any(axis=tuple(range(2, block.counts.ndim))))
     result = np.zeros((len(block.steps), block.expert_ids.shape[1]), dtype=bool)

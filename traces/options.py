@@ -17,11 +17,11 @@ MAX_DRAWN = 1 << 24
 
 
 def check_phase(option: str, phase: str) -> Phase:
-    """The phase of that name. Raises ValueError, naming the option, for any other."""
-    found = next((known for known in PHASES if known == phase), None)
-    if found is None:
-        raise ValueError(f"{option} {phase}: give one of {', '.join(PHASES)}")
-    return found
+    """The phase of that name. For any other name it raises ValueError, which names the option."""
+    for known in PHASES:
+        if known == phase:
+            return known
+    raise ValueError(f"{option} {phase}: give one of {', '.join(PHASES)}")
 
 
 @dataclass(frozen=True, kw_only=True)

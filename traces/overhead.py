@@ -1,4 +1,4 @@
-"""What recording costs: forward passes with and without it."""
+"""Measures what recording costs: forward passes with and without it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epsim.traces.record import record
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds a forward pass, the best of the rounds: alone, recorded while a thread writes, and that thread's work."""
+    """Seconds per forward pass, best of the rounds: without recording, with recording, and of the writing thread."""
 
     plain: float
     recorded: float
@@ -23,7 +23,7 @@ class Overhead:
     def __str__(self) -> str:
         return (
             f"recording adds {self.recorded / self.plain - 1:.1%} to a forward pass of {self.plain * 1e3:.2f} ms; "
-            f"beside it a thread writes for {self.writing * 1e3:.2f} ms a pass"
+            f"in parallel a thread writes for {self.writing * 1e3:.2f} ms per pass"
         )
 
 
@@ -32,7 +32,7 @@ def measure_overhead(
 ) -> Overhead:
     """Times runs of eight passes of `model(**inputs)` with and without `record(model, path, **options)`, in turn.
 
-    A run's finished steps are handed to the writing thread halfway, so that it works beside the second half.
+    Halfway through a run the finished steps go to the writing thread, which works during the second half.
     """
 
     def run(passes: int) -> float:

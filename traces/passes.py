@@ -1,4 +1,4 @@
-"""A recorded forward pass, on its way from the device to the trace."""
+"""One recorded forward pass, and its conversion to a block of a trace."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ OBJECT_BYTES = 4096
 
 
 def cache_of(kwargs: dict[str, Any]) -> Any:
-    """The key-value cache that a model is called with, or None. Its argument's name differs between versions."""
+    """The key-value cache in a model's arguments, or None. The argument's name differs between versions."""
     return next((kwargs[name] for name in ("past_key_values", "cache") if kwargs.get(name) is not None), None)
 
 
 def real_tokens(mask: Any, batch: int, length: int, cache: Any) -> torch.Tensor | None:
-    """[batch, length] bool, new: which tokens of a pass are no padding; None for all.
+    """Which tokens of a pass are not padding: a new [batch, length] bool, or None for all.
 
-    mask: [batch, tokens], or, as generate() gives it with a static cache, [batch, 1, length, keys] of True or 0.0 where
-    attended (a dict of these by kind of layer): there a token is real if it attends to itself. Raises ValueError for
-    others.
+    mask: [batch, tokens]; or [batch, 1, length, keys] with True or 0.0 where attended, as generate() passes it with a
+    static cache (or a dict of these by attention type), in which a token that attends to itself is real. Raises
+    ValueError for other masks.
     """
     if isinstance(mask, dict):
         mask = mask.get("full_attention", next(iter(mask.values()), None))
@@ -34,22 +34,22 @@ def real_tokens(mask: Any, batch: int, length: int, cache: Any) -> torch.Tensor 
         return None
     past = 0 if cache is None else int(cache.get_seq_length())
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= length:
-        # A mask as long as a static cache goes beyond this pass; one of this pass alone has no past.
+        # A mask for a static cache extends beyond this pass; a mask for this pass only does not cover the past.
         start = past if mask.shape[1] >= past + length else mask.shape[1] - length
         return mask[:, start : start + length].to(torch.bool, copy=True)
     if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[3] >= past + length:
         attended = mask if mask.dtype == torch.bool else mask == 0
         return attended[:, 0].diagonal(past, 1, 2).expand(batch, length).clone()
     shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-    raise ValueError(f"record: attention_mask {shape} does not tell padding: give [sequences, tokens]")
+    raise ValueError(f"record: attention_mask {shape} does not say which tokens are padding: give [sequences, tokens]")
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
     """A finished forward pass of B = batch sequences of n = length tokens.
 
-    valid [B, n] bool: tokens that are no padding, None for all. ids, scores, score_ids [L, B * n, ...], int16 and
-    float16. domains, ranks: of each sequence.
+    valid [B, n] bool: tokens that are not padding, None for all. ids, scores, score_ids [L, B * n, ...]: int16,
+    float16, int16. domains, ranks: one per sequence.
     """
 
     step: int
@@ -64,12 +64,12 @@ class Pass:
     phase: Phase
 
     def num_bytes(self) -> int:
-        """Roughly, with the objects themselves: passes of a token or two are little else."""
+        """Approximate size, including Python objects, which dominate in passes of one or two tokens."""
         tensors = [t for t in (self.ids, self.scores, self.score_ids) if t is not None]
         return OBJECT_BYTES + sum(t.numel() * t.element_size() for t in tensors)
 
     def to_cpu(self) -> Pass:
-        """The same pass, off the device."""
+        """The same pass, with its tensors on the CPU."""
 
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.cpu()
@@ -83,7 +83,7 @@ class Pass:
         )
 
     def to_block(self) -> TokenBlock:
-        """Tokens ordered by source rank, then sequence, then position; without padding."""
+        """The pass as a block without padding, ordered by source rank, then sequence, then position."""
         sequence = np.repeat(np.arange(self.batch), self.length)
         order = np.argsort(np.array(self.ranks)[sequence], kind="stable")
         if self.valid is not None:
@@ -108,9 +108,9 @@ class Pass:
 
 
 def blocks_of(passes: Sequence[Pass]) -> Iterator[TokenBlock]:
-    """A block for each run of passes with, or without, scores: one for each small pass would take kilobytes."""
-    for _, run in itertools.groupby(passes, lambda one: one.scores is None):
-        blocks = [one.to_block() for one in run]
+    """Joins consecutive passes that all have scores, or all have none, into one block, to save kilobytes per pass."""
+    for _, run in itertools.groupby(passes, lambda p: p.scores is None):
+        blocks = [p.to_block() for p in run]
 
         def joined(name: str, blocks: list[TokenBlock] = blocks) -> Any:
             arrays = [getattr(block, name) for block in blocks]

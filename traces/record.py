@@ -1,12 +1,12 @@
-"""Records routing from a live Hugging Face transformers model, one forward hook on each router.
+"""Records routing from a live Hugging Face transformers model, with a forward hook on each router.
 
     with record(model, "run.parquet", num_scores="all", num_source_ranks=16) as recorder:
-        recorder.domains = ["python", "german"]      # of the next passes' sequences, one each
+        recorder.domains = ["python", "german"]      # one label per sequence of the next passes
         model.generate(**inputs)
 
-A forward pass of the model is a step. Padding, by the attention mask, is left out, and so are the tokens that
-generate() feeds to a sequence after its end, where it keeps a cache. A hook that changes the routing must be registered
-before the recorder, which then sees what it returns. The file is written by a thread, beside the next passes.
+Each forward pass of the model is a step. The recorder leaves out padding (from the attention mask) and, with a cache,
+the tokens that generate() feeds to a sequence after its end. Register a hook that changes the routing before the
+recorder, so that the recorder sees its result. A thread writes the file while the next passes run.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ FLUSH_BYTES = 32 << 20
 
 
 class Recorder:
-    """What a recording can be told while it runs, by setting these between passes.
+    """A running recording. Set these attributes between passes to describe the next ones.
 
-    domains: the label of each sequence of the batch ("" where not given).
-    source_ranks: the rank of each sequence; None deals them out in order, sequence b of B to rank b * R // B.
-    phase: of the next passes; None calls passes of one token a sequence decode, others prefill (training in training).
-    scored_phases: passes of these phases keep their scores; None for all.
-    step: the number of the next pass. seconds_writing: time that the writing thread has been at work.
+    domains: the label of each sequence of the batch; None for "".
+    source_ranks: the rank of each sequence; None puts sequence b of B on rank b * R // B.
+    phase: None for `training` if the model trains, else `decode` with one token per sequence, else `prefill`.
+    scored_phases: the phases whose passes keep scores; None for all.
+    step: the number of the next pass. seconds_writing: how long the writing thread has worked.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Recorder:
         self._ended: torch.Tensor | None = None
 
     def begin(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the model: notes which tokens of the pass are real."""
+        """Forward pre-hook of the model: finds the tokens of the pass that are not padding."""
         self._seen.clear()
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs.get("inputs_embeds") if ids is None else ids
@@ -87,7 +87,7 @@ class Recorder:
         cache = cache_of(kwargs)
         self._valid = real_tokens(mask, batch, length, cache)
         self._inside = True
-        # What comes first in a cache is a prompt, however short.
+        # The first pass that fills a cache is a prompt, even if it has one token.
         if length > 1 or ids is None or not self._stop_ids or cache is None or not int(cache.get_seq_length()):
             self._ended = None
             return
@@ -97,31 +97,31 @@ class Recorder:
         running = ~self._ended[:, None]
         self._valid = running if self._valid is None else self._valid & running
 
-    def see(self, place: int) -> Callable[[Any, Any, Any], None]:
-        """Forward hook of the router at this place."""
+    def see(self, router: int) -> Callable[[Any, Any, Any], None]:
+        """The forward hook of the router with this index."""
 
         def hook(module: Any, inputs: Any, output: Any) -> None:
-            if not self._inside:  # Gradient checkpointing, or a part of the model that is called alone.
+            if not self._inside:  # Gradient checkpointing, or a part of the model was called by itself.
                 return
-            if place in self._seen:
-                raise ValueError(f"record: router {place} ran twice in one pass")
-            first, ids = self._routers[place].choice(output)
-            self._seen[place] = (first.detach(), ids.detach())
+            if router in self._seen:
+                raise ValueError(f"record: router {router} ran twice in one pass: record one forward pass at a time")
+            first, ids = self._routers[router].choice(output)
+            self._seen[router] = (first.detach(), ids.detach())
 
         return hook
 
     def end(self, model: Any, args: Any, output: Any) -> None:
-        """Forward hook of the model: the pass is a finished step."""
+        """Forward hook of the model: stores the pass as a finished step."""
         self._inside = False
         if len(self._seen) < len(self._routers):
             raise ValueError(
                 f"record: {len(self._seen)} of {len(self._routers)} routers ran in this pass "
-                "(was the model compiled and called before? compile it anew)"
+                "(if the model was compiled and called before, compile it again inside the recording)"
             )
         batch, length = self._shape
-        first = [self._seen[place][0] for place in range(len(self._routers))]
-        device = first[0].device  # A large model's layers lie on several.
-        ids = torch.stack([self._seen[place][1].to(device) for place in range(len(self._routers))])
+        first = [self._seen[router][0] for router in range(len(self._routers))]
+        device = first[0].device  # The layers of a large model may be on several devices.
+        ids = torch.stack([self._seen[router][1].to(device) for router in range(len(self._routers))])
         self._seen.clear()
         self.num_experts, self.top_k = int(first[0].shape[-1]), int(ids.shape[-1])
         phase = self.phase or ("training" if model.training else "decode" if length == 1 else "prefill")
@@ -157,8 +157,8 @@ class Recorder:
             self.flush()
 
     def flush(self) -> None:
-        """Hands the finished steps to the writing thread, once it is done with those before."""
-        # Kept until the last moment: an interruption while waiting must not lose them.
+        """Hands the finished steps to the writing thread, after it has written those before."""
+        # The list is cleared only after the wait, so that an interruption during it loses no steps.
         if self._writing is not None:
             self._writing.result()
         done = [p.to_cpu() for p in self._finished]
@@ -166,7 +166,7 @@ class Recorder:
         self._writing = self._thread.submit(self._write, done)
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes the remaining steps."""
         try:
             self.flush()
             assert self._writing is not None
@@ -190,13 +190,13 @@ class Recorder:
         return torch.stack([router.scores(output).to(device) for router, output in each])
 
     def _check(self, phase: Phase, domains: tuple[Any, ...], ranks: tuple[Any, ...]) -> None:
-        """What the user has set: at once, not when the writing thread comes to it."""
+        """Checks what the user has set now, not later in the writing thread."""
         if phase not in PHASES:
-            raise ValueError(f"record: phase {phase!r} is none of {', '.join(PHASES)}")
+            raise ValueError(f"record: phase {phase!r} is not one of {', '.join(PHASES)}")
         if self.step <= self._last_step:
             raise ValueError(f"record: step {self.step} follows step {self._last_step}: numbers must ascend from 0")
         if wrong := [label for label in domains if not isinstance(label, str)]:
-            raise ValueError(f"record: domain {wrong[0]!r} is not a text")
+            raise ValueError(f"record: domain {wrong[0]!r} is not a string")
         if wrong := [rank for rank in ranks if not 0 <= rank < self._num_ranks]:
             raise ValueError(f"record: source rank {wrong[0]} is outside 0..{self._num_ranks - 1} (num_source_ranks)")
 
@@ -223,23 +223,23 @@ def record(
     notes: tuple[str, ...] = (),
     stop_ids: Sequence[int] | None = None,
 ) -> Iterator[Recorder]:
-    """Writes a token-level trace of every forward pass of `model` inside the `with`.
+    """Writes a token-level trace of every forward pass of `model` inside the `with` block.
 
-    num_scores: scores a token and layer, the highest m with their expert ids, or all. num_source_ranks: R.
-    phase: of the trace as a whole; each step has its own. stop_ids: tokens that end a sequence under generate(); by
-    default those of the model's generation config.
-    An interruption, a termination (SIGTERM) or an error leaves a readable trace of the finished steps. Raises
-    ValueError or FileNotFoundError where `path` cannot be written, ValueError where the model has no
-    routers, where their scores are asked for but unknown, and where no pass was recorded.
+    num_scores: scores to keep per token and layer: the m highest with their expert ids, or "all". num_source_ranks: R.
+    phase: of the whole trace; each step also has its own. stop_ids: tokens that end a sequence in generate(); None
+    takes those of the model's generation config.
+    After an interruption, SIGTERM or an error, the file is a readable trace of the finished steps. Raises
+    FileNotFoundError or ValueError if `path` cannot be written, and ValueError if the model has no routers, if their
+    score rule is unknown and scores are wanted, or if no pass was recorded.
     """
     if num_source_ranks < 1:
         raise ValueError(f"num_source_ranks {num_source_ranks}: give at least 1")
     if num_scores != "all" and num_scores < 0:
         raise ValueError(f"num_scores {num_scores}: give 0, a number of scores, or 'all'")
     if phase not in PHASES:
-        raise ValueError(f"phase {phase!r} is none of {', '.join(PHASES)}")
+        raise ValueError(f"phase {phase!r} is not one of {', '.join(PHASES)}")
     target = Path(path)
-    temporary_beside(check_target(path)).unlink()  # Tried now, not after hours of recording.
+    temporary_beside(check_target(path)).unlink()  # Fails now, not after hours of recording.
     routers = find_routers(model)
     with _termination_unwinds(), ExitStack() as files:
 
@@ -280,7 +280,7 @@ def record(
 
 @contextmanager
 def _termination_unwinds() -> Iterator[None]:
-    """SIGTERM (of Slurm, Kubernetes, timeout) exits like an interrupt, where the program has no handler of its own."""
+    """Turns SIGTERM (from Slurm, Kubernetes, timeout) into SystemExit, unless the program handles it itself."""
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

@@ -1,4 +1,4 @@
-"""Source ranks of a recording brought to the ranks that are replayed."""
+"""Maps the source ranks of a recording to the ranks of a replay."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from epsim.traces.trace import Block, RankCountsBlock, TokenBlock, TraceMeta
 
 
 def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
-    """A block of the trace as if its tokens lived on num_ranks source ranks; `regroup_note` says what that takes.
+    """The block as if its tokens lived on num_ranks source ranks; `regroup_note` says in words what changes.
 
-    As many ranks: as it is. A multiple: adjacent ranks folded. Else tokens are dealt anew, each step in contiguous
-    equal shares, and counts by source rank become plain counts (a CountsBlock), as their tokens are not known.
+    The recorded number of ranks stays as it is. A multiple of num_ranks is folded: adjacent ranks become one.
+    Otherwise the tokens of each step are dealt in contiguous equal shares, and counts by source rank become a
+    CountsBlock, because their tokens are unknown.
     """
     if isinstance(block, TokenBlock):
         if meta.num_source_ranks == num_ranks:
@@ -35,22 +36,22 @@ def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
 
 
 def regroup_note(meta: TraceMeta, num_ranks: int) -> str:
-    """What `regroup` does to blocks of this trace, in words; empty where it leaves them as they are."""
+    """What `regroup` does to blocks of this trace, in words; empty if it does not change them."""
     recorded = meta.num_source_ranks
     if meta.level == "counts":
         return "source ranks unknown: counts level"
     if recorded == num_ranks:
         return ""
     if _folds(meta, num_ranks):
-        return f"{recorded} source ranks folded to {num_ranks}: {recorded // num_ranks} adjacent ones each"
+        return f"{recorded} source ranks folded to {num_ranks}: {recorded // num_ranks} adjacent ranks become one"
     if meta.level == "rank_counts":
         return f"{recorded} source ranks cannot be folded to {num_ranks}: source ranks dropped, counts level"
     why = "source ranks unknown" if recorded == 0 else f"{recorded} source ranks cannot be folded to {num_ranks}"
-    return f"{why}: each step's tokens dealt to {num_ranks} ranks in contiguous equal shares"
+    return f"{why}: the tokens of each step are dealt to {num_ranks} ranks in contiguous equal shares"
 
 
 def regrouped_meta(meta: TraceMeta, num_ranks: int) -> TraceMeta:
-    """The description of what `regroup` makes of a trace, with its words among the notes."""
+    """The meta of the trace after `regroup`, whose note is added."""
     if meta.level == "counts":
         return meta
     done = regroup_note(meta, num_ranks)

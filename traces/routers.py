@@ -1,7 +1,7 @@
-"""The routers of a Hugging Face transformers 5 model, and what they choose by.
+"""Finds the routers of a Hugging Face transformers 5 model and computes the scores they choose by.
 
-Found by form: a child `gate` or `router` beside a child `experts`. A router returns (logits or probabilities [T, E],
-weights [T, k], expert ids [T, k]); what comes back is what the model uses, so one forward hook sees or replaces it.
+A router is a child `gate` or `router` of a module that also has a child `experts`. It returns (logits or probabilities
+[T, E], weights [T, k], expert ids [T, k]), and the model uses these, so a forward hook can read or replace them.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ factor for each expert."""
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router, the model's own number of its layer, and its neighbour, the module that computes the experts."""
+    """A router, the number that the model gives its layer, and the module that computes the layer's experts."""
 
     layer: int
     module: Any
     experts: Any
 
     def choice(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """A router's first output [T, E] and expert ids [T, k]. Raises ValueError for routers of another form."""
+        """A router's first output [T, E] and expert ids [T, k]. Raises ValueError if it returns anything else."""
         if isinstance(output, tuple) and len(output) == 3:
             first, _, ids = output
             if first.ndim == ids.ndim == 2 and not ids.is_floating_point():
@@ -72,7 +72,7 @@ class Router:
         )
 
     def scores(self, first_output: torch.Tensor) -> torch.Tensor:
-        """[..., E] -> [..., E] float32: what this router chooses by."""
+        """The scores this router chooses by, [..., E] float32, from its first output [..., E]."""
         name = type(self.module).__name__
         if name not in SCORE_RULES:
             known = ", ".join(SCORE_RULES)
@@ -91,22 +91,22 @@ class Router:
 
 
 def find_routers(model: Any) -> list[Router]:
-    """The model's routers in order of layers. Raises ValueError where it has none."""
-    found: list[Router] = []
+    """The model's routers in order of layers. Raises ValueError if it has none."""
+    routers: list[Router] = []
     for name, block in model.named_modules():
         children = dict(block.named_children())
         router = children.get("gate", children.get("router"))
         if router is None or "experts" not in children:
             continue
         number = re.search(r"\.(\d+)(\.|$)", name)
-        found.append(Router(int(number.group(1)) if number else len(found), router, children["experts"]))
-    if not found:
+        routers.append(Router(int(number.group(1)) if number else len(routers), router, children["experts"]))
+    if not routers:
         raise ValueError(f"{type(model).__name__} has no router (a `gate` or `router` beside `experts`)")
-    return found
+    return routers
 
 
 def shared_cost(model: Any) -> float:
-    """Intermediate size of the shared expert over that of a routed one; 0 where there is none."""
+    """The shared expert's intermediate size divided by a routed expert's; 0 if there is no shared expert."""
     for block in model.modules():
         children = dict(block.named_children())
         shared = children.get("shared_expert", children.get("shared_experts"))

@@ -1,4 +1,4 @@
-"""A part of a trace, as a trace."""
+"""Selects steps of a trace, or layers of a block."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from epsim.traces.trace import Block, Ints, Phase, TokenBlock, TraceMeta
 
 
 def select_steps(trace: StoredTrace, target: Path, phase: Phase | None = None, min_tokens: int = 1) -> StoredTrace:
-    """The steps of one phase (None: of any) with at least min_tokens tokens, with their numbers, written to target.
+    """Writes the steps of one phase (None: any) with at least min_tokens tokens to target, with their numbers.
 
-    Raises ValueError where no step is left, or the trace does not tell phases apart.
-    At the levels of counts a step's tokens are its fullest layer's assignments / top-k.
+    Raises ValueError if no step is left, or if the trace does not record the phase of each step.
+    For counts, a step's number of tokens is the assignments of its fullest layer / top-k.
     """
     meta = trace.meta if phase is None else dataclasses.replace(trace.meta, phase=phase)
     with TraceWriter(target, meta) as writer:
@@ -26,7 +26,7 @@ def select_steps(trace: StoredTrace, target: Path, phase: Phase | None = None, m
             if phase is not None:
                 if not isinstance(block, TokenBlock) or block.phase is None:
                     raise ValueError(
-                        f"--only {phase}: the trace does not tell phases apart, all of it is {trace.meta.phase}"
+                        f"--only {phase}: the steps have no phases, all of the trace is {trace.meta.phase}: omit --only"
                     )
                 chosen &= np.asarray(block.phase == phase, dtype=bool)
             if chosen.any():
@@ -39,7 +39,7 @@ def select_steps(trace: StoredTrace, target: Path, phase: Phase | None = None, m
 
 
 def _num_tokens(block: Block, meta: TraceMeta) -> Ints:
-    """[S]: tokens of each step."""
+    """The number of tokens of each step, [S]."""
     if isinstance(block, TokenBlock):
         return np.bincount(block.token_step, minlength=len(block.steps))
     assignments = block.counts.sum(axis=tuple(range(2, block.counts.ndim))).max(axis=1)
@@ -66,7 +66,7 @@ def take_steps(block: Block, chosen: npt.NDArray[np.bool_]) -> Block:
 
 
 def take_layers(block: Block, kept: Sequence[int] | None) -> Block:
-    """The layers at those places of a block; None keeps all."""
+    """The layers of a block with these indices; None keeps all."""
     if kept is None:
         return block
     if not isinstance(block, TokenBlock):

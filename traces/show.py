@@ -1,4 +1,4 @@
-"""What a trace holds: its description and the skew of its layers, gathered in one streaming pass."""
+"""Summarizes a trace: its description and the skew of its layers, in one streaming pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from epsim.traces.trace import Ints, TokenBlock, TraceMeta
 class LayerSkew:
     """Skew over the experts of one layer.
 
-    layer: the model's own number. overall: max / mean of the counts summed over all steps; per_step: mean over the
-    steps with tokens of each step's own max / mean. hottest: the expert with most assignments; idle: experts that never
-    got one.
+    layer: the model's number of the layer. overall: max / mean of the counts summed over all steps; per_step: the mean
+    of max / mean over the steps with tokens. hottest: the expert with most assignments; idle: how many have none.
     """
 
     layer: int
@@ -30,9 +29,9 @@ class LayerSkew:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """tokens_per_step: (least, median, most) of assignments / top-k over steps, by each step's fullest layer.
-    domains: (label, tokens), most tokens first, where the trace labels its tokens; phases: (phase, steps), where it
-    tells them apart."""
+    """tokens_per_step: (least, median, most) over steps of the fullest layer's assignments / top-k.
+    domains: (label, tokens), most tokens first, if the trace labels its tokens; phases: (phase, steps), if it
+    records the phase of each step."""
 
     meta: TraceMeta
     num_steps: int
@@ -46,7 +45,7 @@ class TraceSummary:
     phases: tuple[tuple[str, int], ...]
 
     def lines(self) -> list[tuple[str, str]]:
-        """(what, value) pairs for people, notes last."""
+        """(name, value) pairs to print, notes last."""
         meta = self.meta
         low, median, high = self.tokens_per_step
         steps = f"{self.num_steps:,}"
@@ -63,18 +62,21 @@ class TraceSummary:
             ("experts", f"{meta.num_experts}, top-{meta.top_k}"),
             ("shared expert", "none" if meta.shared_cost == 0 else shared),
             ("source ranks", str(meta.num_source_ranks or "unknown")),
-            ("tokens", f"{self.total_tokens:,.0f}; a step {low:,.0f} / {median:,.0f} / {high:,.0f} (min / p50 / max)"),
+            (
+                "tokens",
+                f"{self.total_tokens:,.0f}; per step {low:,.0f} / {median:,.0f} / {high:,.0f} (min / p50 / max)",
+            ),
             ("file", f"{self.file_bytes / 1e6:,.2f} MB"),
         ]
         if meta.num_scores:
-            rows.insert(8, ("router scores", f"{meta.num_scores} a token and layer"))
+            rows.insert(8, ("router scores", f"{meta.num_scores} per token and layer"))
         if self.domains:
             rows.append(("domains", ", ".join(f"{name} {count:,}" for name, count in self.domains[:8])))
         return rows + [("note", note) for note in meta.notes]
 
 
 def summarize(trace: StoredTrace) -> TraceSummary:
-    """One pass over the trace in bounded memory."""
+    """Summarizes a trace in one pass and bounded memory."""
     meta = trace.meta
     total = np.zeros((meta.num_layers, meta.num_experts), dtype=np.int64)
     ratio_sum = np.zeros(meta.num_layers)

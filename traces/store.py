@@ -1,6 +1,6 @@
-"""The store of traces: one Parquet file, written and read by whole steps, so that no side holds the whole in memory.
+"""Stores a trace in one Parquet file, written and read step by step, so that it need not fit in memory.
 
-Row groups hold whole steps and are bounded by bytes (a single large step is one row group). The footer's key-value
+Row groups hold whole steps and are bounded in bytes (a single larger step is one row group). The footer's key-value
 metadata holds `epsim.format` (version), `epsim.meta` (TraceMeta as JSON), `epsim.num_steps` and `epsim.index`: for each
 group `[steps, rows, [numbers of steps without a token], whether its scores were kept]`.
 """
@@ -26,17 +26,17 @@ from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock,
 FORMAT = "1"
 GROUP_BYTES = 32 << 20
 BLOCK_BYTES = 64 << 20
-# For readers who count tokens: counts of many small steps take more room than their tokens.
+# Block size for callers that count tokens: the counts of many small steps are larger than their tokens.
 SMALL_BLOCK = 4 << 20
 
 
 class TraceWriter:
-    """Writes a trace; a context manager.
+    """Writes a trace; use it as a context manager.
 
-    Writes beside `path` and renames on a clean close, so that `path` never holds half a trace. On an exception the
-    work is thrown away; with keep_on_interrupt the finished steps are kept as a readable trace, with a note.
-    score_ids: scores come with the ids of their experts, though the first blocks may have no scores.
-    `append` raises ValueError where a block does not fit the meta or steps do not ascend.
+    It writes a temporary file beside `path` and renames it on success, so `path` never holds half a trace. On an
+    exception the file is deleted; with keep_on_interrupt the finished steps are kept as a readable trace, with a note.
+    score_ids: scores come with the ids of their experts, even if the first blocks have no scores.
+    `append` raises ValueError if a block does not fit the meta or steps do not ascend.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class TraceWriter:
         self._last_step = int(block.steps[-1])
 
     def add_note(self, note: str) -> None:
-        """A note known only while writing; it lands in the trace's meta."""
+        """Adds a note to the trace's meta."""
         self.meta = dataclasses.replace(self.meta, notes=(*self.meta.notes, note))
 
     def close(self) -> None:
-        """Completes the file and puts it in its place."""
+        """Completes the file and renames it to `path`."""
         try:
             self._flush()
             if self._schema is None:
@@ -119,12 +119,12 @@ class TraceWriter:
             raise
 
     def abort(self) -> None:
-        """Throws the work away."""
+        """Deletes the unfinished file."""
         try:
             if self._writer is not None and self._writer.is_open:
                 self._writer.close()
         except OSError:
-            pass  # The disk is full; the file goes anyway.
+            pass  # The disk is full; the file is deleted anyway.
         finally:
             self._temporary.unlink(missing_ok=True)
 
@@ -145,7 +145,7 @@ class TraceWriter:
     def _open(self) -> pq.ParquetWriter:
         if self._writer is None:
             assert self._schema is not None
-            # Counts change little between neighbours, so delta packing is both smaller and faster than plain.
+            # Neighbouring counts differ little, so delta packing is both smaller and faster than plain.
             packed = [name for name in ("counts", "expert_ids", "score_ids") if name in self._schema.names]
             self._writer = pq.ParquetWriter(
                 self._temporary,
@@ -175,7 +175,7 @@ class TraceWriter:
 
 
 class StoredTrace:
-    """A trace on disk. Raises FileNotFoundError, or ValueError where the file is not a whole trace of ours."""
+    """A trace on disk. Raises FileNotFoundError, or ValueError if the file is not a complete epsim trace."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -207,7 +207,9 @@ class StoredTrace:
             whole &= [group[1] for group in self._index if group[1]] == [r for r in rows if r]
             whole &= sum(group[0] for group in self._index) == self.num_steps
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, pa.ArrowException) as error:
-            raise ValueError(f"{self.path}: its description of the trace is damaged: {one_line(error)}") from None
+            raise ValueError(
+                f"{self.path}: the description of the trace in its footer is damaged: {one_line(error)}"
+            ) from None
         if not whole:
             raise ValueError(f"{self.path}: its description does not fit its content (damaged)")
 
@@ -215,16 +217,16 @@ class StoredTrace:
         return str(self.path)
 
     def group_starts(self) -> Ints:
-        """Places among the steps at which row groups begin, and the number of steps at the end."""
+        """The index of the first step of each row group, and at the end the number of steps."""
         return np.cumsum([0, *(num_steps for num_steps, *_ in self._index)])
 
     def blocks(
         self, start: int = 0, stop: int | None = None, max_bytes: int = BLOCK_BYTES, max_steps: int | None = None
     ) -> Iterator[Block]:
-        """Blocks of whole steps, each of at most max_bytes where a single step is not larger, and of max_steps.
+        """Blocks of whole steps, each of at most max_steps steps and max_bytes bytes (unless one step is larger).
 
-        max_steps: for readers to whom a step of few tokens is as large as any, as it is where tokens become counts.
-        start, stop: places among the trace's steps (0..num_steps), not step numbers. Row groups outside are not read.
+        max_steps: for callers that turn tokens into counts, where a small step takes as much memory as a large one.
+        start, stop: indices of steps (0..num_steps), not step numbers. Row groups outside them are not read.
         """
         stop = self.num_steps if stop is None else min(stop, self.num_steps)
         first, group, last = 0, -1, None
@@ -248,13 +250,13 @@ class StoredTrace:
             table = file.schema_arrow.empty_table() if group is None else file.read_row_group(group)
             for name in table.column_names:
                 if table[name].null_count:
-                    raise ValueError(f"column {name} lacks values")
-            found: Ints = table["step"].to_numpy()
-            if (np.diff(found) < 0).any():
+                    raise ValueError(f"column {name} has missing values")
+            row_steps: Ints = table["step"].to_numpy()
+            if (np.diff(row_steps) < 0).any():
                 raise ValueError("its rows are not in order of steps")
-            steps: Ints = np.union1d(found, np.array(empty, dtype=np.int64)).astype(np.int64)
+            steps: Ints = np.union1d(row_steps, np.array(empty, dtype=np.int64)).astype(np.int64)
             if len(steps) != num_steps:
-                raise ValueError(f"{len(steps)} steps where {num_steps} are announced")
+                raise ValueError(f"{len(steps)} steps, but the index says {num_steps}")
             block = to_block(table, self.meta, steps, scored)
             check_block(block, self.meta, last)
         except (pa.ArrowException, OSError, ValueError, IndexError, OverflowError) as error:
@@ -270,7 +272,7 @@ def block_bytes(block: Block) -> int:
 
 
 def slice_steps(block: Block, low: int, high: int) -> Block:
-    """The steps at places low..high-1 of a block."""
+    """The steps of a block with indices low..high-1."""
     if low == 0 and high == len(block.steps):
         return block
     if not isinstance(block, TokenBlock):
@@ -293,7 +295,7 @@ def slice_steps(block: Block, low: int, high: int) -> Block:
 
 
 def split_steps(block: Block, max_bytes: int) -> Iterator[Block]:
-    """Cuts a block into blocks of whole steps of at most max_bytes where a single step is not larger."""
+    """Cuts a block into blocks of whole steps of at most max_bytes each; a larger step is a block by itself."""
     total = block_bytes(block)
     if total <= max_bytes or len(block.steps) <= 1:
         yield block
@@ -304,10 +306,10 @@ def split_steps(block: Block, max_bytes: int) -> Iterator[Block]:
     else:
         sizes = np.full(len(block.steps), total / len(block.steps))
     low, size = 0, 0.0
-    for place, step_size in enumerate(sizes):
-        if place > low and size + step_size > max_bytes:
-            yield slice_steps(block, low, place)
-            low, size = place, 0.0
+    for index, step_size in enumerate(sizes):
+        if index > low and size + step_size > max_bytes:
+            yield slice_steps(block, low, index)
+            low, size = index, 0.0
         size += step_size
     yield slice_steps(block, low, len(block.steps))
 
@@ -323,7 +325,7 @@ def _has_scores(block: Block) -> bool:
 
 
 def _has_score_ids(block: TokenBlock, meta: TraceMeta) -> bool:
-    """Whether the trace will name the expert of each score, as far as its first block tells."""
+    """Whether the trace will hold the expert id of each score, judged by its first block."""
     if block.scores is not None:
         return block.score_ids is not None
     return meta.num_scores not in (0, meta.num_experts, meta.top_k)

@@ -1,12 +1,12 @@
-"""Token-level steps drawn from recorded marginals: topics mixed anew in every step, exact inclusion probabilities.
+"""Draws token-level steps from recorded marginals, with a mixture of topics that drifts from step to step.
 
-Process. Every source recording is a topic: its counts, summed over steps, give per layer the probability p_e that a
-token's top-k holds expert e (share of the assignments x k, at most 1). The mixture of topics drifts: weights are the
-softmax of a stationary autoregressive walk z_s = (1 - drift) z_{s-1} + sqrt(1 - (1 - drift)^2) spread n_s, n_s standard
-normal and z_0 drawn from the same law (a logistic-normal walk on the simplex). Each token of a step draws a topic from
-the weights and then, in every layer on its own, k distinct experts by systematic sampling: experts in an order
-shuffled anew for each token and layer, their probabilities laid end to end, and one uniform start with steps of 1.
-P(expert e chosen) is then exactly p_e (Madow 1949, "On the theory of systematic sampling, II").
+Each source recording is a topic. Its counts, summed over steps, give for each layer the probability p_e that a token's
+top-k holds expert e (its share of the assignments x k, at most 1). The mixture weights are the softmax of a stationary
+autoregressive walk z_s = (1 - drift) z_{s-1} + sqrt(1 - (1 - drift)^2) spread n_s, where n_s is standard normal and
+z_0 = spread n_0 (a logistic-normal walk on the simplex). Each token draws a topic from the weights and then, in each
+layer independently, k distinct experts by systematic sampling: the experts are shuffled, their probabilities are laid
+end to end, and k points at distance 1 after one uniform start choose them. So expert e is chosen with probability
+exactly p_e (Madow 1949, "On the theory of systematic sampling, II").
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Floats = npt.NDArray[np.float64]
 def synthesize(
     sources: Sequence[StoredTrace], target: str | os.PathLike[str], options: SynthesisOptions | None = None
 ) -> StoredTrace:
-    """Writes a drawn, token-level trace (origin `drawn`, domain = topic) and returns it.
+    """Writes a token-level trace drawn from the sources (origin `drawn`, domain = topic) and returns it.
 
-    Raises ValueError where sources differ in layers, experts or top-k, or one has a layer without tokens.
+    Raises ValueError if sources differ in layers, experts or top-k, or if one has a layer without tokens.
     """
     options = options or SynthesisOptions()
     if not sources:
@@ -47,15 +47,15 @@ def synthesize(
             if getattr(source.meta, name) != getattr(first, name):
                 raise ValueError(
                     f"{source.path}: {name} {_short(getattr(source.meta, name))} differs from "
-                    f"{_short(getattr(first, name))} of {sources[0].path}: topics must be of one model"
+                    f"{_short(getattr(first, name))} of {sources[0].path}: give sources of one model"
                 )
     if options.tokens_per_step * first.num_layers * first.top_k > MAX_STEP_IDS:
         raise ValueError(
-            f"--step-tokens {options.tokens_per_step} x {first.num_layers} layers x top-{first.top_k}: a step must fit "
-            f"the memory: give at most {max(MAX_STEP_IDS // (first.num_layers * first.top_k), 1)}"
+            f"--step-tokens {options.tokens_per_step} x {first.num_layers} layers x top-{first.top_k}: a step does not "
+            f"fit in memory: give at most {max(MAX_STEP_IDS // (first.num_layers * first.top_k), 1)}"
         )
     if any(Path(target).exists() and Path(target).samefile(source.path) for source in sources):
-        raise ValueError(f"{target} is also a source: write the trace somewhere else")
+        raise ValueError(f"{target} is also a source: write the trace to another file")
     topics, capped = [], 0
     for source in sources:
         probabilities, num_capped = inclusion(marginals(source), first.top_k, source.path)
@@ -65,11 +65,13 @@ def synthesize(
     notes = [
         f"drawn from the marginals of {', '.join(names)}: {options.num_steps} steps of {options.tokens_per_step} "
         f"tokens, seed {options.seed}; given its topic, a token's experts are independent between layers",
-        f"topics mixed by a logistic-normal walk, drift {options.drift:g}, spread {options.spread:g}",
-        f"tokens dealt to {options.num_ranks} source ranks in contiguous shares",
+        f"topics are mixed by a logistic-normal walk, drift {options.drift:g}, spread {options.spread:g}",
+        f"the tokens of each step are dealt to {options.num_ranks} source ranks in contiguous shares",
     ]
     if capped:
-        notes.append(f"{capped} (topic, layer, expert) marginals above 1/top-k capped, the rest raised in proportion")
+        notes.append(
+            f"{capped} (topic, layer, expert) marginals above 1/top-k are capped, the others raised in proportion"
+        )
     meta = TraceMeta(
         level="tokens",
         num_layers=first.num_layers,
@@ -91,7 +93,7 @@ def synthesize(
 
 
 def marginals(source: StoredTrace) -> Ints:
-    """[L, E]: assignments summed over all steps (and source ranks)."""
+    """Assignments summed over all steps and source ranks, [L, E]."""
     total = np.zeros((source.meta.num_layers, source.meta.num_experts), dtype=np.int64)
     for block in source.blocks(max_bytes=SMALL_BLOCK):
         counts = block.to_counts(source.meta.num_experts).counts if isinstance(block, TokenBlock) else block.counts
@@ -100,14 +102,14 @@ def marginals(source: StoredTrace) -> Ints:
 
 
 def inclusion(counts: Ints, top_k: int, where: Path | str = "marginals") -> tuple[Floats, int]:
-    """counts [L, E] -> (p [L, E] in 0..1, each layer summing to top_k; how many experts were capped at 1).
+    """Inclusion probabilities from counts [L, E]: (p [L, E] in 0..1, summing to top_k per layer; experts capped at 1).
 
-    An expert whose share exceeds 1 / top_k is in every token; what remains is shared by the others in proportion.
-    Where fewer than top_k experts of a layer have counts, the others share the rest evenly.
+    An expert with a share above 1 / top_k is in every token; the others divide the rest in proportion to their counts.
+    If fewer than top_k experts of a layer have counts, those without divide the rest evenly.
     """
     empty = np.flatnonzero(counts.sum(axis=1) == 0)
     if empty.size:
-        raise ValueError(f"{where}: layer {empty[0]} has no tokens to draw from")
+        raise ValueError(f"{where}: layer {empty[0]} has no tokens to draw from: leave this source out")
     result = np.zeros(counts.shape)
     num_capped = 0
     for layer, row in enumerate(counts.astype(np.float64)):
@@ -127,7 +129,7 @@ def inclusion(counts: Ints, top_k: int, where: Path | str = "marginals") -> tupl
 
 
 def mixture_walk(num_steps: int, num_topics: int, drift: float, spread: float, rng: np.random.Generator) -> Floats:
-    """[steps, topics]: weights of each step, see the process above."""
+    """The mixture weights of each step, [steps, topics], as the module describes them."""
     noise = rng.standard_normal((num_steps, num_topics)) * spread
     keep = 1.0 - drift
     walk = np.empty_like(noise)
@@ -140,17 +142,17 @@ def mixture_walk(num_steps: int, num_topics: int, drift: float, spread: float, r
 
 
 def draw_steps(topics: Floats, names: Sequence[str], top_k: int, options: SynthesisOptions) -> Iterator[TokenBlock]:
-    """topics [M, L, E]: inclusion probabilities. One block a step."""
+    """One block per step, drawn from topics [M, L, E]: inclusion probabilities."""
     rng = np.random.default_rng(options.seed)
     weights = mixture_walk(options.num_steps, len(topics), options.drift, options.spread, rng)
     labels = np.array(names, dtype=object)
-    place = np.zeros(options.tokens_per_step, dtype=np.int64)
-    source_rank = deal(place, options.num_ranks)
+    token_step = np.zeros(options.tokens_per_step, dtype=np.int64)
+    source_rank = deal(token_step, options.num_ranks)
     for step in range(options.num_steps):
         topic = rng.choice(len(topics), size=options.tokens_per_step, p=weights[step])
         ids = np.empty((options.tokens_per_step, topics.shape[1], top_k), dtype=np.int16)
         draw_tokens(topics, topic, np.uint64(rng.integers(2**63)), ids)
-        yield TokenBlock(np.array([step]), place, source_rank, ids, domain=labels[topic])
+        yield TokenBlock(np.array([step]), token_step, source_rank, ids, domain=labels[topic])
 
 
 @numba.njit(cache=True)
@@ -163,7 +165,7 @@ def draw_tokens(topics: Any, topic: Any, seed: Any, ids: Any) -> None:
     for token in range(num_tokens):
         for layer in range(num_layers):
             p = topics[topic[token], layer]
-            # A shuffle of whatever order the last token left is as uniform as one of a sorted list.
+            # Shuffling the order of the last token is as uniform as shuffling a sorted list.
             for i in range(num_experts - 1, 0, -1):
                 state, bits = _next(state)
                 j = np.int64((bits >> np.uint64(32)) * np.uint64(i + 1) >> np.uint64(32))
@@ -180,7 +182,7 @@ def draw_tokens(topics: Any, topic: Any, seed: Any, ids: Any) -> None:
                     point += 1.0
                 elif p[expert] > 0.0:
                     spare = expert
-            # The probabilities sum to k up to rounding: the last choice may fall off the end.
+            # The probabilities sum to k only up to rounding, so the last point may lie beyond their end.
             if chosen < top_k:
                 ids[token, layer, chosen] = spare
 
@@ -195,7 +197,7 @@ def _next(state: Any) -> Any:
 
 
 def _names(sources: Sequence[StoredTrace]) -> list[str]:
-    """A name a topic: its source's, told apart by number where two are alike."""
+    """The name of each topic: that of its source, with a number if two are equal."""
     names = [Path(s.meta.source or s.path.name).stem[:60] for s in sources]
     return [f"{name} ({i})" if names.count(name) > 1 else name for i, name in enumerate(names)]
 

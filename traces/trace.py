@@ -1,4 +1,4 @@
-"""What was recorded: the description of a trace and its blocks of consecutive steps, at three levels of detail."""
+"""A trace in memory: its description (TraceMeta) and its blocks of consecutive steps, at three levels of detail."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 class TraceMeta:
     """Describes a whole trace.
 
-    level: `counts` [S, L, E], `rank_counts` [S, L, R, E], or `tokens` (expert ids [T, L, k]); each follows from the
-        finer.
+    level: `counts` [S, L, E], `rank_counts` [S, L, R, E], or `tokens` (expert ids [T, L, k]). Tokens give both counts.
     num_layers: L, mixture-of-experts layers only (dense layers are dropped on import).
-    num_experts: E, logical routed experts a layer.
-    top_k: routed experts a token chooses; the number of tokens of a step's layer is its assignments / top_k.
-    num_source_ranks: ranks on which tokens lived before dispatch; 0 where the recording does not tell.
+    num_experts: E, logical routed experts per layer.
+    top_k: routed experts per token; a step's number of tokens in a layer is its assignments / top_k.
+    num_source_ranks: ranks on which tokens lived before dispatch; 0 if the recording does not say.
     shared_cost: work of the shared expert in units of one routed assignment, 0 for none, None where unknown.
-    layers: the model's own number of each of the L layers.
-    num_scores: m, router scores kept per token and layer (tokens level); 0 for none. If m == E they stand by expert
-        id; otherwise `score_ids` names the expert of each, or, without it, they stand beside `expert_ids`.
+    layers: the number that the model gives each of the L layers.
+    num_scores: m, router scores kept per token and layer (tokens level); 0 for none. If m == E they are in order of
+        expert id. Otherwise `score_ids` holds the expert of each; without `score_ids` they belong to `expert_ids`.
     source: where the recording came from; notes: what an import did to it (warm-up rows dropped, and so on).
     """
 
@@ -67,7 +66,7 @@ class TraceMeta:
             object.__setattr__(self, "layers", tuple(range(self.num_layers)))
         for name, known in (("level", LEVELS), ("phase", PHASES), ("origin", ORIGINS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"trace {name} {getattr(self, name)!r} is none of {', '.join(known)}")
+                raise ValueError(f"trace {name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.num_layers < 1 or self.num_experts < 1:
             raise ValueError(f"a trace needs layers and experts, not {self.num_layers} x {self.num_experts}")
         for name, most in (("num_layers", MAX_LAYERS), ("num_experts", MAX_EXPERTS), ("num_source_ranks", MAX_RANKS)):
@@ -93,15 +92,15 @@ class TraceMeta:
             raise ValueError(f"shared_cost {self.shared_cost} is outside 0..{MAX_SHARED_COST:g}")
 
     def _check_types(self) -> None:
-        """A file's JSON may hold anything."""
+        """Checks the types of the fields, which may come from a file's JSON."""
         for name in ("num_layers", "num_experts", "top_k", "num_source_ranks", "num_scores"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, not a whole number")
         for name in ("model", "source", "level", "phase", "origin"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, not a text")
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not a string")
         if not all(type(layer) is int for layer in self.layers) or not all(isinstance(n, str) for n in self.notes):
-            raise ValueError("layers must be whole numbers, and notes texts")
+            raise ValueError("layers must be whole numbers, and notes strings")
         if self.shared_cost is not None and type(self.shared_cost) not in (int, float):
             raise ValueError(f"shared_cost is {self.shared_cost!r}, not a number")
 
@@ -137,14 +136,14 @@ class RankCountsBlock:
 
 @dataclass(frozen=True, slots=True)
 class TokenBlock:
-    """Tokens of whole steps, ordered by step, then source rank, then place in the batch.
+    """Tokens of whole steps, ordered by step, then source rank, then position in the batch.
 
-    steps [S]: the steps' numbers, ascending; token_step [T]: each token's place in `steps`, ascending.
-    source_rank [T] int64; expert_ids [T, L, k] integer, -1 for a slot left empty.
+    steps [S]: the steps' numbers, ascending; token_step [T]: the index into `steps` of each token's step, ascending.
+    source_rank [T] int64; expert_ids [T, L, k] integer, -1 for an empty slot.
     scores [T, L, m] float or None, score_ids [T, L, m] integer or None: see TraceMeta.num_scores.
-    domain [T] of str or None: the label of the request a token belongs to.
-    phase [S] of str or None: each step's phase, where a trace mixes them.
-    Scores may be kept for some steps and not for others: then blocks of the latter have None.
+    domain [T] of str or None: the label of the request that the token belongs to.
+    phase [S] of str or None: each step's phase, if the trace mixes phases.
+    A trace may keep scores for some steps only; a block of steps without scores has None.
     """
 
     steps: Ints
@@ -166,7 +165,7 @@ class TokenBlock:
         return RankCountsBlock(self.steps, np.bincount(flat, minlength=int(np.prod(shape))).reshape(shape))
 
     def to_counts(self, num_experts: int) -> CountsBlock:
-        # All tokens as if on one rank: an array by source rank would be many times as large.
+        # Counts as if all tokens were on one rank: an array per source rank would be many times as large.
         together = dataclasses.replace(self, source_rank=np.zeros_like(self.source_rank))
         return together.to_rank_counts(1, num_experts).to_counts()
 

@@ -76,9 +76,10 @@ def test_missing_empty_and_unknown(tmp_path: Path) -> None:
         open_trace([])
     assert "the file is empty" in refused(b"", tmp_path)
     assert "no text" in refused(b" \n \n", tmp_path)
-    assert "binary content of no known kind" in refused(bytes(range(256)) * 8, tmp_path)
-    assert "a text file, but no recording" in refused("hello", tmp_path)
-    assert "a json file with a, b, but no recording" in refused({"a": 1, "b": 2}, tmp_path)
+    assert "binary content of an unknown type" in refused(bytes(range(256)) * 8, tmp_path)
+    assert "a Git LFS pointer" in refused("version https://git-lfs.github.com/spec/v1\noid sha256:00\n", tmp_path)
+    assert "a text file: none of the known" in refused("hello", tmp_path)
+    assert "a json file with a, b: none of" in refused({"a": 1, "b": 2}, tmp_path)
     assert "a csv file with x, y" in refused("x,y\n1,2\n", tmp_path)
     assert "neither NumPy's npz nor" in refused(b"PK\x03\x04" + b"PK\x05\x06" + bytes(18), tmp_path)
 
@@ -86,14 +87,16 @@ def test_missing_empty_and_unknown(tmp_path: Path) -> None:
 def test_folders(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    assert "no readable recording in this folder" in refused_path(folder)
+    assert "no readable recording in this folder: it has no files" in refused_path(folder)
+    torch.save({"foo": torch.ones(2)}, folder / "x.pt")
+    assert "(" + str(folder / "x.pt") + ": a pt file with foo: none of the known" in refused_path(folder)
     (folder / "LICENSE").write_text("licence")
     (folder / "junk.bin").write_bytes(b"\0" * 100)
     assert "no readable recording in this folder" in refused_path(folder)
     (folder / "a.json").write_text(json.dumps({"logical_count": [[1, 1, 1, 1]]}))
     assert open_trace(folder, OPTIONS).num_steps == 1
     (folder / "b.csv").write_text("layer_id,expert_id,count\n0,0,1\n")
-    with pytest.raises(ValueError, match="import one kind at a time"):
+    with pytest.raises(ValueError, match="import one format at a time"):
         open_trace(folder, OPTIONS)
 
 
@@ -127,16 +130,16 @@ BAD_COUNTS = [
     ([[1, 1, 1, 1], [1, 1, float("inf"), 1]], "the count at step 0, layer 1, expert 2 is not a finite number"),
     ([[1, 1, 1, -3]], "layer 0, expert 3 is negative (-3)"),
     ([[1, 1.5, 1, 1]], "layer 0, expert 1 is not a whole number (1.5)"),
-    ([[1, 1, 1, 1], [1, 1, 1]], "ragged: the list at [1] has 3 entries, the first of its kind has 4"),
+    ([[1, 1, 1, 1], [1, 1, 1]], "ragged: the list at [1] has 3 entries, the first of its depth has 4"),
     ([[1, 1, 1, 10**30]], "beyond 64 bits"),
     ([[1, 1, 1, 2**60]], "larger than 2^40"),
-    ([["a", 1, 1, 1]], "numbers are expected"),
-    ([[None, 1, 1, 1]], "numbers are expected"),
-    ([[True, False, True, True]], "numbers are expected"),
+    ([["a", 1, 1, 1]], "expected numbers"),
+    ([[None, 1, 1, 1]], "expected numbers"),
+    ([[True, False, True, True]], "expected numbers"),
     ([], "shape [0]"),
     ([[]], "shape [1, 0]"),
     (5, "shape []"),
-    ({"a": 1}, "numbers are expected"),
+    ({"a": 1}, "expected numbers"),
     ([[0, 0, 0, 0]], "no tokens in any layer"),
 ]
 
@@ -176,7 +179,7 @@ def log(*lines: Any) -> str:
         (log({"layer": 0, "topk_ids": [0, 1, 2]}), "--top-k 2, but the file has 3"),
         (log({"layer": 0, "topk_ids": [0, 1]}, {"note": 0}) + "\n{not json", "line 3 is not JSON"),
         (log({"layer": 0, "topk_ids": [0, 1]}, {"layer": 0}), "line 2 has a layer, but no expert ids"),
-        (log(*[{"layer": 0, "topk_ids": [0, 1]}] * 64), "nothing but warm-up rows"),
+        (log(*[{"layer": 0, "topk_ids": [0, 1]}] * 64), "holds warm-up rows only"),
         ("layer_id,expert_id,count\n0,0,-1\n", "line 2, column 3: '-1' is not a whole number"),
         ("layer_id,expert_id,count\n0,0,nan\n", "line 2, column 3: 'nan'"),
         ("layer_id,expert_id,count\n0,9,1\n", "expert id 9 is outside 0..3"),
@@ -192,7 +195,7 @@ def log(*lines: Any) -> str:
         ('{"logical_count": [[1, 2', "truncated or malformed JSON"),
         (json.dumps({"load_history": [{"other": 1}]}), "load_history[0] has no logical_expert_load"),
         (json.dumps({"load_history": []}), "load_history is empty"),
-        (json.dumps({"num_experts": 4, "num_experts_per_token": 2}), "only meta_info.json: give the rank"),
+        (json.dumps({"num_experts": 4, "num_experts_per_token": 2}), "meta_info.json has no counts: give the rank"),
     ],
 )
 def test_bad_text(tmp_path: Path, content: str, message: str) -> None:
@@ -208,7 +211,7 @@ IDS = np.array([[[0, 1]], [[2, 3]]], dtype=np.int16)
         (npz(routed_experts=IDS + 3), "expert id 6 is outside 0..3"),
         (npz(routed_experts=IDS * 0), "token 0 chooses expert 0 twice in layer 0"),
         (npz(routed_experts=IDS[:0]), "not [tokens, 1, 2]"),
-        (npz(expert_ids=IDS[None], lengths=np.array([3])), "a length of 3 where there are 2 tokens"),
+        (npz(expert_ids=IDS[None], lengths=np.array([3])), "a length is 3, but expert_ids has 2 tokens"),
         (npz(expert_ids=IDS[None], lengths=np.array([-1])), "the count at sequence 0 is negative"),
         (npz(expert_ids=IDS[None], lengths=np.array([0])), "no tokens"),
         (npz(expert_ids=IDS, lengths=np.array([1])), "are not whole numbers [sequences, tokens"),
@@ -219,7 +222,7 @@ IDS = np.array([[[0, 1]], [[2, 3]]], dtype=np.int16)
         (pt({"records": []}), "no last_physical_to_logical_map"),
         (pt({"records": [], "last_physical_to_logical_map": torch.zeros(1, 4)}), "no records"),
         (pt({"records": [1], "last_physical_to_logical_map": torch.zeros(1, 4)}), "records are not all dictionaries"),
-        (pt(torch.ones(3)), "a pt file, but no recording"),
+        (pt(torch.ones(3)), "a pt file: none of"),
         (gzip.compress(b'{"logical_count": [[1,1,1,1]]}', mtime=0)[:-6], "truncated or damaged gzip"),
         (npz(counts=np.ones((2, 1, 4)))[:200], "truncated or damaged"),
         (pt({"logical_count": torch.ones(1, 4)})[:300], "truncated or damaged"),
@@ -358,8 +361,8 @@ def endless() -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.ones(2, 4).to_sparse_csr(), "no plain numbers"),
-        (torch.ones(2, 4, device="meta"), "no plain numbers"),
+        (torch.ones(2, 4).to_sparse_csr(), "does not hold plain numbers"),
+        (torch.ones(2, 4, device="meta"), "does not hold plain numbers"),
         (torch.ones(1).expand(1 << 12, 1 << 8, 1 << 12), "the same few numbers"),
         (endless(), "ragged"),
         ([[True, 2]], "true or false"),

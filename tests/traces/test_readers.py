@@ -224,7 +224,7 @@ def test_counts_of_served_tokens_are_summed(write_format: Write) -> None:
     trace = read((paths, options))
     assert trace.meta.level == "counts"
     assert counts_of(trace).sum() == expected
-    assert any("what it served: summed" in note for note in trace.meta.notes)
+    assert any("tokens it served: summed" in note for note in trace.meta.notes)
 
 
 def test_token_log_warm_up_missing_lines_and_spellings(tmp_path: Path) -> None:
@@ -317,12 +317,12 @@ def test_our_own_file_opens_as_it_is(write_format: Write, tmp_path: Path) -> Non
     assert (stated.shared_cost, stated.phase, stated.model) == (2.0, "decode", "unknown")
     for wrong, message in [
         (ImportOptions(top_k=3), "--top-k 3, but the trace has 2"),
-        (ImportOptions(batch=3), "--batch is for imports"),
-        (ImportOptions(model="mixtral"), "--model mixtral has 8 experts, top-2; the trace 6, top-2"),
+        (ImportOptions(batch=3), "--batch works on imports only"),
+        (ImportOptions(model="mixtral"), "--model mixtral has 8 experts, top-2; the trace has 6, top-2"),
     ]:
         with pytest.raises(ValueError, match=message):
             open_trace(tmp_path / "t.bin", wrong)
-    with pytest.raises(ValueError, match="a trace of epsim already"):
+    with pytest.raises(ValueError, match="an epsim trace already"):
         import_trace(tmp_path / "t.bin", tmp_path / "u.bin")
 
 

@@ -226,7 +226,7 @@ def test_masks_of_every_form(tmp_path: Path) -> None:
         recorder.begin(model, (ids,), {"attention_mask": torch.tensor([[0, 1, 1, 1, 0, 0]] * 2)})
         assert recorder._valid is not None
         assert recorder._valid.tolist() == [[False, True, True, True]] * 2
-        with pytest.raises(ValueError, match=r"attention_mask \[2, 3\] does not tell padding"):
+        with pytest.raises(ValueError, match=r"attention_mask \[2, 3\] does not say which tokens are padding"):
             recorder.begin(model, (ids,), {"attention_mask": right[:, :3]})
     _, blocks = read(tmp_path / "t.parquet")
     assert [len(b.token_step) for b in blocks] == [6, 0, 6, 6, 6, 2]

@@ -84,8 +84,8 @@ def test_mistakes(tmp_path: Path) -> None:
     ("setting", "value", "message"),
     [
         ("source_ranks", [0, 2], r"source rank 2 is outside 0..1"),
-        ("domains", ["a", 1], "domain 1 is not a text"),
-        ("phase", "warmup", "phase 'warmup' is none of"),
+        ("domains", ["a", 1], "domain 1 is not a string"),
+        ("phase", "warmup", "phase 'warmup' is not one of"),
         ("step", 0, "step 0 follows step 0"),
     ],
 )
@@ -110,7 +110,7 @@ def test_paths_are_tried_before_the_first_pass(tmp_path: Path) -> None:
     for path in (tmp_path, "/dev/full", "/proc/t.parquet", tmp_path / "nowhere" / "t.parquet"):
         with pytest.raises((ValueError, FileNotFoundError)), record(model, path):
             pytest.fail("entered")
-    with pytest.raises(ValueError, match="phase 'x' is none of"), record(model, tmp_path / "t", phase="x"):  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="phase 'x' is not one of"), record(model, tmp_path / "t", phase="x"):  # type: ignore[arg-type]
         pytest.fail("entered")
     assert not list(tmp_path.iterdir())
 

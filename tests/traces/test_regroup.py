@@ -26,14 +26,14 @@ def test_tokens() -> None:
     folded = regroup(TOKENS, meta, 2)
     assert isinstance(folded, TokenBlock)
     assert folded.source_rank.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1]
-    assert regroup_note(meta, 2) == "4 source ranks folded to 2: 2 adjacent ones each"
+    assert regroup_note(meta, 2) == "4 source ranks folded to 2: 2 adjacent ranks become one"
     for recorded in (0, 4):
         dealt = regroup(TOKENS, make_meta(num_source_ranks=recorded), 3)
         assert isinstance(dealt, TokenBlock)
         assert dealt.source_rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 0, 0, 1, 2]
         np.testing.assert_array_equal(dealt.expert_ids, TOKENS.expert_ids)
-    assert "source ranks unknown: each step's tokens dealt to 3" in regroup_note(make_meta(), 3)
-    assert "4 source ranks cannot be folded to 3: each step's tokens dealt" in regroup_note(meta, 3)
+    assert "source ranks unknown: the tokens of each step are dealt to 3" in regroup_note(make_meta(), 3)
+    assert "4 source ranks cannot be folded to 3: the tokens of each step are dealt" in regroup_note(meta, 3)
     assert "cannot be folded to 8" in regroup_note(meta, 8)
 
 

@@ -40,7 +40,7 @@ def test_steps_of_one_phase(tmp_path: Path) -> None:
 
 def test_a_trace_of_one_phase_says_so(make_trace: Callable[..., StoredTrace], tmp_path: Path) -> None:
     trace = make_trace("counts", phase="decode")
-    with pytest.raises(ValueError, match="all of it is decode"):
+    with pytest.raises(ValueError, match="all of the trace is decode"):
         select_steps(trace, tmp_path / "none.parquet", "prefill")
 
 

@@ -327,7 +327,7 @@ def test_bad_phase(tmp_path: Path) -> None:
     block = TokenBlock(np.array([0]), np.array([0]), np.array([0]), IDS, phase=np.array(["late"], dtype=object))
     meta = make_meta(level="tokens", num_source_ranks=3)
     with (
-        pytest.raises(ValueError, match="phase 'late' is none of prefill"),
+        pytest.raises(ValueError, match="phase 'late' is not one of prefill"),
         TraceWriter(tmp_path / "t.parquet", meta) as writer,
     ):
         writer.append(block)

@@ -45,7 +45,7 @@ def test_meta_as_json() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"level": "other"}, "trace level 'other' is none of counts, rank_counts, tokens"),
+        ({"level": "other"}, "trace level 'other' is not one of counts, rank_counts, tokens"),
         ({"num_layers": 0}, "needs layers and experts"),
         ({"top_k": 9}, "top-k 9 is outside 1..8"),
         ({"top_k": 0}, "top-k 0 is outside 1..8"),

@@ -1,1 +1,1 @@
-"""A small mixture-of-experts language model of our own: its text, its training, and the recording made from it."""
+"""A small mixture-of-experts language model: its text, its training, and the sample trace recorded from it."""

@@ -1,4 +1,4 @@
-"""Shapes of the small model: Qwen2-MoE's class, because it has a shared expert, and its dense twin."""
+"""Shapes of the small model and its dense twin. They use the class of Qwen2-MoE, which has a shared expert."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build_model(shape: ModelShape, dense: bool = False) -> Any:
 
 
 def count_parameters(model: Any) -> dict[str, int]:
-    """All parameters, and those that one token passes through (of the routed experts, top_k of num_experts)."""
+    """The number of parameters in total, and active for one token (top_k of num_experts routed experts)."""
     routed = sum(p.numel() for name, p in model.named_parameters() if ".mlp.experts." in name)
     total = sum(p.numel() for p in model.parameters())
     share = model.config.num_experts_per_tok / model.config.num_experts

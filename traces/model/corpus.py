@@ -1,4 +1,4 @@
-"""The text the small model learns: documents of Debian packages, by domain, with held-out documents."""
+"""The text that the small model is trained on: documents of Debian packages, by domain, some of them held out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LICENCES = ("GNU General Public License", "GNU Free Documentation License", "BSD
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Files of one package that match `pattern`; `in_pieces`: one long file to be cut into documents."""
+    """Files of one package that match `pattern`. in_pieces: each file is long and is cut into documents."""
 
     package: str
     pattern: str
@@ -70,18 +70,20 @@ def cache_folder() -> Path:
 
 
 def download(package: str, folder: Path) -> Path:
-    """Fetches one Debian package through apt-get; returns where it lies unpacked. Already fetched ones are kept."""
+    """Fetches one Debian package with apt-get, unless it is there already, and returns the folder it is unpacked in."""
     unpacked = folder / package
     if unpacked.exists():
         return unpacked
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise ValueError(f"the corpus comes from Debian packages, but {tool} is not installed here")
+            raise ValueError(
+                f"the corpus comes from Debian packages, but {tool} is not installed: run this on Debian or Ubuntu"
+            )
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         fetched = subprocess.run(["apt-get", "download", package], cwd=temporary, capture_output=True, text=True)
         files = list(Path(temporary).glob("*.deb"))
         if fetched.returncode or not files:
-            last = (fetched.stderr.strip().splitlines() or ["no file came"])[-1]
+            last = (fetched.stderr.strip().splitlines() or ["no file was fetched"])[-1]
             raise ValueError(f"apt-get download {package} failed: {last} (run apt-get update first?)")
         tree = Path(temporary) / "tree"
         subprocess.run(["dpkg-deb", "-x", str(files[0]), str(tree)], check=True)
@@ -91,7 +93,7 @@ def download(package: str, folder: Path) -> Path:
 
 
 def licences(unpacked: Path) -> list[str]:
-    """The licences that the package's debian/copyright names, in its own words; of free text, those it mentions."""
+    """The licences named in the package's debian/copyright, or those mentioned if it is free text."""
     files = sorted(unpacked.glob("usr/share/doc/*/copyright"))
     if not files:
         linked = [os.readlink(path) for path in unpacked.glob("usr/share/doc/*") if path.is_symlink()]
@@ -103,7 +105,7 @@ def licences(unpacked: Path) -> list[str]:
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text, or None for what is not text in UTF-8 (stray bytes aside), or is as short as a reference."""
+    """The file's text, or None if it is not UTF-8 text (up to 1% stray bytes) or has fewer than 400 characters."""
     raw = path.read_bytes()
     if raw[:2] == b"\x1f\x8b":
         raw = gzip.decompress(raw)
@@ -134,13 +136,15 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def split(found: list[tuple[str, str]], megabytes: float) -> Texts:
-    """Documents in hashed order, equal texts once, up to about `megabytes` of text; one in twenty, or else the last,
-    is held out."""
+def split(named_texts: list[tuple[str, str]], megabytes: float) -> Texts:
+    """Splits (name, text) documents into train and held-out ones.
+
+    Takes them in order of a hash, without duplicates, up to about `megabytes` of text. One in twenty is held out; if
+    that holds out none, the last is."""
     texts = Texts()
     seen: set[int] = set()
     size = 0
-    for name, text in sorted(found, key=lambda pair: digest(pair[0])):
+    for name, text in sorted(named_texts, key=lambda pair: digest(pair[0])):
         key = digest(text)
         if key in seen:
             continue
@@ -149,26 +153,26 @@ def split(found: list[tuple[str, str]], megabytes: float) -> Texts:
         size += len(text.encode())
         if size > megabytes * 1e6:
             break
-    if not texts.heldout and len(texts.train) > 1:  # Few documents: the hash may have spared them all.
+    if not texts.heldout and len(texts.train) > 1:  # With few documents the hash may hold out none.
         texts.heldout.append(texts.train.pop())
     return texts
 
 
 def fetch_texts(cache: Path, megabytes: float) -> tuple[dict[str, Texts], dict[str, object]]:
-    """Every domain's documents, and what they are: packages, versions, licences, sizes."""
+    """The documents of each domain, and a description of them: packages, versions, licences, sizes."""
     folder = cache / "packages"
     folder.mkdir(parents=True, exist_ok=True)
     texts: dict[str, Texts] = {}
     packages: dict[str, dict[str, object]] = {}
     sizes: dict[str, dict[str, int]] = {}
     for domain, sources in DOMAINS.items():
-        found: list[tuple[str, str]] = []
+        named_texts: list[tuple[str, str]] = []
         for source in sources:
             unpacked = download(source.package, folder)
             version = (unpacked / "VERSION").read_text()
             packages[source.package] = {"domain": domain, "version": version, "licences": licences(unpacked)}
-            found += documents(source, unpacked)
-        texts[domain] = split(found, megabytes)
+            named_texts += documents(source, unpacked)
+        texts[domain] = split(named_texts, megabytes)
         sizes[domain] = {
             "train_documents": len(texts[domain].train),
             "heldout_documents": len(texts[domain].heldout),

@@ -1,4 +1,4 @@
-"""The sample trace: routing of the trained model over held-out text and its own sampled continuations."""
+"""Records the sample trace: the trained model's routing of held-out text and of the continuations it samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMAND = "epsim model corpus && epsim model train && epsim model record --out s
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What was written, and what recording cost on a prefill and on a decode pass."""
+    """The written trace, and what recording cost in a prefill pass and in a decode pass."""
 
     path: Path
     num_steps: int
@@ -33,7 +33,7 @@ class Recorded:
 
 
 class Prompts:
-    """Pieces of held-out text, none given twice."""
+    """Hands out pieces of held-out text, each at most once."""
 
     def __init__(self, heldout: dict[str, tokens.Tokens], length: int, seed: int) -> None:
         random = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ class Prompts:
             self.pieces[name] = iter(rows[random.permutation(count)])
 
     def take(self, labels: list[str], length: int) -> torch.Tensor:
-        """[len(labels), length] int64."""
+        """Token ids of new pieces of these domains, [len(labels), length] int64."""
         try:
             rows = [next(self.pieces[label])[:length] for label in labels]
         except StopIteration:
@@ -61,7 +61,7 @@ def record_model(model: Any, heldout: dict[str, tokens.Tokens], options: RecordO
     torch.manual_seed(options.seed)
     source = (
         f"a model of {config.num_hidden_layers} layers, {config.num_experts} experts, top-{config.num_experts_per_tok} "
-        f"and one shared expert, trained by this project on text of Debian packages; made anew by `{COMMAND}`"
+        f"and one shared expert, trained by this project on text of Debian packages; made with `{COMMAND}`"
     )
 
     def labels(batch: int, domain: int | None) -> list[str]:
@@ -75,15 +75,15 @@ def record_model(model: Any, heldout: dict[str, tokens.Tokens], options: RecordO
         model_name="epsim-small",
         source=source,
         notes=(
-            "prefill steps keep expert ids alone",
+            "prefill steps keep expert ids only",
             "decode steps are sampled continuations of the prefill before them",
         ),
     ) as recorder:
         recorder.scored_phases = ("decode",)
         for cycle in range(options.cycles):
-            one, other = cycle % len(domains), (cycle + len(domains) // 2) % len(domains)
-            # Whether the small, the large, or the lone prefill batch is of mixed domains changes from cycle to cycle.
-            plan = [(None, one, other), (one, None, other), (one, other, None)][cycle % 3]
+            first, second = cycle % len(domains), (cycle + len(domains) // 2) % len(domains)
+            # The domains of the small run, the large run and the lone prefill step; None mixes all domains.
+            plan = [(None, first, second), (first, None, second), (first, second, None)][cycle % 3]
             for run in range(2):
                 recorder.domains = labels(options.batches[run], plan[run])
                 prompt = prompts.take(list(recorder.domains), options.prompts[run]).to(device)
@@ -102,7 +102,7 @@ def record_model(model: Any, heldout: dict[str, tokens.Tokens], options: RecordO
 
 
 def record_sample(options: RecordOptions) -> Recorded:
-    """Records the trained model; raises ValueError where corpus or model are missing."""
+    """Records the trained model. Raises ValueError if the corpus or the model is missing."""
     model = load_model(options.cache, options.device)
     heldout = tokens.load(options.cache).heldout
     record_model(model, heldout, options)

@@ -1,4 +1,4 @@
-"""Byte-pair tokens of the corpus: the tokenizer, and one file of token ids that training reads."""
+"""Tokenizes the corpus: trains the tokenizer and writes the file of token ids that training reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tokens = npt.NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """train, heldout: token ids of each domain, documents ended by END_ID."""
+    """train, heldout: the token ids of each domain; END_ID ends each document."""
 
     train: dict[str, Tokens]
     heldout: dict[str, Tokens]
@@ -37,7 +37,7 @@ class Corpus:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Byte-level byte-pair encoding: any text, no unknown token."""
+    """Trains a byte-level byte-pair encoding, which can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> Tokens:
 
 
 def tokenize(texts: dict[str, corpus.Texts], vocabulary: int, sample_characters: int = 3_000_000) -> Corpus:
-    """Trains the tokenizer on as many characters of each domain, then encodes all of it."""
+    """Trains the tokenizer on up to sample_characters of each domain, then encodes all text."""
     sample: list[str] = []
     for domain in texts.values():
         left = sample_characters
@@ -86,7 +86,7 @@ def save(made: Corpus, folder: Path) -> None:
 
 
 def load(cache: Path | None = None) -> Corpus:
-    """The corpus that `epsim model corpus` prepared. Raises ValueError where there is none."""
+    """The corpus that `epsim model corpus` prepared. Raises ValueError if it is missing or damaged."""
     folder = (cache or corpus.cache_folder()) / "corpus"
     if not (folder / "tokens.npz").exists():
         raise ValueError(f"no corpus in {folder}: run `epsim model corpus` first (needs apt-get and a Debian mirror)")
@@ -98,13 +98,13 @@ def load(cache: Path | None = None) -> Corpus:
                 part, name = key.split(".", 1)
                 (train if part == "train" else heldout)[name] = arrays[key]
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # The tokenizers library raises nothing more exact.
+    except Exception as error:  # The tokenizers library raises plain Exception.
         raise ValueError(f"the corpus in {folder} is damaged ({error}): run `epsim model corpus` again") from None
     return Corpus(train, heldout, tokenizer)
 
 
 def fetch_corpus(options: FetchOptions) -> Path:
-    """Fetches the packages, splits and tokenizes their text; returns the folder with tokens and description."""
+    """Fetches the packages, splits and tokenizes their text, and returns the folder of tokens and description."""
     cache = options.cache or corpus.cache_folder()
     texts, description = corpus.fetch_texts(cache, options.megabytes)
     made = tokenize(texts, options.vocabulary)

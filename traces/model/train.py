@@ -1,4 +1,4 @@
-"""Trains the small model, and a dense one of equal active size beside it, from a seed."""
+"""Trains the small model and its dense twin, which has as many active parameters, from a seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from epsim.traces.model.options import TrainOptions
 
 @dataclass(slots=True)
 class Trained:
-    """model: in float32, where it was trained; curve: (step, mean cross-entropy and balance loss since the last)."""
+    """model: in float32, on its training device; curve: (step, mean cross-entropy, mean balance loss) of intervals."""
 
     model: Any
     curve: list[tuple[int, float, float]]
@@ -38,7 +38,7 @@ class Trained:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Same seed, same weights, on the same device and library versions."""
+    """Makes the same seed give the same weights on the same device and library versions."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -49,7 +49,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Windows:
-    """Draws training batches: each sequence from a domain drawn evenly, at a place drawn evenly."""
+    """Draws training batches: each sequence from a uniformly drawn domain, at a uniformly drawn offset."""
 
     def __init__(self, train: dict[str, tokens.Tokens], batch: int, length: int, seed: int, device: str) -> None:
         short = [name for name, ids in train.items() if len(ids) <= length + 1]
@@ -59,13 +59,13 @@ class Windows:
         sizes = np.array([len(ids) for ids in train.values()])
         self.first, self.room = np.cumsum(sizes) - sizes, sizes - length - 1
         self.batch, self.random = batch, np.random.default_rng(seed)
-        self.place = torch.arange(length + 1, device=device)
+        self.offsets = torch.arange(length + 1, device=device)
 
     def draw(self) -> torch.Tensor:
         """[batch, length + 1] int64."""
         domain = self.random.integers(len(self.first), size=self.batch)
         start = self.first[domain] + self.random.integers(self.room[domain])
-        index = torch.from_numpy(start).to(self.place.device)[:, None] + self.place
+        index = torch.from_numpy(start).to(self.offsets.device)[:, None] + self.offsets
         return self.text[index].long()
 
 
@@ -78,7 +78,7 @@ def learning_rate(options: TrainOptions, step: int) -> float:
 
 
 def losses(model: Any, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross-entropy of the next token, and mean over layers of the balance loss (top_k where all is even)."""
+    """Mean cross-entropy of the next token, and the balance loss averaged over layers (top_k if perfectly balanced)."""
     config = model.config
     output = model.model(batch[:, :-1], use_cache=False, output_router_logits=True)
     logits = model.lm_head(output.last_hidden_state)
@@ -110,7 +110,7 @@ def fit(options: TrainOptions, train: dict[str, tokens.Tokens], device: str, den
         torch._foreach_copy_(weights, master)
     for parameter in master:
         parameter.grad = torch.zeros_like(parameter)
-    # Compiled, a step takes less than half the time; a CPU's compiler may be missing and gains little here.
+    # Compilation more than halves the time of a step on a GPU. On a CPU it gains little and needs a compiler.
     compute = torch.compile(losses) if on_gpu else losses
     windows = Windows(train, options.batch, options.length, options.seed, device)
     curve: list[tuple[int, float, float]] = []
@@ -145,7 +145,7 @@ def fit(options: TrainOptions, train: dict[str, tokens.Tokens], device: str, den
 def heldout_loss(
     model: Any, heldout: dict[str, tokens.Tokens], length: int, max_tokens: int = 131_072
 ) -> dict[str, float]:
-    """Cross-entropy in nats a token of each domain's held-out text, in windows of `length` tokens."""
+    """Cross-entropy in nats per token of each domain's held-out text, in windows of `length` tokens."""
     result: dict[str, float] = {}
     check_heldout(heldout, length)
     for name, ids in heldout.items():
@@ -160,7 +160,7 @@ def heldout_loss(
 
 
 def check_heldout(heldout: dict[str, tokens.Tokens], length: int) -> None:
-    """Raises ValueError where a domain's held-out text does not fill one window."""
+    """Raises ValueError if a domain's held-out text does not fill one window."""
     for name, ids in heldout.items():
         if len(ids) <= length:
             raise ValueError(
@@ -170,7 +170,7 @@ def check_heldout(heldout: dict[str, tokens.Tokens], length: int) -> None:
 
 
 def heldout_batches(ids: tokens.Tokens, length: int, max_tokens: int, batch: int) -> Iterator[torch.Tensor]:
-    """[batch or fewer, length + 1] int64, one window after the other."""
+    """Consecutive windows in batches, [batch or fewer, length + 1] int64."""
     count = min(len(ids), max_tokens) // (length + 1)
     windows = torch.from_numpy(ids[: count * (length + 1)].astype(np.int64)).view(count, length + 1)
     yield from torch.split(windows, batch)
@@ -180,7 +180,7 @@ def heldout_batches(ids: tokens.Tokens, length: int, max_tokens: int, batch: int
 def routing_skew(
     model: Any, heldout: dict[str, tokens.Tokens], length: int, max_tokens: int = 32_768
 ) -> dict[str, list[dict[str, float]]]:
-    """Per domain and layer: most loaded expert over the mean, share of the 8 most loaded, experts without a token."""
+    """For each domain and layer: busiest expert / mean, share of the 8 busiest experts, experts without tokens."""
     result: dict[str, list[dict[str, float]]] = {}
     num_experts, top_k = model.config.num_experts, model.config.num_experts_per_tok
     for name, ids in heldout.items():
@@ -206,12 +206,12 @@ def model_folder(cache: Path | None) -> Path:
 
 
 def load_model(cache: Path | None = None, device: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """The trained model. Raises ValueError where `epsim model train` has not been run."""
+    """The trained model. Raises ValueError if `epsim model train` has not been run."""
     return read_model(model_folder(cache), device, dtype)
 
 
 def read_model(folder: Path, device: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """The model in a folder. Raises ValueError where there is none, or it is damaged."""
+    """The model in a folder. Raises ValueError if it is missing or damaged."""
     if not (folder / "config.json").exists():
         raise ValueError(f"no trained model in {folder}: run `epsim model train` first")
     quiet()
@@ -224,13 +224,13 @@ def read_model(folder: Path, device: str | None = None, dtype: torch.dtype = tor
 
 
 def quiet() -> None:
-    """No progress bars: saving and loading take a second."""
+    """Turns off the progress bars of loading and saving, which take a second."""
     hub: Any = transformers_logging
     hub.disable_progress_bar()
 
 
 def choose_device(given: str | None) -> str:
-    """The device asked for, or the GPU where there is one. Raises ValueError for one that is not there."""
+    """The given device, or without one a GPU if there is one. Raises ValueError if it does not exist."""
     if given is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if given.split(":")[0] not in ("cpu", "cuda"):
@@ -245,8 +245,8 @@ def device_name(device: str) -> str:
 
 
 def train(options: TrainOptions) -> dict[str, Any]:
-    """Trains on the prepared corpus, saves the model in the cache, and returns (and writes, where `report` is given)
-    the report: loss curves, held-out cross-entropy by domain of both models, routing skew by layer and domain."""
+    """Trains on the prepared corpus, saves the model in the cache, and returns the report, also written to
+    `options.report` if given: loss curves, held-out cross-entropy by domain, routing skew by layer and domain."""
     device = choose_device(options.device)
     text = tokens.load(options.cache)
     check_heldout(text.heldout, options.length)

@@ -1,4 +1,4 @@
-"""Readers for other systems' recordings, chosen by what is in a file, never by its name."""
+"""Readers for other systems' recordings. A file's content decides which reader takes it, never its name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from epsim.traces.readers import (
     trtllm,
     vllm,
 )
-from epsim.traces.readers.base import Reader, Recording, natural
+from epsim.traces.readers.base import Recording, TraceReader, natural
 from epsim.traces.readers.document import Document, load_document, naming
 from epsim.traces.store import StoredTrace
 
-READERS: tuple[Reader, ...] = (
+READERS: tuple[TraceReader, ...] = (
     *sglang.READERS,
     *gpt_oss.READERS,
     *smartmoe.READERS,
@@ -37,46 +37,46 @@ READERS: tuple[Reader, ...] = (
 )
 
 
-def find_reader(document: Document) -> Reader | None:
+def find_reader(document: Document) -> TraceReader | None:
     with naming(document.path, "recording"):
         return next((reader for reader in READERS if reader.matches(document)), None)
 
 
 def read_recording(paths: Sequence[str | os.PathLike[str]], options: ImportOptions) -> Recording:
-    """The recording that files, or the files of folders, hold together.
+    """Reads one recording from files, or from the files of folders.
 
-    Raises FileNotFoundError or ValueError in one line: what is wrong, in which file, which option helps.
+    Raises FileNotFoundError or ValueError with one line: what is wrong, in which file, which option helps.
     """
     sources = [Path(path) for path in paths]
     if not sources:
         raise ValueError("no source given: name the files of a recording, or their folder")
-    found: list[tuple[Document, Reader]] = []
+    files: list[tuple[Document, TraceReader]] = []
     for path in sources:
         if path.is_dir():
-            found.extend(_read_folder(path))
+            files.extend(_read_folder(path))
             continue
         document = load_document(path)
         if document.kind == "parquet":
             StoredTrace(path)
-            raise ValueError(f"{path}: a trace of epsim already: use it as it is, by itself")
+            raise ValueError(f"{path}: this is an epsim trace already: use it without import, and by itself")
         reader = find_reader(document)
         if reader is None:
             raise ValueError(f"{path}: {_unknown(document)}")
-        found.append((document, reader))
-    names = list(dict.fromkeys(reader.name for _, reader in found))
+        files.append((document, reader))
+    names = list(dict.fromkeys(reader.name for _, reader in files))
     if len(names) > 1:
-        others = [document.path for document, reader in found if reader.name == names[1]]
+        others = [document.path for document, reader in files if reader.name == names[1]]
         raise ValueError(
-            f"{found[0][0].path} is {names[0]}, {others[0]} is {names[1]}: import one kind at a time, naming its files "
-            f"in place of the folder, such as {found[0][0].path}"
+            f"{files[0][0].path} is {names[0]}, but {others[0]} is {names[1]}: import one format at a time; name its "
+            f"files instead of the folder, for example {files[0][0].path}"
         )
     with naming(sources[0], names[0]):
-        return found[0][1].read([document for document, _ in found], options)
+        return files[0][1].read([document for document, _ in files], options)
 
 
-def _read_folder(folder: Path) -> Iterable[tuple[Document, Reader]]:
-    """The readable files of a folder, in order of the numbers in their names; the rest is passed over."""
-    found = []
+def _read_folder(folder: Path) -> Iterable[tuple[Document, TraceReader]]:
+    """The readable files of a folder, in order of the numbers in their names; others are skipped."""
+    files = []
     refused: list[str] = []
     for path in sorted((p for p in folder.iterdir() if p.is_file() and p.name[:1] != "."), key=natural):
         try:
@@ -86,11 +86,13 @@ def _read_folder(folder: Path) -> Iterable[tuple[Document, Reader]]:
             continue
         reader = find_reader(document)
         if reader is not None:
-            found.append((document, reader))
-    if not found:
-        why = f" ({refused[0]})" if refused else ""
+            files.append((document, reader))
+        else:
+            refused.append(f"{path}: {_unknown(document)}")
+    if not files:
+        why = f" ({refused[0]})" if refused else ": it has no files"
         raise ValueError(f"{folder}: no readable recording in this folder{why}")
-    return found
+    return files
 
 
 def _unknown(document: Document) -> str:
@@ -98,4 +100,4 @@ def _unknown(document: Document) -> str:
     named = isinstance(content, dict) or document.kind == "csv"
     keys = [" ".join(str(key)[:30].split()) for key in content][:6] if named else []
     shown = f" with {', '.join(keys)}" if keys else ""
-    return f"a {document.kind} file{shown}, but no recording that any reader knows"
+    return f"a {document.kind} file{shown}: none of the known recording formats"

@@ -1,4 +1,4 @@
-"""What all readers share: the recording they return, checked numbers, the meta settled from file, model and options."""
+"""What all readers share: the recording they return, checks of numbers, and the meta from file, model and options."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ MAX_CELLS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recording as its reader understands it.
+    """What a reader returns for a recording.
 
-    blocks: starts a fresh pass over the blocks; called up to twice. unfilled_end: zero steps at the end are a buffer
-    that was never filled. may_have_dense: layers without any token are dense ones, to be dropped.
+    blocks: starts a new pass over the blocks; it is called at most twice. unfilled_end: steps of zeros at the end are
+    the unused part of a buffer. may_have_dense: layers without any token are dense layers and are dropped.
     """
 
     meta: TraceMeta
@@ -35,8 +35,8 @@ class Recording:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """One kind of recording. matches: whether a document is one; read: all documents of one recording together."""
+class TraceReader:
+    """One recording format. matches: whether a document has it; read: reads all documents of one recording."""
 
     name: str
     matches: Callable[[Document], bool]
@@ -44,14 +44,14 @@ class Reader:
 
 
 def natural(path: Path) -> tuple[tuple[int, str], ...]:
-    """Sorts names with numbers in them by the numbers: iter2 before iter11."""
+    """A sort key that compares numbers in names by value: iter2 before iter11."""
     parts = re.split(r"(\d+)", str(path))
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
 def number_in_name(path: Path, word: str) -> int | None:
-    found = re.search(rf"{word}[_-]?(\d{{1,9}})", path.name, re.I)
-    return int(found.group(1)) if found else None
+    match = re.search(rf"{word}[_-]?(\d{{1,9}})", path.name, re.I)
+    return int(match.group(1)) if match else None
 
 
 def settle(
@@ -70,10 +70,10 @@ def settle(
     num_source_ranks: int = 0,
     num_scores: int = 0,
 ) -> TraceMeta:
-    """The meta from what the file says (the arguments), the options and the model.
+    """The meta of a trace, from the file (the arguments), the options and the model.
 
-    Raises ValueError that names the option where something is in none of them, or where they contradict each other.
-    least_experts: one more than the largest expert id seen.
+    Raises ValueError, which names the option, if a value is missing or the sources contradict each other.
+    least_experts: the largest expert id seen + 1.
     """
     where = str(documents[0].path)
     known = find_model(options.model or model or "")
@@ -138,7 +138,7 @@ def settle(
 
 
 def experts_at_least(least: int, options: ImportOptions) -> tuple[int, list[str]]:
-    """The number of experts where a file lists counts by expert id, up to least - 1: (number, notes)."""
+    """(number of experts, notes) for a file that lists counts by expert id, of which the largest is least - 1."""
     known = find_model(options.model or "")
     if options.num_experts is not None:
         return options.num_experts, []
@@ -156,29 +156,27 @@ AXES = {
 
 
 def to_numpy(value: Any) -> Array:
-    """A tensor, an array or nested lists as an array of numbers; ValueError where it is none."""
+    """Converts a tensor, an array or nested lists to an array of numbers; otherwise raises ValueError."""
     if hasattr(value, "detach"):
         value = _plain(value)
     if isinstance(value, list | tuple) and _has_bool(value):
-        raise ValueError("numbers are expected, but true or false is there (bool)")
+        raise ValueError("expected numbers, found true or false (bool)")
     try:
         array: Array = np.asarray(value)
     except (ValueError, OverflowError):
         raise ValueError(ragged(value)) from None
     if array.dtype.kind not in "iuf":
-        raise ValueError(
-            f"numbers are expected, but something else is there ({array.dtype}), or a whole number beyond 64 bits"
-        )
+        raise ValueError(f"expected numbers, found something else ({array.dtype}) or a whole number beyond 64 bits")
     return array
 
 
 def _plain(tensor: Any) -> Any:
-    """A tensor as an array. Tensors that are sparse, quantized, without data or expanded to many times their storage
-    are none that a recorder writes."""
-    kind = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+    """Converts a tensor to an array. No recorder writes tensors that are sparse, quantized, without data or expanded to
+    many times their storage, so these raise ValueError."""
+    text = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
     strided = str(tensor.layout) == "torch.strided" and not tensor.is_quantized and not tensor.is_meta
     if not strided or tensor.dtype.is_complex:
-        raise ValueError(f"a tensor of a kind that holds no plain numbers ({kind})")
+        raise ValueError(f"a tensor that does not hold plain numbers ({text}): save a dense one")
     if tensor.numel() > max(4 * tensor.untyped_storage().nbytes(), 1 << 20):
         raise ValueError(f"a tensor {list(tensor.shape)} that is {tensor.numel()} times the same few numbers")
     tensor = tensor.detach().to("cpu")
@@ -187,7 +185,7 @@ def _plain(tensor: Any) -> Any:
 
 
 def _has_bool(value: Any, depth: int = 0) -> bool:
-    """Whether true or false stands among the numbers of nested lists: NumPy would take them for 1 and 0."""
+    """Whether nested lists hold true or false, which NumPy would convert to 1 and 0."""
     if depth > MAX_DEPTH:
         return False
     if value and isinstance(value[0], list | tuple):
@@ -196,28 +194,27 @@ def _has_bool(value: Any, depth: int = 0) -> bool:
 
 
 def half(scores: Any) -> Array:
-    """Scores as float16, in which traces keep them; too large ones become infinite, which the store refuses."""
+    """Scores as float16, the type that traces keep. Too large scores become infinite, and the store refuses them."""
     with np.errstate(over="ignore"):
         kept: Array = np.asarray(scores).astype(np.float16)
     return kept
 
 
 def check_filled(listed: int, shape: tuple[int, ...], what: str) -> None:
-    """Raises ValueError where a log of few entries claims so many tokens and layers that its table would be nearly
-    empty and huge. listed: entries; shape [T, L, k]."""
+    """Raises ValueError if the table of a log, shape [T, L, k], would be huge and nearly empty.
+
+    listed: the number of entries in the log; what: what they are called in the message."""
     cells = shape[0] * shape[1]
     if cells > max(50 * listed, MAX_CELLS):
         raise ValueError(
-            f"{shape[0]} tokens x {shape[1]} layers, but only {listed} {what}: its token and layer numbers do not "
-            "belong together"
+            f"{shape[0]} tokens x {shape[1]} layers, but only {listed} {what}: check the token and layer numbers, "
+            "which do not belong together"
         )
 
 
 def whole(value: Any, *, first: int = 0, axes: Sequence[str] | None = None) -> Ints:
-    """Counts as int64; ValueError with the place where one is NaN, negative, fractional or huge, or layers are ragged.
-
-    first: the number of the first step, for the message.
-    """
+    """Converts counts to int64. Raises ValueError, which says where, if a count is NaN, negative, fractional or huge,
+    or if the lists are ragged. first: the number of the first step, for the message."""
     array: Any = to_numpy(value)
     if array.dtype.kind == "f" and array.dtype.itemsize < 8:
         array = array.astype(np.float64)
@@ -230,29 +227,29 @@ def whole(value: Any, *, first: int = 0, axes: Sequence[str] | None = None) -> I
     if not bad.any() and array.dtype.kind == "f":
         bad, problem = array != np.floor(array), "not a whole number"
     if bad.any():
-        place = [int(i) for i in np.argwhere(bad)[0]]
-        names = axes or AXES.get(len(place), ())
-        text = ", ".join(f"{n} {i + (first if n == 'step' else 0)}" for n, i in zip(names, place, strict=False))
-        raise ValueError(f"the count at {text} is {problem} ({array[tuple(place)]})")
+        index = [int(i) for i in np.argwhere(bad)[0]]
+        names = axes or AXES.get(len(index), ())
+        text = ", ".join(f"{n} {i + (first if n == 'step' else 0)}" for n, i in zip(names, index, strict=False))
+        raise ValueError(f"the count at {text} is {problem} ({array[tuple(index)]})")
     counts: Ints = array.astype(np.int64)
     return counts
 
 
 def ragged(value: Any) -> str:
-    """Which of nested lists has another length than its first neighbour."""
+    """A message that says which of the nested lists differs in length from the first list of its depth."""
     level: list[tuple[tuple[int, ...], Any]] = [((), value)]
     while level and len(level[0][0]) < MAX_DEPTH and all(isinstance(item, list | tuple) for _, item in level):
         sizes = {len(item) for _, item in level}
         if len(sizes) > 1:
             expected = len(level[0][1])
-            place, item = next((p, i) for p, i in level if len(i) != expected)
-            return f"ragged: the list at {list(place)} has {len(item)} entries, the first of its kind has {expected}"
-        level = [((*place, i), inner) for place, item in level for i, inner in enumerate(item)]
-    return "ragged: lists of unequal depth, or something that is no number"
+            index, item = next((p, i) for p, i in level if len(i) != expected)
+            return f"ragged: the list at {list(index)} has {len(item)} entries, the first of its depth has {expected}"
+        level = [((*index, i), inner) for index, item in level for i, inner in enumerate(item)]
+    return "ragged: lists of unequal depth, or a value that is not a number"
 
 
 def count_blocks(counts: Ints, first: int = 0, steps_a_block: int = 256) -> Iterator[Block]:
-    """counts [S, L, E] as blocks of steps numbered from `first`."""
+    """Cuts counts [S, L, E] into blocks; the steps are numbered from `first`."""
     for low in range(0, len(counts), steps_a_block):
         part = counts[low : low + steps_a_block]
         yield CountsBlock(np.arange(first + low, first + low + len(part)), part)

@@ -1,4 +1,4 @@
-"""A source file, recognised by its content and parsed without ever running anything in it."""
+"""Loads a source file. Its content decides its type, and no code in it is ever run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from epsim.traces.trace import Array
 
 Kind: TypeAlias = Literal["parquet", "json", "jsonl", "csv", "text", "yaml", "npz", "npy", "pt", "safetensors"]
 HEAD_BYTES = 1 << 16
-# A file that is parsed whole takes several times its size in memory; logs are read line by line.
+# Limits: a file that is parsed whole takes several times its size in memory. Logs are read line by line.
 MAX_LINE = 1 << 26
 MAX_JSON = 1 << 29
 MAX_ARRAYS = 1 << 33
@@ -31,8 +31,10 @@ MAX_ARRAYS = 1 << 33
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A source file. content: the whole of json, npz (name -> array), npy, pt and safetensors files; the first record
-    of jsonl, the header of csv, the first line of text; the rest of those comes from `lines`, `records` and `rows`.
+    """A source file.
+
+    content: the whole of a json, npz (name -> array), npy, pt or safetensors file; of other types only the first record
+    (jsonl), the header (csv) or the first line (text). `lines`, `records` and `rows` read the rest of these.
     """
 
     path: Path
@@ -47,7 +49,7 @@ class Document:
             while line := text.readline(MAX_LINE):
                 number += 1
                 if len(line) == MAX_LINE:
-                    raise ValueError(f"{self.path}: line {number} is longer than {MAX_LINE >> 20} MiB: no recording")
+                    raise ValueError(f"{self.path}: line {number} is longer than {MAX_LINE >> 20} MiB: not a recording")
                 yield line
 
     def records(self) -> Iterator[tuple[int, Any]]:
@@ -72,7 +74,7 @@ class Document:
 
 @contextmanager
 def naming(path: Path | str, what: str) -> Iterator[None]:
-    """Turns whatever goes wrong inside into one line of ValueError that names the file."""
+    """Turns any error inside into a ValueError with one line that names the file."""
     try:
         yield
     except (FileNotFoundError, CannotWriteError):
@@ -82,14 +84,14 @@ def naming(path: Path | str, what: str) -> Iterator[None]:
             raise
         detail = one_line(error)
         if isinstance(error, MemoryError):
-            raise ValueError(f"{path}: more than fits this machine's memory ({detail}): import it in parts") from None
+            raise ValueError(f"{path}: does not fit in this machine's memory ({detail}): import it in parts") from None
         if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
             raise ValueError(f"{path}: {detail}") from None
         raise ValueError(f"{path}: not a well-formed {what}: {type(error).__name__}: {detail}") from None
 
 
 def load_document(path: Path) -> Document:
-    """Raises FileNotFoundError, or ValueError that names the file where it is empty, damaged or of no known kind."""
+    """Loads a file. Raises FileNotFoundError, or ValueError if it is empty, damaged or of an unknown type."""
     check_source(path)
     with naming(path, "file"):
         with path.open("rb") as file:
@@ -143,11 +145,10 @@ def _load_torch(path: Path, mmap: bool = False) -> Any:
         text = str(error)
         unsafe = re.search(r"GLOBAL (\S+)|Unsupported (?:global|class|operand|operator)|weights_only", text, re.I)
         if unsafe and "corrupt" not in text.lower():
-            name = unsafe.group(1)
-            found = f" (it calls for {name})" if name else ""
+            called = f" (it calls {unsafe.group(1)})" if unsafe.group(1) else ""
             raise ValueError(
-                f"a pickle with more in it than tensors and plain containers{found}; it was not executed: "
-                "convert it to tensors, npz or JSON where you trust it"
+                f"a pickle that PyTorch's safe loader refuses{called}; it was not executed: "
+                "if you trust it, save its content with torch.save, as npz or as JSON"
             ) from None
         raise ValueError(f"truncated or damaged PyTorch or pickle file ({type(error).__name__})") from None
 
@@ -164,13 +165,15 @@ def _load_text(path: Path, head: bytes, packed: bool) -> Document:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if error.start < len(head) - 4 or b"\0" in head:
-            raise ValueError("binary content of no known kind") from None
+            raise ValueError("binary content of an unknown type") from None
         text = head[: error.start].decode("utf-8-sig")
     if "\0" in text:
-        raise ValueError("binary content of no known kind")
+        raise ValueError("binary content of an unknown type")
     stripped = text.lstrip()
     if not stripped:
         raise ValueError("the file holds no text")
+    if stripped.startswith("version https://git-lfs.github.com/"):
+        raise ValueError("a Git LFS pointer, not the file itself: fetch the file with `git lfs pull`")
     if re.search(r"^\s*(initial_global_assignments|num_slots)\s*:", text, re.M) and stripped[0] not in "{[":
         return Document(path, "yaml", None, packed)
     first = stripped.split("\n", 1)[0].rstrip()
@@ -200,7 +203,7 @@ def _load_json(path: Path, head: str, packed: bool) -> Document:
     except (ValueError, RecursionError) as error:
         record = None
         detail = one_line(error)
-    # A log whose very first line is longer than the head that was looked at.
+    # The first line of a log may be longer than the head.
     try:
         record = json.loads(raw.decode("utf-8-sig").lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
@@ -209,7 +212,7 @@ def _load_json(path: Path, head: str, packed: bool) -> Document:
 
 
 def _long_log(path: Path, packed: bool) -> Document:
-    """JSON too large to be parsed whole: only lines of JSON go on from here."""
+    """A file of JSON lines that is too large to parse whole; other JSON of that size raises ValueError."""
     with _open(path, packed) as file:
         first = file.readline(MAX_LINE)
     try:
@@ -222,14 +225,14 @@ def _long_log(path: Path, packed: bool) -> Document:
 
 @contextmanager
 def _refusing(path: Path, what: str) -> Iterator[None]:
-    """NumPy's, zipfile's and others' own complaints, in our words."""
+    """Turns the errors of NumPy, zipfile and other libraries into plain messages."""
     try:
         yield
     except FileNotFoundError:
         raise
     except Exception as error:
         if "allow_pickle" in str(error):
-            raise ValueError(f"{what} holds Python objects, which are never loaded: save plain numbers") from None
+            raise ValueError(f"the {what} holds Python objects, which are never loaded: save plain numbers") from None
         if isinstance(error, MemoryError):
             raise
         raise ValueError(f"truncated or damaged {what}: {type(error).__name__}: {one_line(error)}") from None

@@ -1,6 +1,6 @@
 """FLAME-MoE's router dumps (.pt): `samples` [B], `scores` f32 [B, k], `indices` i64 [B, k], `layer`, `token_position`.
 
-One entry a (layer, token position), several in a list or in several files.
+An entry holds one (layer, token position); a recording is a list of entries, or several files.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, check_filled, half, to_numpy, whole
+from epsim.traces.readers.base import Recording, TraceReader, check_filled, half, to_numpy, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Array, Ints
@@ -33,7 +33,7 @@ def _is_dump(document: Document) -> bool:
 
 
 def _read_dump(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """A sample is a sequence, its tokens in order of position; layers are joined by (sample, position)."""
+    """Joins the layers by (sample, position). A sample is a sequence whose tokens are in order of position."""
     sample: list[Ints] = []
     position: list[Ints] = []
     layer: list[Ints] = []
@@ -51,28 +51,28 @@ def _read_dump(documents: Sequence[Document], options: ImportOptions) -> Recordi
                     raise ValueError("a score is not a finite number")
                 ids.append(chosen)
                 scores.append(score)
-                for name, column in (("samples", sample), ("token_position", position), ("layer", layer)):
+                for name, values in (("samples", sample), ("token_position", position), ("layer", layer)):
                     value = whole(entry[name], axes=("token",))
                     if value.ndim > 1 or (value.ndim == 1 and value.shape not in ((1,), (len(chosen),))):
                         raise ValueError(f"{name} has shape {list(value.shape)}, not [{len(chosen)}]")
-                    column.append(np.broadcast_to(value, len(chosen)))
+                    values.append(np.broadcast_to(value, len(chosen)))
     rows: Any = np.stack([np.concatenate(sample), np.concatenate(position)], axis=1)
     tokens, row = np.unique(rows, axis=0, return_inverse=True)
-    layers, place = np.unique(np.concatenate(layer), return_inverse=True)
-    row, place = row.reshape(-1), place.reshape(-1)
-    flat = row * len(layers) + place
+    layers, column = np.unique(np.concatenate(layer), return_inverse=True)
+    row, column = row.reshape(-1), column.reshape(-1)
+    flat = row * len(layers) + column
     if len(np.unique(flat)) != len(flat):
-        raise ValueError(f"{documents[0].path}: a (sample, token position, layer) stands in the files twice")
+        raise ValueError(f"{documents[0].path}: the files hold a (sample, token position, layer) twice")
     shape = (len(tokens), len(layers), ids[0].shape[1])
     check_filled(len(flat), shape, f"entries in {documents[0].path}")
     all_ids = np.full(shape, -1, dtype=np.int16)
     all_scores = np.zeros(shape, dtype=np.float16)
-    all_ids[row, place] = np.concatenate(ids)
-    all_scores[row, place] = half(np.concatenate(scores))
+    all_ids[row, column] = np.concatenate(ids)
+    all_scores[row, column] = half(np.concatenate(scores))
     missing = len(tokens) * len(layers) - len(flat)
     notes = [f"{missing} of {len(tokens) * len(layers)} (token, layer) entries are missing: left empty"]
     joined = Tokens(all_ids, all_scores, sequence=tokens[:, 0])
     return token_recording(joined, documents, options, notes=notes if missing else (), layers=layers.tolist())
 
 
-READERS = (Reader("FLAME-MoE router dump", _is_dump, _read_dump),)
+READERS = (TraceReader("FLAME-MoE router dump", _is_dump, _read_dump),)

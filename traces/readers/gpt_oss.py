@@ -17,7 +17,16 @@ import numpy.typing as npt
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, count_blocks, experts_at_least, half, settle, to_numpy, whole
+from epsim.traces.readers.base import (
+    Recording,
+    TraceReader,
+    count_blocks,
+    experts_at_least,
+    half,
+    settle,
+    to_numpy,
+    whole,
+)
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Array, Ints
@@ -46,7 +55,7 @@ def _read_sequences(documents: Sequence[Document], options: ImportOptions) -> Re
                     "numbers [sequences, tokens, layers, k] and [sequences]"
                 )
             if lengths.size and lengths.max() > experts.shape[1]:
-                raise ValueError(f"a length of {lengths.max()} where there are {experts.shape[1]} tokens")
+                raise ValueError(f"a length is {lengths.max()}, but expert_ids has {experts.shape[1]} tokens")
             if ids and experts.shape[2:] != ids[0].shape[1:]:
                 raise ValueError(f"[layers, k] is {list(experts.shape[2:])}, not {list(ids[0].shape[1:])}")
             inside = np.arange(experts.shape[1]) < lengths[:, None]
@@ -62,12 +71,12 @@ def _read_sequences(documents: Sequence[Document], options: ImportOptions) -> Re
             sequence.append(np.repeat(np.arange(len(lengths)) + count, lengths))
             paths = arrays.get("source_paths", np.array([document.path.stem] * len(lengths)))
             if paths.size != len(lengths):
-                raise ValueError(f"source_paths names {paths.size} sequences, there are {len(lengths)}")
+                raise ValueError(f"source_paths names {paths.size} sequences, but there are {len(lengths)}")
             labels = np.array([_dataset(str(path)) for path in paths.reshape(-1)], dtype=object)
             domain.append(labels[sequence[-1] - count])
             count += len(lengths)
     if scores and len(scores) != len(ids):
-        raise ValueError(f"{documents[0].path}: some of the files have topk_probs and some have not")
+        raise ValueError(f"{documents[0].path}: only some files have topk_probs: import the others separately")
     tokens = Tokens(
         np.concatenate(ids),
         np.concatenate(scores) if scores else None,
@@ -84,7 +93,7 @@ def _dataset(path: str) -> str:
 
 
 def _router_data(value: Any) -> Iterator[Any]:
-    """Every `router_data` within lists and objects: one a sequence."""
+    """Yields every `router_data` in nested lists and objects: one per sequence."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -113,7 +122,7 @@ def _read_examples(documents: Sequence[Document], options: ImportOptions) -> Rec
                     numbers = sorted(numbered(token, "layer"))
                     layers = layers or [number for number, _ in numbers]
                     if [number for number, _ in numbers] != layers:
-                        raise ValueError(f"ragged: token {len(rows)} has other layers than the first")
+                        raise ValueError(f"ragged: token {len(rows)} has different layers than the first token")
                     rows.append([token[name]["selected_experts"] for _, name in numbers])
                     probs.append([token[name].get("selected_probs") for _, name in numbers])
                     sequence.append(count)
@@ -128,7 +137,7 @@ def _read_examples(documents: Sequence[Document], options: ImportOptions) -> Rec
         known = all(p is not None for token in probs for p in token)
         scores = half(to_numpy(probs)) if known else None
         if scores is not None and scores.shape != ids.shape:
-            raise ValueError("selected_probs do not stand beside selected_experts")
+            raise ValueError("selected_probs and selected_experts differ in shape")
     tokens = Tokens(ids.astype(np.int16), scores, sequence=np.array(sequence), domain=np.array(domain, dtype=object))
     return token_recording(tokens, documents, options, layers=layers)
 
@@ -140,14 +149,14 @@ def _tokens_of(data: Any) -> Iterator[dict[str, Any]]:
 
 
 def numbered(value: Any, word: str) -> Iterator[tuple[int, str]]:
-    """(number, key) of the keys `word_number`."""
+    """Yields (number, key) of each key of the form `word_number`."""
     if not isinstance(value, dict):
-        raise ValueError(f"an object of {word}_0, {word}_1, ... is expected, not a {type(value).__name__}")
+        raise ValueError(f"expected an object with keys {word}_0, {word}_1, ..., found a {type(value).__name__}")
     for name in value:
-        found = re.fullmatch(rf"{word}_(\d{{1,9}})", name)
-        if not found:
-            raise ValueError(f"{name[:40]!r} where {word}_0, {word}_1, ... are expected")
-        yield int(found.group(1)), name
+        match = re.fullmatch(rf"{word}_(\d{{1,9}})", name)
+        if not match:
+            raise ValueError(f"expected keys {word}_0, {word}_1, ..., found {name[:40]!r}")
+        yield int(match.group(1)), name
 
 
 def _is_summary(document: Document) -> bool:
@@ -160,7 +169,7 @@ def _is_summary(document: Document) -> bool:
 
 
 def _read_summaries(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """Each file is one step; counts = count_frequency x sample_count x tokens a sample, rounded."""
+    """Each file is one step; counts = count_frequency x sample_count x tokens per sample, rounded."""
     counts: list[dict[int, dict[int, float]]] = []
     top_k = 1
     for document in documents:
@@ -193,7 +202,7 @@ def _read_summaries(documents: Sequence[Document], options: ImportOptions) -> Re
         least_experts=least,
         top_k=top_k,
         layers=numbers,
-        notes=[f"one step a file: {len(documents)} summaries; counts are shares x tokens, rounded", *notes],
+        notes=[f"one step per file: {len(documents)} summaries; counts are shares x tokens, rounded", *notes],
     )
     array = np.zeros((len(counts), max(len(numbers), 1), num_experts))
     place = {layer: i for i, layer in enumerate(numbers)}
@@ -213,7 +222,7 @@ def _positive(content: Any, key: str) -> float:
 
 
 READERS = (
-    Reader("npz of sequences (expert_ids, lengths)", _is_sequences, _read_sequences),
-    Reader("router_data examples", _is_examples, _read_examples),
-    Reader("expert analytics summaries", _is_summary, _read_summaries),
+    TraceReader("npz of sequences (expert_ids, lengths)", _is_sequences, _read_sequences),
+    TraceReader("router_data examples", _is_examples, _read_examples),
+    TraceReader("expert analytics summaries", _is_summary, _read_summaries),
 )

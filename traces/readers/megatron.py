@@ -1,4 +1,4 @@
-"""Megatron-Core routing logs: JSON lines, one file a rank, a line a (step, layer).
+"""Megatron-Core routing logs: JSON lines, one file per rank, one line per (step, layer).
 
 Line: `step, stage, block, layer, rank, num_tokens, topk, top_indices` with top_indices [num_tokens, topk].
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, whole
+from epsim.traces.readers.base import Recording, TraceReader, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.sglang import index_of
 from epsim.traces.readers.tokens import token_recording
@@ -33,8 +33,8 @@ def _is_log(document: Document) -> bool:
 
 
 def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """A (step, layer) that a rank wrote several times holds micro-batches: steps of their own."""
-    found: dict[Key, dict[tuple[str, str, int], Ints]] = {}
+    """If a rank wrote a (step, layer) several times, each time is a micro-batch and becomes its own step."""
+    choices: dict[Key, dict[tuple[str, str, int], Ints]] = {}
     times: dict[tuple[Any, ...], int] = {}
     stages: dict[str, set[int]] = {}
     top_k = 1
@@ -48,15 +48,15 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
                 ids = _indices(record, number)
                 again = times.get((step, rank, where), 0)
                 times[step, rank, where] = again + 1
-                found.setdefault((step, again, rank), {})[where] = ids
+                choices.setdefault((step, again, rank), {})[where] = ids
                 stages.setdefault(where[0], set()).add(rank)
                 top_k = max(top_k, ids.shape[1] if len(ids) else 1)
-    layers = sorted({where for entry in found.values() for where in entry}, key=_layer_order)
+    layers = sorted({where for entry in choices.values() for where in entry}, key=_layer_order)
     place = {where: i for i, where in enumerate(layers)}
-    # Ranks of different pipeline stages stand for the same data: each stage counts its own from 0.
+    # Ranks of different pipeline stages see the same data, so the ranks of each stage are numbered from 0.
     rank_in_stage = {stage: {rank: i for i, rank in enumerate(sorted(ranks))} for stage, ranks in stages.items()}
     merged: dict[Key, dict[int, Ints]] = {}
-    for (step, again, rank), entry in found.items():
+    for (step, again, rank), entry in choices.items():
         for where, ids in entry.items():
             source = rank_in_stage[where[0]][rank]
             merged.setdefault((step, again, source), {})[place[where]] = ids
@@ -74,12 +74,12 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
         parts.append(block)
         step_of += [step * size + again] * num_tokens
         rank_of += [source] * num_tokens
-    notes = [f"{size} micro-batches a step: each a step of its own"] if size > 1 else []
+    notes = [f"{size} micro-batches per step: each becomes its own step"] if size > 1 else []
     if missing:
         notes.append(f"{missing} of {len(step_of) * len(layers)} (token, layer) choices are missing: left empty")
     numbers = [where[2] for where in layers]
     if len(set(numbers)) != len(numbers):
-        notes.append("layer numbers start anew in each stage or block: layers numbered 0.. in order of stage and block")
+        notes.append("layer numbers restart in each stage or block: layers are renumbered by stage and block")
         numbers = list(range(len(layers)))
     tokens = Tokens(
         np.concatenate(parts),
@@ -97,7 +97,7 @@ def _layer_order(where: tuple[str, str, int]) -> tuple[Any, ...]:
 
 
 def _indices(record: Any, number: int) -> Ints:
-    """[num_tokens, topk]."""
+    """The expert ids of a line, [num_tokens, topk]."""
     try:
         ids = whole(record["top_indices"], axes=("token", "choice"))
     except ValueError as error:
@@ -114,4 +114,4 @@ def _indices(record: Any, number: int) -> Ints:
     return ids
 
 
-READERS = (Reader("Megatron-Core routing log", _is_log, _read_log),)
+READERS = (TraceReader("Megatron-Core routing log", _is_log, _read_log),)

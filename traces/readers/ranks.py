@@ -1,4 +1,4 @@
-"""Counts that every rank wrote for itself, put together step by step."""
+"""Joins the counts that each rank recorded, step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epsim.traces.trace import Block, CountsBlock, Ints, Phase, RankCountsBlock
 
 @dataclass(frozen=True, slots=True)
 class PassCounts:
-    """One rank's counts of one step; load: the counts [L, E], read when they are needed."""
+    """One rank's counts of one step; load: reads the counts [L, E] when they are needed."""
 
     step: int
     rank: int
@@ -36,8 +36,10 @@ def rank_recording(
     served: bool = False,
     notes: Sequence[str] = (),
 ) -> Recording:
-    """Counts by source rank; plain counts where there is one rank, where every rank wrote the same (each saw all
-    tokens: counted once), or where ranks counted what they served (served: summed). All said in the notes.
+    """A recording of counts by source rank, or of plain counts in three cases, which the notes state.
+
+    The cases: there is one rank; all ranks wrote the same counts, so each saw all tokens (kept once); or ranks counted
+    the tokens they served, not those they sent (served: summed).
     """
     ranks = sorted({p.rank for p in passes})
     by_step: dict[int, dict[int, list[PassCounts]]] = {}
@@ -46,27 +48,27 @@ def rank_recording(
     num_ranks = len(ranks)
 
     def load(step: int) -> Ints:
-        """[L, R, E]; a rank's several parts of one step are added."""
+        """The counts of a step, [L, R, E]; several parts of one rank are added."""
         counts = np.zeros((num_layers, num_ranks, num_experts), dtype=np.int64)
-        for place, rank in enumerate(ranks):
+        for column, rank in enumerate(ranks):
             for part in by_step[step].get(rank, ()):
                 with naming(part.document.path, "recording"):
-                    counts[:, place] += part.load()
+                    counts[:, column] += part.load()
         return counts
 
-    said = list(notes)
+    all_notes = list(notes)
     steps = sorted(by_step)
     missing = sum(num_ranks - len(by_step[step]) for step in steps)
     if missing:
-        said.append(f"{missing} of {len(steps) * num_ranks} (step, rank) entries are missing: taken as no tokens")
+        all_notes.append(f"{missing} of {len(steps) * num_ranks} (step, rank) entries are missing: counted as 0")
     if ranks != list(range(num_ranks)):
-        said.append(f"source ranks 0..{num_ranks - 1} stand for the recorded ranks {_some(ranks)}")
+        all_notes.append(f"source ranks 0..{num_ranks - 1} are the recorded ranks {_some(ranks)}")
     same = num_ranks > 1 and not missing and all(_alike(load(step)) for step in steps)
     by_rank = num_ranks > 1 and not same and not served
     if same:
-        said.append(f"all {num_ranks} ranks recorded the same counts: counted once, source ranks unknown")
+        all_notes.append(f"all {num_ranks} ranks recorded the same counts: counted once, source ranks unknown")
     elif served and num_ranks > 1:
-        said.append(f"each of {num_ranks} ranks counted what it served: summed, source ranks unknown")
+        all_notes.append(f"each of {num_ranks} ranks counted the tokens it served: summed, source ranks unknown")
     meta = settle(
         options,
         documents,
@@ -77,7 +79,7 @@ def rank_recording(
         layers=layers,
         phase=phase,
         num_source_ranks=num_ranks if by_rank else 0,
-        notes=said,
+        notes=all_notes,
     )
 
     def blocks() -> Iterator[Block]:

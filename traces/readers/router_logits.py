@@ -10,7 +10,7 @@ import numpy as np
 from epsim.models.known import ScoreRule, find_model
 from epsim.traces.compose import deal
 from epsim.traces.options import DEFAULT_STEP_TOKENS, ImportOptions
-from epsim.traces.readers.base import Reader, Recording, natural, settle, to_numpy
+from epsim.traces.readers.base import Recording, TraceReader, natural, settle, to_numpy
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.trace import Array, Block, TokenBlock
 
@@ -42,9 +42,9 @@ def _is_logits(document: Document) -> bool:
 
 
 def _read_logits(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """Files follow one another as one stream of tokens, cut into steps. Scores of all experts are kept.
+    """Joins the files into one stream of tokens, cuts it into steps, and keeps the scores of all experts.
 
-    The chosen experts are the top-k of the logits under every rule; DeepSeek's bias and groups are not in the file.
+    Under every rule the chosen experts are the top-k of the logits: DeepSeek's bias and groups are not in the file.
     """
     files: list[list[Array]] = []
     for document in documents:
@@ -67,11 +67,11 @@ def _read_logits(documents: Sequence[Document], options: ImportOptions) -> Recor
         f"scores by rule {rule}{'' if options.score_rule or known else ' (default --score-rule)'}, all experts kept"
     ]
     if rule == "sigmoid":
-        notes.append("experts chosen by plain scores: the router's bias and groups are not in the file")
+        notes.append("experts are chosen by scores only: the router's bias and groups are not in the file")
     default = "" if options.step_tokens else " (default)"
-    notes.append(f"the recording knows no steps: cut into steps of {size} tokens{default}")
+    notes.append(f"the recording has no steps: cut into steps of {size} tokens{default}")
     if options.ranks:
-        notes.append(f"source ranks unknown: each step's tokens dealt to {options.ranks} ranks in contiguous shares")
+        notes.append(f"source ranks unknown: tokens dealt to {options.ranks} ranks in contiguous shares of each step")
     meta = settle(
         options,
         documents,
@@ -86,25 +86,25 @@ def _read_logits(documents: Sequence[Document], options: ImportOptions) -> Recor
 
     def logits(low: int, high: int) -> Array:
         parts = []
-        for place, arrays in enumerate(files):
-            a, b = max(low - starts[place], 0), min(high, starts[place + 1]) - starts[place]
+        for index, arrays in enumerate(files):
+            a, b = max(low - starts[index], 0), min(high, starts[index + 1]) - starts[index]
             if a < b:
                 part = np.stack([array[a:b] for array in arrays], axis=1).astype(np.float32)
                 if not np.isfinite(part).all():
                     token, layer, expert = np.argwhere(~np.isfinite(part))[0]
                     where = f"token {token + a}, layer {layer}, expert {expert}"
-                    raise ValueError(f"{documents[place].path}: the logit of {where} is not a finite number")
+                    raise ValueError(f"{documents[index].path}: the logit of {where} is not a finite number")
                 parts.append(part)
         return np.concatenate(parts)
 
     def blocks() -> Iterator[Block]:
         for step, low in enumerate(range(0, num_tokens, size)):
             values = logits(low, min(low + size, num_tokens))
-            place = np.zeros(len(values), dtype=np.int64)
+            token_step = np.zeros(len(values), dtype=np.int64)
             yield TokenBlock(
                 np.array([step]),
-                place,
-                deal(place, options.ranks or 1),
+                token_step,
+                deal(token_step, options.ranks or 1),
                 choose(values, meta.top_k),
                 scores_of(values, rule).astype(np.float16),
             )
@@ -113,18 +113,18 @@ def _read_logits(documents: Sequence[Document], options: ImportOptions) -> Recor
 
 
 def choose(logits: Any, top_k: int) -> Array:
-    """logits [T, L, E] -> ids [T, L, k] int16, largest first, the lower id first on ties."""
+    """The top-k expert ids [T, L, k] int16 of logits [T, L, E], largest first, the lower id first on ties."""
     ids: Array = np.argsort(-logits, axis=2, kind="stable")[..., :top_k].astype(np.int16)
     return ids
 
 
 def scores_of(logits: Any, rule: ScoreRule) -> Any:
-    """logits [T, L, E] -> the router's score of every expert. softmax and topk-softmax differ in what a token's weights
-    are divided by only: renormalised over the chosen, both are the same."""
+    """The router's score of every expert, [T, L, E], from logits of that shape. softmax and topk-softmax differ only in
+    the divisor of a token's weights, so both give the same scores."""
     if rule == "sigmoid":
         return 0.5 * (1.0 + np.tanh(0.5 * logits))
     shifted = np.exp(logits - logits.max(axis=2, keepdims=True))
     return shifted / shifted.sum(axis=2, keepdims=True)
 
 
-READERS = (Reader("router logits", _is_logits, _read_logits),)
+READERS = (TraceReader("router logits", _is_logits, _read_logits),)

@@ -13,7 +13,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, count_blocks, experts_at_least, settle, to_numpy, whole
+from epsim.traces.readers.base import Recording, TraceReader, count_blocks, experts_at_least, settle, to_numpy, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.ranks import PassCounts, rank_recording
 from epsim.traces.readers.tokens import token_recording
@@ -28,7 +28,7 @@ def _is_logical_count(document: Document) -> bool:
 
 
 def _read_logical_count(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """`logical_count` [S, L, E], or [L, E] for one step; several files follow one another."""
+    """Reads `logical_count` [S, L, E], or [L, E] for one step; several files are joined in order."""
     arrays: list[Array] = []
     for document in documents:
         with naming(document.path, "SGLang recording"):
@@ -42,7 +42,7 @@ def _read_logical_count(documents: Sequence[Document], options: ImportOptions) -
                     f"{list(arrays[0].shape[1:])}"
                 )
     num_layers, num_experts = arrays[0].shape[1:]
-    notes = [f"one step a file: {len(documents)} aggregates"] if all(len(a) == 1 for a in arrays) else []
+    notes = [f"one step per file: {len(documents)} aggregates"] if all(len(a) == 1 for a in arrays) else []
     meta = settle(options, documents, level="counts", num_layers=num_layers, num_experts=num_experts, notes=notes)
 
     def blocks() -> Iterator[Block]:
@@ -63,9 +63,9 @@ def _is_records(document: Document) -> bool:
 
 
 def _logical_of(document: Document) -> Ints:
-    """[L, P]: the logical expert of each physical one."""
+    """The logical expert of each physical expert, [L, P]."""
     if "last_physical_to_logical_map" not in document.content:
-        raise ValueError("no last_physical_to_logical_map in it: its physical ids cannot be told apart")
+        raise ValueError("it has no last_physical_to_logical_map, which physical ids need to become logical ids")
     table = whole(document.content["last_physical_to_logical_map"], axes=("layer", "slot"))
     if table.ndim != 2 or not table.size:
         raise ValueError(f"last_physical_to_logical_map has shape {list(table.shape)}, not [layers, slots]")
@@ -79,16 +79,16 @@ def _read_records(documents: Sequence[Document], options: ImportOptions) -> Reco
             tables.append(_logical_of(document))
             if tables[-1].shape != tables[0].shape:
                 raise ValueError(
-                    f"its map has shape {list(tables[-1].shape)}, not {list(tables[0].shape)} as the first"
+                    f"its map has shape {list(tables[-1].shape)}, not {list(tables[0].shape)} as in the first file"
                 )
             if not document.content["records"]:
-                raise ValueError("no records in it")
+                raise ValueError("it has no records")
             if not all(isinstance(record, dict) for record in document.content["records"]):
                 raise ValueError("records are not all dictionaries")
     num_experts = max(int(table.max()) for table in tables) + 1
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"{documents[0].path}: its map names expert {num_experts - 1}, beyond {MAX_EXPERTS - 1}")
-    notes = ["physical ids made logical by last_physical_to_logical_map (earlier maps are not in the file)"]
+    notes = ["last_physical_to_logical_map turns physical ids into logical ids (the file has no earlier maps)"]
     if all("topk_ids_of_layer" in record for d in documents for record in d.content["records"]):
         return _read_per_token(documents, options, tables, num_experts, notes)
     passes: list[PassCounts] = []
@@ -107,7 +107,7 @@ def _read_records(documents: Sequence[Document], options: ImportOptions) -> Reco
         num_layers=tables[0].shape[0],
         num_experts=num_experts,
         phase=_common(_step_phases(documents)),
-        # A rank that counts its own tokens counts slots everywhere; one that counts what it serves, only its own slots.
+        # A rank that counts its own tokens counts slots of all ranks; a rank that counts what it serves, its own slots.
         served=bool((np.sum(list(touched.values()), axis=0) <= 1).all()),
         notes=notes,
     )
@@ -121,14 +121,14 @@ def _physical(record: Any, table: Ints) -> Ints:
 
 
 def _logical_counts(record: Any, table: Ints, num_experts: int) -> Ints:
-    """[L, E]: copies of an expert added up."""
+    """Counts per logical expert, [L, E]: the sums over its copies."""
     counts = np.zeros((table.shape[0], num_experts), dtype=np.int64)
     np.add.at(counts, (np.arange(table.shape[0])[:, None], table), _physical(record, table))
     return counts
 
 
 def _step_phases(documents: Sequence[Document]) -> dict[int, Phase]:
-    """The phase of each pass; mixed where its ranks differ. Idle ranks do not count."""
+    """The phase of each pass; `mixed` if its ranks differ. Idle ranks are ignored."""
     phases: dict[int, Phase] = {}
     for document in documents:
         for record in document.content["records"]:
@@ -141,14 +141,14 @@ def _step_phases(documents: Sequence[Document]) -> dict[int, Phase]:
 
 
 def _common(phases: dict[int, Phase]) -> Phase:
-    found = set(phases.values())
-    return found.pop() if len(found) == 1 else "mixed" if found else "unknown"
+    distinct = set(phases.values())
+    return distinct.pop() if len(distinct) == 1 else "mixed" if distinct else "unknown"
 
 
 def _read_per_token(
     documents: Sequence[Document], options: ImportOptions, tables: Sequence[Ints], num_experts: int, notes: list[str]
 ) -> Recording:
-    """`topk_ids_of_layer` [L, N, 8] int32, physical ids, -1 where empty; N tokens of one rank in one pass."""
+    """Reads `topk_ids_of_layer` [L, N, 8] int32: physical ids, -1 if empty, of N tokens of one rank in one pass."""
     parts: dict[int, list[tuple[int, Array]]] = {}
     top_k = 1
     for document, table in zip(documents, tables):
@@ -177,7 +177,7 @@ def _read_per_token(
 
 
 def to_logical(physical: Any, table: Ints) -> Array:
-    """Physical ids [L, N, n] -> logical [N, L, n] int16; tokens that are padding in every layer are left out."""
+    """Logical ids [N, L, n] int16 from physical ids [L, N, n], without tokens that are padding in every layer."""
     ids: Any = to_numpy(physical)
     if ids.ndim != 3 or ids.shape[0] != table.shape[0] or ids.dtype.kind not in "iu":
         raise ValueError(
@@ -199,7 +199,7 @@ def _same_passes(a: list[tuple[int, Array]], b: list[tuple[int, Array]]) -> bool
 
 
 def index_of(record: Any, key: str) -> int:
-    """A whole number >= 0 of a record."""
+    """The value of a record's key. Raises ValueError unless it is a whole number >= 0."""
     value: Any = record[key] if isinstance(record, dict) and key in record else None
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**40:
@@ -224,7 +224,7 @@ def _is_csv(document: Document) -> bool:
 
 
 def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """`layer_id,expert_id,count`: one step a file; pairs that are not listed have no tokens."""
+    """Reads `layer_id,expert_id,count`: one step per file; pairs that are not listed have no tokens."""
     entries: list[dict[tuple[int, int], int]] = []
     for document in documents:
         with naming(document.path, "expert count CSV"):
@@ -235,7 +235,7 @@ def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recordin
                     layer, expert, count = csv_numbers(row, columns, number)
                     entry[layer, expert] = entry.get((layer, expert), 0) + count
             if not entry:
-                raise ValueError("no counts in it")
+                raise ValueError("it has no counts")
             entries.append(entry)
     layers = sorted({layer for entry in entries for layer, _ in entry})
     least = max(expert for entry in entries for _, expert in entry) + 1
@@ -248,7 +248,7 @@ def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recordin
         num_experts=num_experts,
         least_experts=least,
         layers=layers,
-        notes=[f"one step a file: {len(documents)} aggregates", *notes],
+        notes=[f"one step per file: {len(documents)} aggregates", *notes],
     )
     counts = np.zeros((len(entries), len(layers), num_experts), dtype=np.int64)
     place = {layer: i for i, layer in enumerate(layers)}
@@ -259,7 +259,7 @@ def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recordin
 
 
 def csv_numbers(row: Sequence[str], columns: Sequence[int], line: int) -> list[int]:
-    """The whole numbers >= 0 in some columns of a row."""
+    """The values of some columns of a row. Raises ValueError unless they are whole numbers >= 0."""
     values = []
     for column in columns:
         text = row[column].strip() if column < len(row) else ""
@@ -274,8 +274,8 @@ def csv_numbers(row: Sequence[str], columns: Sequence[int], line: int) -> list[i
 
 
 READERS = (
-    Reader("SGLang counts (logical_count)", _is_logical_count, _read_logical_count),
-    Reader("SGLang records (per_pass, per_token)", _is_records, _read_records),
-    Reader("SGLang placement", _is_placement, _refuse_placement),
-    Reader("expert count CSV (layer_id, expert_id, count)", _is_csv, _read_csv),
+    TraceReader("SGLang counts (logical_count)", _is_logical_count, _read_logical_count),
+    TraceReader("SGLang records (per_pass, per_token)", _is_records, _read_records),
+    TraceReader("SGLang placement", _is_placement, _refuse_placement),
+    TraceReader("expert count CSV (layer_id, expert_id, count)", _is_csv, _read_csv),
 )

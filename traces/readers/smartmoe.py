@@ -1,6 +1,6 @@
-"""SmartMoE's gate logs: text files, one an (iteration, rank), and the npz made of them.
+"""SmartMoE's gate logs: text files, one per (iteration, rank), and the npz made of them.
 
-Text: a line a layer, `layer:[[E counts] x micro-batches]`; iteration and rank stand in the file's name only
+Text: one line per layer, `layer:[[E counts] x micro-batches]`; only the file's name has the iteration and rank
 (table_iter1001_rank0.log). npz: `counts` [S, L, E] or [S, R, L, E], `iterations` [S]. Source: SmartMoE-AE moe_trace.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, number_in_name, settle, whole
+from epsim.traces.readers.base import Recording, TraceReader, number_in_name, settle, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.store import one_line
 from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock
@@ -26,25 +26,25 @@ def _is_log(document: Document) -> bool:
 
 
 def _parse(document: Document) -> tuple[tuple[int, ...], Ints]:
-    """(layer numbers, counts [micro-batches, L, E])."""
+    """The layer numbers and counts [micro-batches, L, E] of a log."""
     layers: list[int] = []
     rows: list[Ints] = []
     for number, line in enumerate(document.lines(), 1):
         if not line.strip():
             continue
-        found = LINE.match(line)
-        if not found:
+        match = LINE.match(line)
+        if not match:
             raise ValueError(f"line {number} is not `layer:[[counts], ...]`")
         try:
-            row = whole(json.loads(found.group(2)), axes=("micro-batch", "expert"))
+            row = whole(json.loads(match.group(2)), axes=("micro-batch", "expert"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"line {number}: {one_line(error)}") from None
         if row.ndim != 2 or not row.size or (rows and row.shape != rows[0].shape):
             raise ValueError(f"ragged: line {number} holds {list(row.shape)} micro-batches x experts")
-        layers.append(int(found.group(1)))
+        layers.append(int(match.group(1)))
         rows.append(row)
     if len(set(layers)) != len(layers):
-        raise ValueError("a layer stands in it twice")
+        raise ValueError("it lists a layer twice")
     return tuple(layers), np.stack(rows, axis=1)
 
 
@@ -53,7 +53,7 @@ def _read_logs(documents: Sequence[Document], options: ImportOptions) -> Recordi
     named = [(number_in_name(d.path, "iter"), number_in_name(d.path, "rank")) for d in documents]
     notes = []
     if any(iteration is None or rank is None for iteration, rank in named):
-        notes.append("names without iteration and rank: files taken as the ranks of one iteration, in the order given")
+        notes.append("file names have no iteration and rank: taken as the ranks of one iteration, in the order given")
         named = [(0, place) for place in range(len(documents))]
     by_iteration: dict[int, dict[int, Document]] = {}
     for (iteration, rank), document in zip(named, documents):
@@ -69,10 +69,10 @@ def _read_logs(documents: Sequence[Document], options: ImportOptions) -> Recordi
             where = next(iter(files.values())).path
             raise ValueError(f"{where}: iteration {iteration} lacks the file of rank {lacking[0]}")
     if ranks != list(range(len(ranks))):
-        notes.append(f"source ranks 0..{len(ranks) - 1} stand for the recorded ranks {', '.join(map(str, ranks[:8]))}")
+        notes.append(f"source ranks 0..{len(ranks) - 1} are the recorded ranks {', '.join(map(str, ranks[:8]))}")
     with naming(documents[0].path, "SmartMoE log"):
         layers, sample = _parse(documents[0])
-    notes.append(f"each of {len(sample)} micro-batches of an iteration is a step, numbered in turn")
+    notes.append(f"each of the {len(sample)} micro-batches of an iteration is a step, numbered in order")
     meta = settle(
         options,
         documents,
@@ -91,8 +91,8 @@ def _read_logs(documents: Sequence[Document], options: ImportOptions) -> Recordi
             for rank in ranks:
                 document = by_iteration[iteration][rank]
                 with naming(document.path, "SmartMoE log"):
-                    found, counts = _parse(document)
-                    if found != layers or counts.shape != sample.shape:
+                    parsed_layers, counts = _parse(document)
+                    if parsed_layers != layers or counts.shape != sample.shape:
                         raise ValueError(f"layers or shape {list(counts.shape)} differ from {documents[0].path.name}")
                 parts.append(counts)
             steps = iteration * len(sample) + np.arange(len(sample))
@@ -107,12 +107,12 @@ def _is_counts_npz(document: Document) -> bool:
 
 def _read_counts_npz(documents: Sequence[Document], options: ImportOptions) -> Recording:
     if len(documents) > 1:
-        raise ValueError(f"{documents[1].path}: each npz of counts is a recording of its own: import one at a time")
+        raise ValueError(f"{documents[1].path}: each npz of counts is a separate recording: import one at a time")
     document = documents[0]
     with naming(document.path, "npz of counts"):
         array = document.content["counts"]
         if not array.size:
-            raise ValueError(f"counts have shape {list(array.shape)}: nothing in it")
+            raise ValueError(f"counts are empty: shape {list(array.shape)}")
         numbers = document.content.get("iterations", document.content.get("steps"))
         steps = np.arange(len(array)) if numbers is None else whole(numbers, axes=("entry",))
         if steps.shape != (len(array),) or (np.diff(steps) <= 0).any():
@@ -125,7 +125,7 @@ def _read_counts_npz(documents: Sequence[Document], options: ImportOptions) -> R
             num_layers=array.shape[-2],
             num_experts=array.shape[-1],
             num_source_ranks=array.shape[1] if by_rank else 0,
-            notes=["counts read as [steps, source ranks, layers, experts]"] if by_rank else [],
+            notes=["counts are read as [steps, source ranks, layers, experts]"] if by_rank else [],
         )
 
     def blocks() -> Iterator[Block]:
@@ -141,6 +141,6 @@ def _read_counts_npz(documents: Sequence[Document], options: ImportOptions) -> R
 
 
 READERS = (
-    Reader("SmartMoE gate logs", _is_log, _read_logs),
-    Reader("npz of counts", _is_counts_npz, _read_counts_npz),
+    TraceReader("SmartMoE gate logs", _is_log, _read_logs),
+    TraceReader("npz of counts", _is_counts_npz, _read_counts_npz),
 )

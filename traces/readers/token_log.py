@@ -1,4 +1,4 @@
-"""Per-token logs: JSON lines, one a (token, layer), as patched engines write them."""
+"""Per-token logs, as patched engines write them: JSON lines, one per (token, layer)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, check_filled
+from epsim.traces.readers.base import Recording, TraceReader, check_filled
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Ints
@@ -63,7 +63,10 @@ def _is_log(document: Document) -> bool:
 
 @dataclass(slots=True)
 class _Log:
-    """Rows by (request, step, rank, token index, how often that was seen in this layer), in order of first sight."""
+    """Collects the rows of a log.
+
+    A row is a (request, step, rank, token index, number of earlier lines with these in the same layer); rows are in
+    order of first appearance."""
 
     rows: dict[tuple[Any, ...], int] = field(default_factory=dict)
     seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class _Log:
             None if rank is None else _index(rank, "rank", number),
             None if position is None else _index(position, "token index", number),
         )
-        # A token index that comes back in the same layer belongs to a later pass of the engine.
+        # A token index that repeats in the same layer belongs to a later pass of the engine.
         again = self.seen.get((layer, key), 0)
         self.seen[layer, key] = again + 1
         row = self.rows.setdefault((*key, again), len(self.rows))
@@ -115,7 +118,7 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
                 if _is_route(record):
                     log.add(record, number)
                 elif pick(record, IDS) is not None:
-                    raise ValueError(f"line {number} has expert ids, but no list of them or no layer")
+                    raise ValueError(f"line {number} has expert ids, but they are not a list or the layer is missing")
                 elif pick(record, LAYER) is not None:
                     raise ValueError(f"line {number} has a layer, but no expert ids")
                 else:
@@ -126,22 +129,22 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
 
 def _assemble(log: _Log, documents: Sequence[Document], options: ImportOptions) -> Recording:
     if not log.entries:
-        raise ValueError("no routed tokens in it")
+        raise ValueError("it has no routed tokens")
     layers = sorted({layer for _, layer, _, _ in log.entries})
-    place = {layer: i for i, layer in enumerate(layers)}
+    layer_index = {layer: i for i, layer in enumerate(layers)}
     top_k = max(len(ids) for _, _, ids, _ in log.entries)
     weighted = all(weights is not None for _, _, _, weights in log.entries)
     check_filled(len(log.entries), (len(log.rows), len(layers), top_k), "lines")
     ids = np.full((len(log.rows), len(layers), top_k), -1, dtype=np.int16)
     scores = np.zeros(ids.shape, dtype=np.float16) if weighted else None
     for row, layer, chosen, weights in log.entries:
-        ids[row, place[layer], : len(chosen)] = chosen
+        ids[row, layer_index[layer], : len(chosen)] = chosen
         if scores is not None and weights is not None:
-            scores[row, place[layer], : len(chosen)] = weights
+            scores[row, layer_index[layer], : len(chosen)] = weights
     notes = []
     warm = warm_up_rows(ids)
     if warm == len(ids) >= WARM_UP_ROWS:
-        raise ValueError(f"all {warm} tokens have the same expert ids: nothing but warm-up rows")
+        raise ValueError(f"all {warm} tokens have the same expert ids: the log holds warm-up rows only")
     if warm:
         notes.append(f"{warm} warm-up rows of identical expert ids dropped at the start")
     missing = int((ids[warm:, :, 0] < 0).sum())
@@ -174,7 +177,7 @@ def _assemble(log: _Log, documents: Sequence[Document], options: ImportOptions) 
 
 
 def warm_up_rows(ids: Any) -> int:
-    """ids [T, L, k] -> how many tokens at the start have the very same ids in the same order; 0 where fewer than 32."""
+    """How many tokens at the start of ids [T, L, k] have identical ids in the same order; 0 if fewer than 32."""
     differs = (ids != ids[:1]).any(axis=(1, 2))
     run = int(differs.argmax()) if differs.any() else len(ids)
     return run if run >= WARM_UP_ROWS else 0
@@ -190,4 +193,4 @@ def _index(value: Any, what: str, line: int) -> int:
     return value
 
 
-READERS = (Reader("per-token log", _is_log, _read_log),)
+READERS = (TraceReader("per-token log", _is_log, _read_log),)

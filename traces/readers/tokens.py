@@ -1,4 +1,4 @@
-"""From loose tokens to a recording: the last stage of every reader that finds expert ids."""
+"""Makes a recording of tokens: the last stage of every reader of expert ids."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def token_recording(
     notes: Sequence[str] = (),
     layers: Sequence[int] = (),
 ) -> Recording:
-    """Raises ValueError where there is no token, or experts are neither in the file nor in the options."""
+    """Arranges tokens in steps and returns their recording. Raises ValueError if there are no tokens, or if neither the
+    file nor the options give the number of experts."""
     if not len(tokens):
-        raise ValueError(f"{documents[0].path}: no tokens in it")
+        raise ValueError(f"{documents[0].path}: it has no tokens")
     ids = tokens.expert_ids
     arrangement = compose.arrange(tokens, options)
     meta = settle(

@@ -1,6 +1,6 @@
 """TensorRT-LLM: expert statistics (`meta_info.json` + `rank*.safetensors`) and its placement YAML.
 
-Format: TensorRT-LLM, examples/ep_load_balancer: keys `{iteration}_{layer}` -> token counts [E], one file a rank;
+Format: TensorRT-LLM, examples/ep_load_balancer: keys `{iteration}_{layer}` -> token counts [E], one file per rank;
 meta_info.json: num_experts, num_experts_per_token.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, number_in_name, whole
+from epsim.traces.readers.base import Recording, TraceReader, number_in_name, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.ranks import PassCounts, rank_recording
 from epsim.traces.trace import Ints
@@ -37,7 +37,7 @@ def _read_statistic(documents: Sequence[Document], options: ImportOptions) -> Re
     files = [document for document in documents if document.kind == "safetensors"]
     if not files:
         raise ValueError(
-            f"{documents[0].path}: only meta_info.json: give the rank*.safetensors beside it, or the folder"
+            f"{documents[0].path}: meta_info.json has no counts: give the rank*.safetensors beside it, or the folder"
         )
     layers = sorted({int(key.split("_")[1]) for file in files for key in file.content})
     num_experts = max(np.size(next(iter(file.content.values()))) for file in files)
@@ -53,8 +53,8 @@ def _read_statistic(documents: Sequence[Document], options: ImportOptions) -> Re
     named = [number_in_name(file.path, "rank") for file in files]
     numbered = None not in named and len(set(named)) == len(named)
     passes = []
-    for place, file in enumerate(files):
-        rank = named[place] if numbered else place
+    for index, file in enumerate(files):
+        rank = named[index] if numbered else index
         assert rank is not None
         iterations = sorted({int(key.split("_")[0]) for key in file.content})
         passes += [
@@ -69,14 +69,14 @@ def _read_statistic(documents: Sequence[Document], options: ImportOptions) -> Re
         num_experts=num_experts,
         top_k=declared.get("num_experts_per_token"),
         layers=layers,
-        notes=[] if numbered else ["file names do not number the ranks: taken in the order given"],
+        notes=[] if numbered else ["file names have no rank numbers: ranks are taken in the order given"],
     )
 
 
 def _counts(file: Document, step: int, layers: Sequence[int], num_experts: int) -> Ints:
-    """[L, E] of one iteration."""
+    """The counts of one iteration, [L, E]."""
     counts = np.zeros((len(layers), num_experts), dtype=np.int64)
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         row = file.content.get(f"{step}_{layer}")
         if row is None:
             raise ValueError(f"ragged: iteration {step} lacks layer {layer}")
@@ -88,7 +88,7 @@ def _counts(file: Document, step: int, layers: Sequence[int], num_experts: int) 
             raise ValueError(
                 f"ragged: iteration {step}, layer {layer} has counts {list(values.shape)}, not [{num_experts}]"
             )
-        counts[place] = values
+        counts[index] = values
     return counts
 
 
@@ -104,6 +104,6 @@ def _refuse_placement(documents: Sequence[Document], options: ImportOptions) -> 
 
 
 READERS = (
-    Reader("TensorRT-LLM expert statistics", _is_statistic, _read_statistic),
-    Reader("TensorRT-LLM placement", _is_placement, _refuse_placement),
+    TraceReader("TensorRT-LLM expert statistics", _is_statistic, _read_statistic),
+    TraceReader("TensorRT-LLM placement", _is_placement, _refuse_placement),
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Reader, Recording, count_blocks, natural, settle, whole
+from epsim.traces.readers.base import Recording, TraceReader, count_blocks, natural, settle, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Ints
@@ -30,15 +30,15 @@ def _is_routed(document: Document) -> bool:
 
 
 def _read_routed(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """Each array is one request: prompts are prefill steps of their own; outputs are sequences, composed where there
-    are several, else a stream of tokens."""
+    """Each array is one request. A prompt is one prefill step. Outputs are sequences: several are composed into decode
+    steps, and one alone is a stream of tokens."""
     prompts: list[Any] = []
     outputs: list[Any] = []
     for document in documents:
         with naming(document.path, "routed_experts array"):
-            found = document.content if document.kind == "npz" else {document.path.stem: document.content}
-            for name in sorted(found, key=lambda n: natural(document.path / n)):
-                array = found[name]
+            arrays = document.content if document.kind == "npz" else {document.path.stem: document.content}
+            for name in sorted(arrays, key=lambda n: natural(document.path / n)):
+                array = arrays[name]
                 first = (prompts + outputs)[0] if prompts or outputs else array
                 if not array.size or array.shape[1:] != first.shape[1:]:
                     raise ValueError(
@@ -49,15 +49,15 @@ def _read_routed(documents: Sequence[Document], options: ImportOptions) -> Recor
                 (prompts if "prompt" in name.lower() and document.kind == "npz" else outputs).append(array)
     if prompts and outputs:
         raise ValueError(
-            f"{documents[0].path}: prompts and outputs together are two phases: save prompt_routed_experts and "
-            "routed_experts to files of their own and import each"
+            f"{documents[0].path}: prompts and outputs are two phases: save prompt_routed_experts and "
+            "routed_experts to separate files and import each by itself"
         )
     chosen = prompts or outputs
     index = np.repeat(np.arange(len(chosen)), [len(array) for array in chosen])
     ids = np.concatenate(chosen).astype(np.int16)
     if prompts:
         tokens = Tokens(ids, step=index)
-        return token_recording(tokens, documents, options, phase="prefill", notes=["each prompt is a step of its own"])
+        return token_recording(tokens, documents, options, phase="prefill", notes=["each prompt is its own step"])
     return token_recording(Tokens(ids, sequence=index), documents, options)
 
 
@@ -67,7 +67,7 @@ def _is_load_dump(document: Document) -> bool:
 
 
 def _read_load_dump(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    """Each entry of load_history is a step; several files follow one another."""
+    """Each entry of load_history is a step; several files are joined in order."""
     loads: list[Ints] = []
     for document in documents:
         with naming(document.path, "vLLM load dump"):
@@ -88,6 +88,6 @@ def _read_load_dump(documents: Sequence[Document], options: ImportOptions) -> Re
 
 
 READERS = (
-    Reader("vLLM routed_experts", _is_routed, _read_routed),
-    Reader("vLLM load dump (load_history)", _is_load_dump, _read_load_dump),
+    TraceReader("vLLM routed_experts", _is_routed, _read_routed),
+    TraceReader("vLLM load dump (load_history)", _is_load_dump, _read_load_dump),
 )
