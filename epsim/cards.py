@@ -1,4 +1,4 @@
-"""Cards: small TOML files, shipped or the user's own, read into frozen dataclasses."""
+"""Reads cards, which are small TOML files (shipped or the user's own), into frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ else:
     import tomli as tomllib
 
 LARGEST = 2**53
-"""Whole numbers up to it are exact as real ones."""
+"""The largest whole number up to which all are exact as float64."""
 
 
 def known_cards(room: str) -> tuple[str, ...]:
-    """Names of the cards that ship in a room (`models`, `machines`)."""
+    """The names of the shipped cards of a folder (`models`, `machines`)."""
     folder = resources.files(f"epsim.{room}").joinpath("cards")
     return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
-    """The content of a shipped file by name, case ignored, or of a file by its path; and words for where it is.
+    """(content, location for messages) of a shipped card by name, ignoring case, or of a file by its path.
 
-    Raises ValueError in one line for an unknown name (naming the known ones) and for a file that is no TOML.
+    Raises ValueError with one line for an unknown name (it lists the known ones) and for a file that is not TOML.
     """
     if name.endswith(".toml") or "/" in name:
         path = Path(name)
@@ -43,7 +43,7 @@ def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
         known = known_cards(room)
         found = next((one for one in known if one == name.lower()), None)
         if found is None:
-            raise ValueError(f"{option} {name}: known are {', '.join(known)}, or give a .toml file")
+            raise ValueError(f"{option} {name}: give one of {', '.join(known)}, or a .toml file")
         where = f"{room}/cards/{found}.toml"
         text = resources.files(f"epsim.{room}").joinpath("cards", f"{found}.toml").read_text(encoding="utf-8")
     try:
@@ -51,13 +51,13 @@ def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{where}: not TOML: {error}") from None
     except RecursionError:
-        raise ValueError(f"{where}: not TOML: nested too deep") from None
+        raise ValueError(f"{where}: not TOML: nested too deeply") from None
 
 
 def build(kind: type[Any], content: Mapping[str, Any], where: str) -> Any:
-    """A dataclass from a TOML table: tables become the dataclasses of its fields, whole numbers pass for numbers.
+    """Builds a dataclass from a TOML table. Tables inside become dataclasses; integers are accepted as floats.
 
-    Raises ValueError naming the key: unknown, missing, of the wrong type, or refused by the class itself.
+    Raises ValueError, which names the key, if a key is unknown, missing, of the wrong type, or refused by the class.
     """
     hints = get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -80,17 +80,17 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     options = [part for part in get_args(hint) if part is not type(None)]
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise ValueError(f"{where}: {value!r} is no list")
+            raise ValueError(f"{where}: {value!r} is not a list")
         return tuple(_value(options[0], part, where) for part in value)
     if type(None) in get_args(hint):
         return None if value is None else _value(options[0], value, where)
     if options and all(isinstance(part, str) for part in options):
         if value not in options:
-            raise ValueError(f"{where}: {value!r} is none of {', '.join(options)}")
+            raise ValueError(f"{where}: {value!r} is not one of {', '.join(options)}")
         return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
-            raise ValueError(f"{where}: {value!r} is no table")
+            raise ValueError(f"{where}: {value!r} is not a table")
         assert isinstance(hint, type)
         return build(hint, value, where)
     kinds = (int, float) if hint is float else (hint,)

@@ -1,4 +1,4 @@
-"""Files that are read or written: plain ones only, and written whole or not at all."""
+"""Checks files before they are read or written, and writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MAX_MESSAGE = 600
 
 
 class CannotWriteError(OSError):
-    """Writing failed half-way: a full disk, a lost folder."""
+    """Writing failed, for example because the disk is full or the folder is gone."""
 
     def __init__(self, path: object, error: Exception) -> None:
         super().__init__(f"{path}: cannot be written: {reason(error)}; nothing is left of it")
 
 
 def check_source(path: Path) -> None:
-    """Raises FileNotFoundError or ValueError where path is no plain file (links are followed). Readers read a file more
+    """Raises FileNotFoundError or ValueError unless path is a plain file (links are followed). Readers read a file more
     than once, which a pipe does not allow, and a device has no end."""
     try:
         mode = path.stat().st_mode
@@ -35,13 +35,13 @@ def check_source(path: Path) -> None:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """The file that writing to path will replace, links followed; before any work is done.
+    """The file that a write to path would replace, after following links. Call it before any long work.
 
-    Raises ValueError or FileNotFoundError where it is a folder, a device or pipe (renaming a file over a device such as
-    /dev/null would destroy it), or in a folder that does not exist or cannot be written.
+    Raises ValueError or FileNotFoundError for a folder, for a device or pipe (renaming a file over a device such as
+    /dev/null would destroy it), and for a folder that does not exist or cannot be written.
     """
     if not os.fspath(path) or "\0" in os.fspath(path):
-        raise ValueError(f"{os.fspath(path)!r}: no name of a file to write")
+        raise ValueError(f"{os.fspath(path)!r}: not the name of a file: give a file to write to")
     target = Path(os.path.realpath(path))
     try:
         if target.is_symlink():
@@ -77,7 +77,7 @@ def check_out(out: str | os.PathLike[str] | None) -> None:
 
 
 def temporary_beside(target: Path) -> Path:
-    """A new empty file in the folder of target, which may be renamed over it."""
+    """Creates an empty file in the folder of target, which can later be renamed to it."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
     except OSError as error:
@@ -88,7 +88,7 @@ def temporary_beside(target: Path) -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a temporary path beside `path`; it takes the place of `path` only if the block ends without an error."""
+    """Yields a temporary path beside `path`, and renames it to `path` if the block ends without an error."""
     target = check_target(path)
     temporary = temporary_beside(target)
     try:
@@ -106,18 +106,18 @@ def umask() -> int:
 
 
 def reason(error: Exception) -> str:
-    """What an operating system's error says, without its number."""
+    """The message of an error; an operating system's error without its number."""
     return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def printable(text: str) -> str:
-    """Text from files and names on one line: runs of white space become a space, and what a terminal would obey or
-    could not show (control and direction characters, halves of surrogate pairs) becomes an escape such as \\x1b."""
+    """Text from files or names as one printable line. White space becomes one space; control and direction characters
+    and halves of surrogate pairs become escapes such as \\x1b."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
 
 
 def message_line(text: str) -> str:
-    """A message for people: printable, with the middle left out where it is very long."""
+    """A message as one printable line; a very long one loses its middle."""
     line = printable(text)
     half = MAX_MESSAGE // 2
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"

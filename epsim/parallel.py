@@ -1,4 +1,4 @@
-"""Work on the blocks of a trace by as many threads as there are cores, results in order."""
+"""Runs work on the blocks of a trace in as many threads as there are cores, with results in order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Result = TypeVar("Result")
 
 
 def cores() -> int:
-    """That this process may use; EPSIM_THREADS says fewer, where processes share them."""
-    there = len(os.sched_getaffinity(0))
-    return min(there, int(os.environ.get("EPSIM_THREADS", there)))
+    """The number of cores this process may use. EPSIM_THREADS lowers it when several processes share the cores."""
+    available = len(os.sched_getaffinity(0))
+    return min(available, int(os.environ.get("EPSIM_THREADS", available)))
 
 
 def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """The results of `work` on each item, in order, with at most one more item in flight than there are threads.
 
-    Each thread runs PyTorch on one core: on small tensors two cores that wait for each other at the end of every
-    operation are slower than one, and by far where another process holds the second.
+    Each thread runs PyTorch on one core. On small tensors two cores, which wait for each other after every operation,
+    are slower than one, and much slower if another process holds the second.
     """
     most = min(cores(), MAX_THREADS)
     pending: deque[Future[Result]] = deque()

@@ -45,7 +45,7 @@ def test_sizes_of_deepseek_v3() -> None:
         ("hidden = 2048", 'hidden = "big"', "hidden: 'big' is not of type int"),
         ("hidden = 2048", "hidden = 0", "hidden is 0, give at least 1"),
         ("weight_bytes = 2.0", "weight_bytes = nan", "weight_bytes: nan is not finite"),
-        ('compute = "bf16"', 'compute = "int4"', "'int4' is none of fp8, bf16"),
+        ('compute = "bf16"', 'compute = "int4"', "'int4' is not one of fp8, bf16"),
         ("top_k = 8", "top_k = 129", "top_k 129 is more than the experts"),
         ("top_k = 8", "top_k = = 8", "not TOML"),
     ],
@@ -64,7 +64,7 @@ def test_a_wrong_model_file_is_one_line(tmp_path: Path, before: str, after: str,
 def test_a_wrong_hardware_file_names_the_table(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(HARDWARE.read_text().replace("rdma_dispatch = { gb_per_s = [47.8] }", "rdma_dispatch = 47.8"))
-    with pytest.raises(ValueError, match=r"normal: rdma_dispatch: 47\.8 is no table"):
+    with pytest.raises(ValueError, match=r"normal: rdma_dispatch: 47\.8 is not a table"):
         load_hardware(str(path))
 
 
@@ -94,9 +94,9 @@ def test_a_hardware_file_that_cannot_be_is_one_line(tmp_path: Path, before: str,
 
 
 def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(ValueError, match="--hardware h20: known are b200, h100, h200, h800"):
+    with pytest.raises(ValueError, match="--hardware h20: give one of b200, h100, h200, h800"):
         load_hardware("h20")
-    with pytest.raises(ValueError, match=r"--model gpt-2: known are deepseek-v3, .*qwen3-30b-a3b"):
+    with pytest.raises(ValueError, match=r"--model gpt-2: give one of deepseek-v3, .*qwen3-30b-a3b"):
         load_model("gpt-2")
 
 

@@ -1,1 +1,1 @@
-"""Machines: a GPU and its fabric, one card each."""
+"""Machines, one card each: a GPU and its links."""

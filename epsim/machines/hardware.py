@@ -1,4 +1,4 @@
-"""What a GPU and its links can do: specifications and the rates measured on them (epsim/machines/cards/*.toml)."""
+"""A GPU and its links: specifications and measured rates (epsim/machines/cards/*.toml)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from epsim.cards import build, read_card
 
 MOST_RATE = 1e5
-"""GB/s and TFLOPS that no device reaches: a larger figure is of another unit."""
+"""GB/s and TFLOPS that no device reaches: a larger number has the wrong unit."""
 LEAST_MEMORY_RATE = 10
-"""GB/s: a smaller figure is in TB/s."""
+"""GB/s: a smaller number is in TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """One direction of one level of an exchange: time = bytes / rate(bytes).
 
-    gb_per_s: the rate at each of `at_bytes` (ascending; bytes of the busiest rank), between them by the logarithm of
-    the size and outside them the nearest; a single rate needs no sizes.
+    gb_per_s: the rate at each of `at_bytes` (ascending; bytes of the busiest rank). Rates between them are interpolated
+    by the logarithm of the size; outside them the nearest holds. A single rate needs no sizes.
     """
 
     gb_per_s: tuple[float, ...]
@@ -27,11 +27,11 @@ class Link:
     def __post_init__(self) -> None:
         sizes = self.at_bytes or (1.0,) * len(self.gb_per_s)
         if not self.gb_per_s or len(sizes) != len(self.gb_per_s) or (len(sizes) > 1 and not self.at_bytes):
-            raise ValueError("gb_per_s needs one rate, or as many as there are at_bytes")
+            raise ValueError("gb_per_s needs one rate, or one for each of at_bytes")
         if min(self.gb_per_s) <= 0 or min(sizes) <= 0 or (list(sizes) != sorted(set(sizes)) and len(sizes) > 1):
             raise ValueError("rates and sizes must be above 0, and sizes ascending")
         if max(self.gb_per_s) > MOST_RATE:
-            raise ValueError(f"a rate of {max(self.gb_per_s):g} GB/s: give GB/s, not bytes a second")
+            raise ValueError(f"a rate of {max(self.gb_per_s):g} GB/s: give GB/s, not bytes per second")
         steps = zip(self.gb_per_s, self.gb_per_s[1:], sizes, sizes[1:], strict=False)
         if any(slow * math.log(size / small) < fast - slow for slow, fast, small, size in steps):
             raise ValueError("gb_per_s rises faster than at_bytes: more bytes would take less time")
@@ -39,12 +39,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRates:
-    """Dispatch and combine of one kind of kernel.
+    """Rates of the dispatch and combine kernels of one exchange.
 
-    alpha_us: what a call costs without bytes, within a node and, on top, between nodes. nvlink, rdma: rates of each
-    level; bytes on NVLink include those that stay on their own rank, which the kernels copy as well, bytes on RDMA are
-    those that leave the node. forward: NVLink's rates where kernels also forward what comes from other nodes; left out,
-    they are NVLink's.
+    alpha_us: time of a call without bytes, within a node, and in addition between nodes. nvlink, rdma: rates of each
+    level. Bytes on NVLink include those that stay on their rank, which the kernels copy too; bytes on RDMA are those
+    that leave the node. forward: NVLink's rates when kernels also forward data from other nodes; None for `nvlink`.
     """
 
     dispatch_alpha_us: float
@@ -63,11 +62,12 @@ class ExchangeRates:
 
 @dataclass(frozen=True, slots=True)
 class PolicyCosts:
-    """Microseconds a layer that policies add, as measured. all_reduce_us: one of a layer's counts, within a node and
-    between nodes. solve_us: of a split by `epsim.kernels.split`; published_solve_us: of LPLB's interior point method.
-    assign_us: from fractions to physical experts; waterfill_us: the shared expert's placing.
-    Left out: timed_us, of a split by time, costs what solve_us says, joint_us, of `waterfill-joint`, what waterfill_us
-    says, and router_us, of a router policy, what assign_us says."""
+    """Measured microseconds per layer that policies add.
+
+    all_reduce_us: an all-reduce of a layer's counts, within a node and between nodes. solve_us: a split by
+    `epsim.kernels.split`; published_solve_us: LPLB's interior point method. assign_us: from fractions to physical
+    experts; waterfill_us: placing the shared expert. timed_us: a split by time (None: solve_us); joint_us:
+    `waterfill-joint` (None: waterfill_us); router_us: a router policy (None: assign_us)."""
 
     all_reduce_us: float
     all_reduce_nodes_us: float
@@ -97,14 +97,13 @@ class PolicyCosts:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One GPU of a node of `ranks_per_node`.
+    """One GPU of a node with `ranks_per_node` GPUs.
 
-    memory_gb: capacity. memory_gb_per_s, bf16_tflops, fp8_tflops: what kernels reach, not peaks. kernel_us: fixed cost
-    of the expert computation's kernels. tile: rows to which grouped GEMMs pad each expert's tokens. exchange_sms of
-    `sms` are taken by an exchange that runs beside computation. source: where the numbers come from.
-    tables: JSON files beside this one that `epsim calibrate` measured (`epsim.cost.calibrated`), used where they fit.
-    shared_grouped: whether a shared expert that stays on its token's rank is one more expert of the grouped computation
-    (as in this project's runtime), rather than computed by itself.
+    memory_gb: capacity. memory_gb_per_s, bf16_tflops, fp8_tflops: rates that kernels reach, not peaks. kernel_us: fixed
+    time of the expert kernels. tile: grouped GEMMs pad each expert's tokens to a multiple of so many rows. An exchange
+    that overlaps computation takes `exchange_sms` of `sms`. source: where the numbers come from. tables: JSON files in
+    this folder, measured by `epsim calibrate` (`epsim.cost.calibrated`) and used where they apply. shared_grouped:
+    whether a shared expert on its token's rank is part of the grouped computation, as in this runtime, or separate.
     """
 
     name: str
@@ -134,12 +133,12 @@ class Hardware:
             raise ValueError(f"memory_gb_per_s is {self.memory_gb_per_s:g}: give GB/s, not TB/s")
         _not_negative(self, ("kernel_us", "exchange_sms"))
         if self.exchange_sms >= self.sms:
-            raise ValueError(f"exchange_sms {self.exchange_sms} leaves none of {self.sms} SMs to compute")
+            raise ValueError(f"exchange_sms {self.exchange_sms} leaves none of {self.sms} SMs for computation")
 
 
 def load_hardware(name: str, option: str = "--hardware") -> Hardware:
-    """`h100`, `h200`, `h800`, `b200`, or the path of a TOML file. option: named where it is unknown. Raises ValueError
-    in one line."""
+    """Loads shipped hardware (`h100`, `h200`, `h800`, `b200`) or a TOML file by its path. Raises ValueError with one
+    line, which names `option`."""
     content, where = read_card("machines", option, name)
     found = build(Hardware, content, where)
     assert isinstance(found, Hardware)

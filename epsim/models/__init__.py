@@ -1,1 +1,1 @@
-"""Models: routing, widths, layers and types of weights, one card each."""
+"""Models, one card each: routing, widths, layers and types of weights."""

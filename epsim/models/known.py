@@ -1,6 +1,6 @@
-"""What is publicly known of models that recordings name: experts, top-k, the shared expert's cost, the score rule.
+"""Known models that recordings may name: experts, top-k, the shared expert's cost, the score rule.
 
-Source of every row: the model's own config.json as published with its weights (num_experts or n_routed_experts,
+Source of every row: the model's config.json, as published with its weights (num_experts or n_routed_experts,
 num_experts_per_tok, n_shared_experts, moe_intermediate_size, shared_expert_intermediate_size, scoring_func).
 shared_cost = intermediate size of the shared expert / that of a routed one, 0 for none.
 """
@@ -47,8 +47,10 @@ KNOWN_MODELS = (
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The known model that a name such as `deepseek-ai/DeepSeek-V3-0324` begins with, longest first, or the only one
-    that begins with the name, as with `qwen1.5-moe`; None if none."""
+    """The known model for a name, or None.
+
+    It is the longest known name that the given name begins with (`deepseek-ai/DeepSeek-V3-0324`), else the only known
+    name that begins with the given one (`qwen1.5-moe`)."""
     plain = _plain(name.rsplit("/", 1)[-1])
     fits = [model for model in KNOWN_MODELS if plain.startswith(_plain(model.name))]
     if not fits and plain:
@@ -58,10 +60,10 @@ def find_model(name: str) -> KnownModel | None:
 
 
 def unknown_model(name: str | None) -> str:
-    """Words for a message: that this --model is not known, and which are; empty where none was given or it is known."""
+    """The end of a message if --model is unknown: it lists the known models. Empty if the model is known or None."""
     if name is None or find_model(name) is not None:
         return ""
-    return f" ({name!r} is none of {', '.join(model.name for model in KNOWN_MODELS)})"
+    return f" ({name!r} is not one of {', '.join(model.name for model in KNOWN_MODELS)})"
 
 
 def _plain(name: str) -> str:

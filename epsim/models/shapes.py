@@ -11,12 +11,12 @@ RouterRule: TypeAlias = Literal["softmax", "sigmoid-groups", "hash"]
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer: E routed experts of `intermediate`, and a shared expert of `shared_intermediate` (0 for none).
+    """One layer: E routed experts of width `intermediate`, and a shared expert of `shared_intermediate` (0 for none).
 
     router: `softmax` (probabilities, top-k), `sigmoid-groups` (DeepSeek-V3: sigmoid, bias, the best `top_groups` of
-    `groups`), `hash` (DeepSeek-V4's first layers: the token's id decides). renormalise: weights of the chosen add up
-    to 1, before `scaling`. shared_gate: the shared expert's output is weighed by a sigmoid of the token (Qwen2-MoE).
-    num_layers: mixture-of-experts layers of the whole model.
+    `groups`), `hash` (DeepSeek-V4's first layers: the token's id decides). renormalise: the weights of the chosen
+    experts sum to 1, before `scaling`. shared_gate: a sigmoid of the token weights the shared expert's output
+    (Qwen2-MoE). num_layers: mixture-of-experts layers of the whole model.
     """
 
     name: str
@@ -42,7 +42,7 @@ class LayerShape:
         if self.num_experts % self.groups or self.top_groups > self.groups:
             raise ValueError(
                 f"layer shape {self.name}: {self.num_experts} experts, the best {self.top_groups} of {self.groups} "
-                "groups: groups must divide experts, and hold the best"
+                "groups: groups must divide experts, and top_groups must be 1 to groups"
             )
         eligible = self.num_experts // self.groups * self.top_groups
         if self.top_k > eligible:
@@ -63,7 +63,7 @@ class LayerShape:
         return 3 * self.hidden * self.intermediate * 2
 
     def with_experts(self, num_experts: int) -> LayerShape:
-        """The same layer with another number of routed experts: one that fits a small machine, say."""
+        """The same layer with another number of routed experts, for example to fit a small machine."""
         return dataclasses.replace(self, num_experts=num_experts)
 
 
@@ -80,14 +80,14 @@ SHAPES: dict[str, LayerShape] = {
 
 
 def shape_of(name: str) -> LayerShape:
-    """The named shape. Raises ValueError that lists the known names."""
+    """The shape of that name. Raises ValueError, which lists the known names, for any other."""
     if name not in SHAPES:
-        raise ValueError(f"unknown layer shape {name!r}, known are {', '.join(SHAPES)}, or a trained model's folder")
+        raise ValueError(f"unknown layer shape {name!r}: give one of {', '.join(SHAPES)}, or a trained model's folder")
     return SHAPES[name]
 
 
 def shape_of_config(config: dict[str, object], name: str = "model") -> LayerShape:
-    """The shape of a Qwen2-MoE-like transformers config (`config.json` of the project's own trained model)."""
+    """The shape in a transformers config like Qwen2-MoE's (`config.json` of a model that `epsim model train` made)."""
     try:
         return LayerShape(
             name,

@@ -1,4 +1,4 @@
-"""Shapes and weights of models, as far as time and memory need them (epsim/models/cards/*.toml)."""
+"""The shapes and weights of models that determine time and memory (epsim/models/cards/*.toml)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Literal
 from epsim.cards import build, known_cards, read_card
 
 SCALE_BLOCK = 128
-"""FP8 rows carry one float32 scale for so many values."""
+"""Values of an FP8 row that share one float32 scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Experts: `moe_layers` layers of `num_experts` of `intermediate`, `top_k` a token, and a shared expert of
-    `shared_intermediate` (0 for none). top_groups of `groups`: group-limited routing (1 of 1: none).
+    """A model of `moe_layers` layers. Each has `num_experts` experts of width `intermediate`, `top_k` per token, and a
+    shared expert of `shared_intermediate` (0 for none). top_groups of `groups`: group-limited routing (1 of 1: none).
 
-    weight_bytes: of one expert parameter. compute: type of the expert GEMMs; dispatch: type of dispatched rows; those
-    combined are bf16. rest_parameters: of attention, norms and router, a layer; rest_us: what else a layer costs beyond
-    reading them and computing with them; dense_layers are layers without experts, of `dense_parameters` each besides.
+    weight_bytes: per expert parameter. compute: type of the expert GEMMs; dispatch: type of dispatched rows (combined
+    rows are bf16). rest_parameters: of attention, norms and router, per layer; rest_us: time of a layer besides reading
+    and computing with these; dense_layers: layers without experts, each with `dense_parameters` in addition.
     source: where the numbers come from.
     """
 
@@ -52,7 +52,7 @@ class ModelSpec:
             raise ValueError(f"weight_bytes is {self.weight_bytes}, give a number above 0")
         if self.num_experts % self.groups or self.top_groups > self.groups:
             raise ValueError(
-                f"{self.groups} groups, the best {self.top_groups}: must divide {self.num_experts} experts"
+                f"groups {self.groups}, top_groups {self.top_groups}: groups must divide the {self.num_experts} experts"
             )
         if self.top_k > self.num_experts // self.groups * self.top_groups:
             raise ValueError(f"top_k {self.top_k} is more than the experts that can be chosen")
@@ -64,17 +64,17 @@ class ModelSpec:
 
     @property
     def expert_bytes(self) -> float:
-        """Weights of one routed expert: gate, up and down projections."""
+        """Bytes of a routed expert's weights: gate, up and down projections."""
         return 3 * self.hidden * self.intermediate * self.weight_bytes
 
     @property
     def expert_flops(self) -> float:
-        """Of one assignment: two for each weight."""
+        """FLOPs of one assignment: two per weight."""
         return 6.0 * self.hidden * self.intermediate
 
     @property
     def dispatch_row_bytes(self) -> float:
-        """Bytes of a dispatched token: bf16, or fp8 with one float32 scale for each 128 values."""
+        """Bytes of a dispatched token: bf16, or fp8 with one float32 scale per 128 values."""
         return 2.0 * self.hidden if self.dispatch == "bf16" else self.hidden * (1 + 4 / SCALE_BLOCK)
 
     @property
@@ -83,8 +83,9 @@ class ModelSpec:
 
 
 def load_model(name: str) -> ModelSpec:
-    """A shipped model by name (`deepseek-v3`; a longer name such as `deepseek-ai/DeepSeek-V3-0324` finds the shipped
-    one it begins with), or the path of a TOML file. Raises ValueError in one line."""
+    """Loads a shipped model by name, or a TOML file by path. Raises ValueError with one line.
+
+    A longer name finds the shipped model it begins with: `deepseek-ai/DeepSeek-V3-0324` finds `deepseek-v3`."""
     if not name.endswith(".toml"):
         plain = _plain(name.rsplit("/", 1)[-1])
         fits = [known for known in known_cards("models") if plain.startswith(_plain(known))]

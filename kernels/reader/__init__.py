@@ -1,7 +1,7 @@
-"""The channel reader: of each routed expert only the channels that matter to a token are read.
+"""The channel reader: it reads only the channels of each routed expert that matter to a token.
 
-One file a stage, each with its reference in plain torch on any device: codes, rotate, build, store; then, every step,
-screen, select, read, restore; bytes counts what is read, rivals is what it is compared with.
+Each stage has a file with a reference in plain PyTorch for any device: codes, rotate, build and store run once; screen,
+select, read and restore run in each step. `bytes` counts what is read; `rivals` holds the methods to compare with.
 """
 
 from epsim.kernels.reader.build import RANK, LayerSketch, build_layer

@@ -1,5 +1,7 @@
-"""One set of channels for a batch: those of the greatest sum of scores over its tokens, so that what the whole batch
-reads stays within the budget; by CUDA kernels where the device and the shape allow, else in plain torch."""
+"""Reads one set of channels for a whole batch: those with the largest sum of scores over its tokens.
+
+So the bytes of the whole batch stay within the budget. Uses CUDA kernels if they cover the device and the shape, else
+plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from epsim.kernels.reader.select import keep_for_batch, output_scores
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchReader:
-    """layer: experts and sketch. kept_of [E + 1] int32: channels that a batch of so many active experts keeps; see
-    `of`."""
+    """layer: experts and sketch. kept_of [E + 1] int32: channels that a batch keeps, by its number of active experts.
+    Make it with `of`."""
 
     layer: ReaderLayer
     kept_of: torch.Tensor
 
     @classmethod
     def of(cls, layer: ReaderLayer, budget: float) -> BatchReader:
-        """budget: share of the bytes of a batch's active experts that it may read. Raises ValueError where that does
-        not pay for the screen."""
+        """Makes a reader. budget: the share of its active experts' bytes that a batch may read. Raises ValueError if
+        the screen alone reads more."""
         sketch = layer.sketch
         rank = sketch.rank if layer.restore else 0
         sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, layer.coordinates, rank)
@@ -45,13 +47,13 @@ class BatchReader:
     def read(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, H] bfloat16; ids [T, k] int64, different in a row, -1 for none; weights [T, k] float32 -> [T, H]
-        bfloat16.
+        """The layer's output [T, H] bfloat16 for x [T, H] bfloat16, ids [T, k] int64 (distinct in a row, -1 for none)
+        and weights [T, k] float32.
 
-        A token without experts gives zeros and chooses nothing. kept [E, ceil(I / 32)] int32, written: bit c % 32 of
-        word c / 32 for channel c of an expert. The same bits in every run; nothing waits on a GPU, and it can be
-        captured in a CUDA graph. The kernels take up to 128 tokens; Rx goes into their screen rounded to fp16. Raises
-        ValueError for what does not fit.
+        A token without experts gives zeros and does not count in the choice. kept [E, ceil(I / 32)] int32 is written:
+        bit c % 32 of word c / 32 is channel c of an expert. Every run gives the same bits. The call does not wait for
+        the GPU and can be captured in a CUDA graph. The kernels take up to 128 tokens and round Rx to fp16 for their
+        screen. Raises ValueError for inputs of the wrong shape, type or device.
         """
         layer = self.layer
         layer.check(x, ids, weights)
@@ -91,13 +93,13 @@ class BatchReader:
 
 
 def of_experts(taken: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """taken [T, k, I] bool, alike in all slots of an expert -> [E, ceil(I / 32)] int32 of bits."""
+    """Kept channels as bits, [E, ceil(I / 32)] int32, from taken [T, k, I] bool, equal in all slots of an expert."""
     marks = torch.zeros(num_experts + 1, taken.shape[2], dtype=torch.bool, device=ids.device)
     marks[torch.where(ids >= 0, ids, num_experts).flatten()] = taken.flatten(0, 1)
     return as_words(marks[:num_experts, None])
 
 
 def of_slots(kept: torch.Tensor, ids: torch.Tensor, intermediate: int) -> torch.Tensor:
-    """The inverse of `of_experts`: kept [E, ceil(I / 32)] int32, ids [T, k] -> [T, k, I] bool."""
+    """The inverse of `of_experts`: [T, k, I] bool from kept [E, ceil(I / 32)] int32 and ids [T, k]."""
     marks = from_words(kept, 1, intermediate)[:, 0]
     return marks[ids.clamp(min=0)] & (ids >= 0)[..., None]

@@ -1,4 +1,4 @@
-"""batch.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+"""Compiles and launches batch.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ ARGUMENTS = np.dtype(
     + [(name, np.int32) for name in ("tokens", "experts", "columns", "stages")],
     align=True,
 )
-"""batch.cu's Arguments."""
+"""The struct Arguments of batch.cu."""
 PREPARING, THREADS, SCREENING, PROJECTING = 1024, 256, 128, 128
 WARPS, AHEAD, DEPTH, STRIP, FINISHED, LISTED, BINS = 8, 4, 4, 256, 2, 64, 4096
 MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS = 128, 512, 64
 FEW_TOKENS = 64
-"""Up to so many are screened by eights of an expert's tokens, more by sixteens."""
+"""Up to so many tokens, the screen takes 8 tokens of an expert at a time; above, 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What batch.cu is compiled for. coordinates: of 128. rank: of the map, 0 for none. gelu: SiLU where not."""
+    """The constants of batch.cu. coordinates: read of each 128. rank: of the map, 0 for none. gelu: else SiLU."""
 
     hidden: int
     inter: int
@@ -79,35 +79,35 @@ class Sizes:
 
     @property
     def record(self) -> int:
-        """Bytes of a token's coordinates of a block."""
+        """Bytes of a token's coordinates in one block of 128."""
         return 2 * self.coordinates + 16
 
     @property
     def padded(self) -> int:
-        """Channels, in whole words of 32."""
+        """The number of channels, rounded up to a multiple of 32."""
         return -(-self.inter // 32) * 32
 
     def screening(self, together: int) -> int:
-        """Bytes of a block that screens so many of an expert's tokens at a time."""
+        """Bytes of shared memory of a block that screens `together` tokens of an expert at a time."""
         stage = 80 * self.coordinates + 640 + together * self.record
         return AHEAD * stage + 4 * self.blocks * self.coordinates
 
     @property
     def extending(self) -> int:
-        """Bytes of a stage of all warps of `extend`."""
+        """Bytes of one stage of `extend`, over all warps."""
         own = -(-self.hidden // 32 // WARPS)
         span = -(-own // -(-own // 8))
         return WARPS * 16 * span * 64
 
     def stages(self, tokens: int) -> int:
-        """Of `extend`: as many as there is room for beside its sums, 2 to 4."""
+        """The number of stages of `extend`: as many as fit beside its sums, 2 to 4."""
         return min((MOST_SHARED - self._extending_beside(tokens)) // self.extending, 4)
 
     def _extending_beside(self, tokens: int) -> int:
         return LISTED * 36 + -(-tokens // 8) * 4096
 
     def launches(self, tokens: int, experts: int, columns: int, blocks: int) -> Iterator[tuple[str, int, int, int]]:
-        """Of each kernel: its name, blocks, threads and bytes of shared memory. blocks: of `extend`."""
+        """(name, blocks, threads, bytes of shared memory) of each kernel. blocks: those of `extend`."""
         most, strips, words = min(experts, tokens * columns), -(-self.hidden // STRIP), self.padded // 32
         pairs = experts * (-(-tokens // 32) * 4 + 4)
         yield "prepare", self.blocks + 1, PREPARING, max(tokens * 513 + 656, pairs) + 15 & ~15
@@ -123,9 +123,9 @@ class Sizes:
 
 
 def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | None:
-    """Why batch.cu cannot, or None."""
+    """The reason why batch.cu does not cover this, or None."""
     if sizes.hidden % BLOCK or sizes.inter % 8:
-        return f"hidden {sizes.hidden} is no multiple of {BLOCK} or intermediate {sizes.inter} none of 8"
+        return f"hidden {sizes.hidden} is not a multiple of {BLOCK} or intermediate {sizes.inter} not one of 8"
     if (why := uncovered_sketch(sizes.coordinates, sizes.rank)) is not None:
         return why
     if not (tokens <= MOST_TOKENS and experts <= MOST_EXPERTS and 0 < columns <= MOST_COLUMNS):
@@ -135,16 +135,16 @@ def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | No
         )
     largest = max(shared for *_, shared in sizes.launches(tokens, experts, columns, 1))
     if largest > MOST_SHARED or sizes.stages(tokens) < 2:
-        return f"a block needs {largest} bytes of shared memory, of which there are {MOST_SHARED}"
+        return f"a block needs {largest} bytes of shared memory, more than {MOST_SHARED}"
     return None
 
 
 INSTRUCTIONS = ("hopper.cuh", "halves.cuh", "batch_ops.cuh")
-"""Headers of instructions that CUDA C++ has no words for."""
+"""Headers with inline PTX for instructions that CUDA C++ lacks."""
 
 
 def source(without: Container[str] = ()) -> str:
-    """batch.cu with its headers in place, but those named."""
+    """The source of batch.cu with its headers inlined, except those in `without`."""
     return with_headers(Path(__file__).with_name("batch.cu"), without)
 
 
@@ -160,7 +160,7 @@ def argument_of(
     tensors: dict[str, torch.Tensor],
     kept: torch.Tensor | None,
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    """-> an ARGUMENTS record, and all that it points to, the output among them. tensors: ids, weights, gate_up, down
+    """An ARGUMENTS record and the tensors it points to, including the output. tensors: ids, weights, gate_up, down
     (transposed), kept_of."""
     (tokens, columns), experts = tensors["ids"].shape, sketch.num_experts
     pairs, channels = tokens * columns, experts * sizes.inter
@@ -186,7 +186,7 @@ def argument_of(
         "parts": (torch.float32, pairs * sizes.hidden),
         "mapped": (torch.float32, pairs * MAP),
     }
-    # One allocation for all, lest the host takes longer than the device.
+    # One allocation for all: several would take the host longer than the kernels run.
     begins, end = {}, 0
     for name, (dtype, size) in shapes.items():
         begins[name] = end
@@ -208,7 +208,7 @@ def launched(
     tensors: dict[str, torch.Tensor],
     kept: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """`argument_of`'s tensors after all launches; the output among them, as `BatchReader.read` gives it."""
+    """Launches all kernels and returns the tensors of `argument_of`, including the output of `BatchReader.read`."""
     argument, held = argument_of(sizes, sketch, x, tensors, kept)
     stream = torch.cuda.current_stream().cuda_stream
     (tokens, columns), experts = tensors["ids"].shape, sketch.num_experts

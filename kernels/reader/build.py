@@ -1,4 +1,4 @@
-"""What a channel reader makes of a layer's weights, once: a ternary sketch of gate and up rows, and a low-rank map."""
+"""Builds a layer's sketch, once, from its weights: ternary codes of gate and up rows, and a low-rank map."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RANK = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSketch:
-    """Of E experts of I channels and H inputs; B = H / 128 blocks.
+    """The sketch of E experts with I channels and H inputs; B = H / 128 blocks.
 
-    codes [E, H, row_bytes(I)] uint8: coordinate-major in the rotated basis, each row one coordinate's codes of all
-    channels (`code_rows`). scales [E, B, 2, I] float16: of gate (0) and up (1). errors [E, B, 2, I] float16: never
-    rounded down; a read does not need them. norms [E, I] bfloat16: lengths of the down columns. signs [H] int8: of the
-    rotation. basis [H, r] bfloat16: U, the first left singular vectors of all down columns of the layer. coefficients
-    [E, I, r] bfloat16: b = U^T d.
+    codes [E, H, row_bytes(I)] uint8: in the rotated basis; a row holds one coordinate's codes of all channels
+    (`code_rows`). scales [E, B, 2, I] float16: of gate (0) and up (1). errors [E, B, 2, I] float16: rounded up; a read
+    does not need them. norms [E, I] bfloat16: lengths of the down columns. signs [H] int8: of the rotation.
+    basis [H, r] bfloat16: U, the first left singular vectors of all down columns of the layer. coefficients [E, I, r]
+    bfloat16: b = U^T d.
     """
 
     codes: torch.Tensor
@@ -53,7 +53,7 @@ class LayerSketch:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each tensor, as `codes`, `norms` and `basis` have E, H, I and r."""
+        """The shape and type that each tensor must have, given E, H, I and r from `codes`, `norms` and `basis`."""
         experts, hidden, inter, rank = self.num_experts, self.hidden, self.intermediate, self.rank
         tables = ((experts, hidden // BLOCK, 2, inter), torch.float16)
         return {
@@ -70,7 +70,7 @@ class LayerSketch:
         return LayerSketch(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     def decoded(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[E, 2I, H]: scale times code of gate rows, then of up rows, in the rotated basis."""
+        """scale * code, [E, 2I, H], of gate rows, then up rows, in the rotated basis."""
         pair = torch.stack(codes_of_rows(self.codes, self.intermediate), 1)  # [E, 2, H, I]
         rows = in_blocks(pair.transpose(2, 3).to(dtype))  # [E, 2, I, B, 128]
         blocks = rows * self.scales.permute(0, 2, 3, 1)[..., None].to(dtype)
@@ -84,10 +84,10 @@ class LayerSketch:
 
 
 def build_layer(gate_up: torch.Tensor, down: torch.Tensor, seed: int = 0, rank: int = RANK) -> LayerSketch:
-    """gate_up [E, 2I, H] (gate rows, then up rows), down [E, H, I] -> the layer's sketch, on their device.
+    """The sketch of a layer, on the device of its weights gate_up [E, 2I, H] (gate rows, then up rows), down [E, H, I].
 
-    From the weights alone; rotation, codes and map in float64. Raises ValueError for weights that are not finite or
-    that float16 cannot scale, and for shapes that do not fit.
+    It needs no data but the weights; rotation, codes and map are computed in float64. Raises ValueError for weights
+    that are not finite or exceed float16 scales, and for shapes that do not fit each other.
     """
     num_experts, double, hidden = gate_up.shape if gate_up.ndim == 3 else (0, 0, 0)
     intermediate = double // 2
@@ -124,15 +124,13 @@ def build_layer(gate_up: torch.Tensor, down: torch.Tensor, seed: int = 0, rank: 
         sketch.norms[expert] = columns.norm(dim=0).to(torch.bfloat16)
         sketch.coefficients[expert] = (columns.T @ sketch.basis.double()).to(torch.bfloat16)
         if not bool(torch.isfinite(sketch.norms[expert]).all() and torch.isfinite(sketch.coefficients[expert]).all()):
-            raise ValueError(
-                f"expert {expert} has a down column longer than bfloat16 can hold: nothing can be restored"
-            )
+            raise ValueError(f"expert {expert} has a down column longer than bfloat16 can hold: it cannot be restored")
     return sketch
 
 
 def main_directions(down: torch.Tensor, rank: int) -> torch.Tensor:
-    """down [E, H, I] -> [H, rank] float64: the first left singular vectors of the columns of all experts together,
-    each with its largest entry positive. Raises ValueError for weights that are not finite."""
+    """The first `rank` left singular vectors [H, rank] float64 of the columns of all experts of down [E, H, I], each
+    with its largest entry positive. Raises ValueError for weights that are not finite."""
     square = down.new_zeros(down.shape[1], down.shape[1], dtype=torch.float64)
     for expert, columns in enumerate(down):
         if not bool(torch.isfinite(columns).all()):
@@ -150,4 +148,4 @@ def _refuse(expert: int, longest: float) -> NoReturn:
             f"expert {expert} has a block of {BLOCK} weights of length {longest:.3g}, beyond {LARGEST:g}: its sketch's "
             "16-bit scales cannot hold it"
         )
-    raise ValueError(f"expert {expert} has weights that are not finite: nothing can be sketched from them")
+    raise ValueError(f"expert {expert} has weights that are not finite: it cannot be sketched")

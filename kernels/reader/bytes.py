@@ -1,4 +1,4 @@
-"""Bytes that a channel reader reads, in whole sectors of 32: of a budget, of a token, of a batch."""
+"""Counts the bytes that a channel reader reads, in whole sectors of 32: for a budget, a token, a batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Source = Literal["sketch", "int4-gate", "cats"]
 
 @dataclass(frozen=True, slots=True)
 class ReadBytes:
-    """hidden and intermediate: of the experts. weight_bytes: of one weight. coordinates: of 128, read by the screen.
-    rank: of the restoring map, 0 for none. source: of the scores. sector: 1 counts bytes without rounding.
+    """hidden, intermediate: sizes of the experts. weight_bytes: bytes per weight. coordinates: of each 128, read by the
+    screen. rank: of the restoring map, 0 for none. source: of the scores. sector: 1 counts bytes without rounding.
 
-    A token's read is: for each of its experts the screen (codes of the coordinates read, scales, norms; or what the
-    other sources read), for each kept channel its gate, up and down weights, for each skipped one its b, and once the
-    signs and U. Errors of the sketch are not read. Activations are not counted. Raises ValueError where the scores'
-    source is made of blocks and the hidden size is not.
+    A token reads, for each of its experts, the screen (codes of the chosen coordinates, scales, norms; or what another
+    source needs); for each kept channel its gate, up and down weights; for each skipped channel its b; and once the
+    signs and U. Errors of the sketch are not read. Activations are not counted. Raises ValueError if the source of the
+    scores needs a hidden size that is a multiple of 128, and it is not.
     """
 
     hidden: int
@@ -37,36 +37,36 @@ class ReadBytes:
     def __post_init__(self) -> None:
         if self.source != "cats" and self.hidden % BLOCK:
             raise ValueError(
-                f"channels cannot be chosen by {self.source} with a hidden size of {self.hidden}: it is made of blocks "
-                f"of {BLOCK}"
+                f"channels cannot be chosen by {self.source} with a hidden size of {self.hidden}: give a "
+                f"multiple of {BLOCK}"
             )
 
     def _whole(self, count: float) -> int:
         return int(-(-count // self.sector) * self.sector)
 
     def _anywhere(self, count: int) -> int:
-        """Of `count` bytes that begin at some multiple of count, as parts of a tensor do: they may begin and end inside
-        a sector."""
+        """Bytes read for `count` bytes that begin at any multiple of count, as parts of a tensor do: they may begin and
+        end inside a sector."""
         return self._whole(count + self.sector - gcd(count, self.sector))
 
     @property
     def weight_row(self) -> int:
-        """Of a channel's gate, up or down weights."""
+        """Bytes read for a channel's gate, up or down weights."""
         return self._whole(self.hidden * self.weight_bytes)
 
     @property
     def expert(self) -> int:
-        """All weights of an expert."""
+        """Bytes of all weights of an expert."""
         return 3 * self.intermediate * self.weight_row
 
     @property
     def code_row(self) -> int:
-        """Of one coordinate's codes of all channels of an expert."""
+        """Bytes of one coordinate's codes of all channels of an expert."""
         return row_bytes(self.intermediate, self.sector)
 
     @property
     def beside_codes(self) -> int:
-        """Of an expert's screen, whatever coordinates are read."""
+        """Bytes of an expert's screen that do not depend on the coordinates."""
         norms = self._anywhere(2 * self.intermediate)
         if self.source == "cats":
             return norms + self.intermediate * self.weight_row
@@ -76,7 +76,7 @@ class ReadBytes:
 
     @property
     def screen(self) -> int:
-        """Of an expert for one token."""
+        """Bytes of an expert's screen for one token."""
         read = self.hidden * self.coordinates // BLOCK if self.source == "sketch" else 0
         return self.beside_codes + read * self.code_row
 
@@ -90,13 +90,13 @@ class ReadBytes:
 
     @property
     def once(self) -> int:
-        """Of a layer: the rotation's signs and U."""
+        """Bytes read once per layer: the rotation's signs and U."""
         signs = self._whole(self.hidden) if self.source == "sketch" else 0
         return signs + self._whole(2 * self.hidden * self.rank)
 
     def resident(self, num_experts: int) -> int:
-        """Kept in memory of a layer of so many experts beside their weights, errors of the sketch included; what fills
-        tensors up is not."""
+        """Bytes that a layer of so many experts keeps in memory in addition to their weights: the sketch with its
+        errors, without padding."""
         norms = 2 * self.intermediate
         each = {
             "sketch": self.hidden * self.code_row + self.hidden // BLOCK * 2 * self.intermediate * 4 + norms,
@@ -107,8 +107,8 @@ class ReadBytes:
         return num_experts * (each + 2 * self.intermediate * self.rank) + signs + 2 * self.hidden * self.rank
 
     def token(self, num_experts: int, num_kept: int, num_ranks: int = 1) -> int:
-        """Of a token with so many experts, on so many ranks, and channels kept; keeping all reads the weights alone.
-        Each rank has signs and U of its own."""
+        """Bytes read for a token with so many experts, kept channels and ranks. A token that keeps all channels reads
+        the weights only. Each rank reads its own signs and U."""
         channels = num_experts * self.intermediate
         if num_kept >= channels:
             return num_experts * self.expert
@@ -116,29 +116,29 @@ class ReadBytes:
         return read + (channels - num_kept) * self.skipped_channel + (self.once * num_ranks if num_experts else 0)
 
     def kept(self, budget: float, num_experts: int, num_ranks: int = 1) -> int:
-        """The most channels that a token of so many experts, on so many ranks, may keep for `token` to stay within the
-        budget, a share of its experts' bytes. Raises ValueError where the budget does not pay for the screen."""
+        """The most channels that a token with so many experts and ranks may keep so that `token` stays within the
+        budget, a share of its experts' bytes. Raises ValueError if the screen alone exceeds the budget."""
         if isnan(budget):
             raise ValueError("a budget of nan: give a share of the bytes of a token's experts, above 0 and up to 1")
         channels = num_experts * self.intermediate
         if budget >= 1 or not num_experts:
             return channels
-        # In whole bytes, as a rounded product may be more than the budget.
+        # In whole bytes: a rounded product may exceed the budget.
         room = floor(Fraction(max(budget, 0.0)) * num_experts * self.expert) - self.token(num_experts, 0, num_ranks)
         if room < 0:
             least = ceil(Fraction(self.token(num_experts, 0, num_ranks), num_experts * self.expert) * 10_000) / 10_000
             where = f" on {num_ranks} ranks" if num_ranks > 1 else ""
             more = "more" if least < 1 else "1, which reads them whole"
             raise ValueError(
-                f"a budget of {budget:g} does not pay for choosing: of {num_experts} experts of {self.hidden} x "
-                f"{self.intermediate}{where} {least:.4f} is read before any channel is; give {more}"
+                f"a budget of {budget:g} is too small: with {num_experts} experts of {self.hidden} x "
+                f"{self.intermediate}{where} the choice alone reads {least:.4f}; give {more}"
             )
-        # One less than all, since a screen is read as well.
+        # At most one less than all, because the screen is read too.
         return min(room // (self.kept_channel - self.skipped_channel), channels - 1)
 
 
 def token_bytes(sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """ids [T, k] (-1 for none), kept [T, k, I] bool -> [T] int64: what each token alone reads."""
+    """Bytes that each token reads by itself, [T] int64. ids [T, k] (-1 for none), kept [T, k, I] bool."""
     experts = (ids >= 0).sum(1)
     num_kept = kept.sum((1, 2))
     channels = experts * sizes.intermediate
@@ -150,8 +150,8 @@ def token_bytes(sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor) -> torc
 def union_bytes(
     sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor, coordinates: torch.Tensor, num_experts: int
 ) -> int:
-    """What a batch really reads: coordinates [T, H] bool, read by each token's screen. Of every active expert the union
-    of its tokens' coordinates, of kept channels, and of skipped ones."""
+    """Bytes that a batch reads: for each active expert, the union over its tokens of coordinates, kept channels and
+    skipped channels. coordinates [T, H] bool: those that each token's screen reads."""
     slots = torch.where(ids >= 0, ids, num_experts).flatten()
 
     def union(marks: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Ternary codes of blocks of 128 weights, and how they are packed: five codes a byte."""
+"""Ternary codes of blocks of 128 weights, packed five to a byte."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 BLOCK = 128
 CODES_A_BYTE = 5
 SECTOR = 32
-"""Bytes that a GPU fetches at the least, and at whose multiples it does."""
+"""A GPU reads memory in aligned units of this many bytes."""
 LARGEST = 65504.0
-"""Of float16: no block of weights may be longer."""
+"""The largest float16: the length of a block of weights may not exceed it."""
 
 
 def in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """[..., H] -> [..., H / 128, 128]."""
+    """Reshapes [..., H] to [..., H / 128, 128]."""
     return values.reshape(*values.shape[:-1], values.shape[-1] // BLOCK, BLOCK)
 
 
 class Ternary(NamedTuple):
     """codes [..., 128] int8 in -1, 0, 1; scale [...] float16; error [...] float16: the length of w - scale * codes,
-    never rounded down, so that |w.x - scale codes.x| <= error |x|."""
+    rounded up, so that |w.x - scale codes.x| <= error |x|."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -29,15 +29,15 @@ class Ternary(NamedTuple):
 
 
 def ternary(blocks: torch.Tensor) -> Ternary:
-    """blocks [..., 128] float64, of float32 weights, each no longer than `LARGEST` -> codes of least squared error.
+    """The codes of least squared error of blocks [..., 128] float64 (of float32 weights, length at most `LARGEST`).
 
-    With m weights coded, the m largest in size, the best scale is their mean size and the error |w|^2 - S_m^2 / m, S_m
-    the sum of their sizes: so sort, and take the m that maximises S_m^2 / m.
+    If the m weights of largest size get a code other than 0, the best scale is their mean size, and the squared error
+    is |w|^2 - S_m^2 / m, where S_m is the sum of their sizes. So sort, and take the m that maximises S_m^2 / m.
     """
     sizes, order = blocks.abs().sort(dim=-1, descending=True, stable=True)
     number = torch.arange(1, blocks.shape[-1] + 1, device=blocks.device, dtype=blocks.dtype)
     sums = sizes.cumsum(-1)
-    # Normed, so that squares of tiny weights do not vanish.
+    # Normalised, so that squares of tiny weights do not underflow.
     gain = (sums / sums[..., -1:].clamp(min=torch.finfo(blocks.dtype).tiny)).square() / number
     last = gain.argmax(-1, keepdim=True)
     scale = (sums.gather(-1, last) / (last + 1)).to(torch.float16)
@@ -48,7 +48,7 @@ def ternary(blocks: torch.Tensor) -> Ternary:
 
 
 def rounded_up(values: torch.Tensor) -> torch.Tensor:
-    """values [...] float64 >= 0 -> the least float16 that is not below, with room for the sums they come from."""
+    """values [...] float64 >= 0 rounded up to float16, with a margin for rounding in the sums they come from."""
     wide = values * (1 + 2.0**-40)
     near = wide.to(torch.float16)
     next_one = (near.view(torch.int16) + 1).view(torch.float16)
@@ -60,9 +60,10 @@ NEGATIVE = 128
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """codes [..., n] in -1, 0, 1 -> [..., ceil(n / 5)] uint8: of five the size of sum code 3^i, 121 at most, 128 more
-    where it is negative; missing ones 0. So the sum is a float16's in units of its smallest number, once the upper bit
-    is moved."""
+    """Packs codes [..., n] in -1, 0, 1 into [..., ceil(n / 5)] uint8, padded with 0.
+
+    A byte holds five codes: the size of sum code 3^i (at most 121), plus 128 if it is negative. With its upper bit
+    moved, it is a float16 that holds the sum in units of the smallest float16."""
     short = -codes.shape[-1] % CODES_A_BYTE
     digits = torch.nn.functional.pad(codes.to(torch.int16), (0, short))
     powers = torch.tensor(POWERS, dtype=torch.int16, device=codes.device)
@@ -71,7 +72,7 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(packed_codes: torch.Tensor, count: int) -> torch.Tensor:
-    """[..., m] uint8 -> [..., count] int8, the inverse of `packed`."""
+    """The inverse of `packed`: [..., count] int8 from [..., m] uint8."""
     wide = packed_codes.to(torch.int16)
     sums = torch.where(wide < NEGATIVE, wide, NEGATIVE - wide)
     digits = (sums + sum(POWERS))[..., None] // torch.tensor(POWERS, dtype=torch.int16, device=wide.device) % 3
@@ -84,10 +85,10 @@ def row_bytes(intermediate: int, sector: int = SECTOR) -> int:
 
 
 def code_rows(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate, up [..., I] codes of one coordinate -> [..., row_bytes(I)] uint8.
+    """Packs one coordinate's codes gate, up [..., I] into a row [..., row_bytes(I)] uint8.
 
-    Bytes 2m and 2m + 1 hold channels 5m to 5m + 4 of gate and of up, so that one 16-bit word has both; zeros
-    fill the last sector.
+    Bytes 2m and 2m + 1 hold channels 5m to 5m + 4 of gate and of up, so one 16-bit word has both; zeros fill the last
+    sector.
     """
     words = torch.stack([packed(gate), packed(up)], -1).flatten(-2)
     short = row_bytes(gate.shape[-1]) - words.shape[-1]
@@ -95,5 +96,5 @@ def code_rows(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def codes_of_rows(rows: torch.Tensor, intermediate: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., row_bytes(I)] uint8 -> gate and up [..., I] int8, the inverse of `code_rows`."""
+    """The inverse of `code_rows`: gate and up [..., I] int8 from [..., row_bytes(I)] uint8."""
     return unpacked(rows[..., 0::2], intermediate), unpacked(rows[..., 1::2], intermediate)

@@ -1,4 +1,4 @@
-"""reader.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+"""Compiles and launches reader.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIVEN = (
     "down",
     "kept_of",
 )
-"""What every kernel of the reader is given."""
+"""The tensors that every kernel of the reader takes."""
 POINTERS = (
     *GIVEN,
     "estimates",
@@ -42,19 +42,19 @@ POINTERS = (
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS] + [("stride", np.int64), ("tokens", np.int32)], align=True
 )
-"""reader.cu's Arguments."""
+"""The struct Arguments of reader.cu."""
 WARPS = 16
 THREADS = 32 * WARPS
 LONGEST, MOST_CHANNELS, MOST_EXPERTS, MAP = 3072, 16384, 32, 32
 CHOOSING = 4096 * 4 + 1024 * 8
-"""Bytes of a choice: bins and rivals."""
+"""Bytes of shared memory for the choice: bins and rivals."""
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block may have (compute capability 9.0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What reader.cu is compiled for. columns: experts of a token. coordinates: of 128. gelu: SiLU where not."""
+    """The constants of reader.cu. columns: experts per token. coordinates: read of each 128. gelu: else SiLU."""
 
     hidden: int
     inter: int
@@ -79,27 +79,27 @@ class Sizes:
 
     @property
     def words(self) -> int:
-        """Of 32 channels, a token's."""
+        """32-bit words that hold one bit per channel of a token."""
         return -(-self.columns * self.inter // 32)
 
     @property
     def scores(self) -> int:
-        """Of a token, filled up to 64."""
+        """Scores of a token, rounded up to a multiple of 64."""
         return -(-self.columns * self.inter // 64) * 64
 
     @property
     def buffers(self) -> int:
-        """Tasks of the screen whose codes a block holds: the next one's come while one is multiplied."""
+        """Screen tasks whose codes a block holds: with two, the next codes load while one task is computed."""
         return 2 if self._rest + self._screening(2) <= MOST_SHARED else 1
 
     @property
     def gathering(self) -> int:
-        """Channels whose rows a block holds, at most one a warp."""
+        """Channels whose rows a block holds, at most one per warp."""
         return max(min((MOST_SHARED - self._rest) // (6 * self.hidden), WARPS), 1)
 
     @property
     def shared(self) -> int:
-        """Bytes of a block, as reader.cu's Shared."""
+        """Bytes of shared memory of a block: the struct Shared of reader.cu."""
         turns = max(self._screening(self.buffers), self.gathering * 6 * self.hidden)
         return (turns + self._rest) // 128 * 128
 
@@ -109,24 +109,24 @@ class Sizes:
 
     @property
     def _rest(self) -> int:
-        """Of a block whatever it does, filled up."""
+        """Bytes that a block needs in every stage, with padding."""
         by_channel = 2 * self.columns * self.inter + 4 * self.words
         return 2 * self.hidden + WARPS * (128 + 16 + 8 + 8) + THREADS * 4 + by_channel + 64 + 512
 
 
 def uncovered_sketch(coordinates: int, rank: int) -> str | None:
-    """Why no kernel of the reader can: by the coordinates of 128 that are read, or by the map's rank."""
+    """The reason why no kernel of the reader covers these coordinates or this rank of the map, or None."""
     if coordinates % 16 or not 0 < coordinates <= BLOCK:
-        return f"{coordinates} coordinates of {BLOCK} are no multiple of 16"
+        return f"{coordinates} coordinates of {BLOCK} are not a multiple of 16"
     if rank not in (0, MAP):
         return f"a map of rank {rank}, not {MAP}"
     return None
 
 
 def uncovered(sizes: Sizes) -> str | None:
-    """Why reader.cu cannot, or None."""
+    """The reason why reader.cu does not cover this, or None."""
     if sizes.hidden % BLOCK or sizes.hidden > LONGEST:
-        return f"hidden {sizes.hidden} is no multiple of {BLOCK} up to {LONGEST}"
+        return f"hidden {sizes.hidden} is not a multiple of {BLOCK} up to {LONGEST}"
     if not 0 < sizes.columns <= MOST_EXPERTS:
         return f"a token has {sizes.columns} experts, not 1 to {MOST_EXPERTS}"
     if sizes.columns * sizes.inter > MOST_CHANNELS:
@@ -135,11 +135,11 @@ def uncovered(sizes: Sizes) -> str | None:
 
 
 INSTRUCTIONS = ("hopper.cuh", "halves.cuh")
-"""Headers of instructions that CUDA C++ has no words for."""
+"""Headers with inline PTX for instructions that CUDA C++ lacks."""
 
 
 def source(without: Container[str] = ()) -> str:
-    """reader.cu with its headers in place, but those named."""
+    """The source of reader.cu with its headers inlined, except those in `without`."""
     return with_headers(Path(__file__).with_name("reader.cu"), without)
 
 
@@ -154,8 +154,8 @@ def _kernel(device: int, sizes: Sizes) -> int:
 
 
 def workspace(sizes: Sizes, tokens: int, blocks: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Words that blocks tell each other, of tokens and fewer: each with the number of the launch that wrote it, so that
-    those of others, and zeros, are no one's."""
+    """The words that blocks exchange, for up to so many tokens. Each carries the number of the launch that wrote it, so
+    that zeros and words of earlier launches are recognised as old."""
     rows = max(blocks, tokens)
     estimates = (tokens, sizes.columns, sizes.inter)
     words = {
@@ -169,12 +169,12 @@ def workspace(sizes: Sizes, tokens: int, blocks: int, device: torch.device) -> d
 
 @functools.cache
 def _ended(device: int) -> torch.Tensor:
-    """Blocks of all launches, one after the other. One for all kernels, which all have as many blocks."""
+    """A counter of ended blocks over all launches. All kernels share it, because they have equally many blocks."""
     return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
 
 
 _workspaces: dict[tuple[int, Sizes, int], dict[str, torch.Tensor]] = {}
-"""By device, sizes and most tokens. They stay: graphs may hold their addresses."""
+"""Workspaces by device, sizes and most tokens. They are never freed, because graphs may hold their addresses."""
 
 
 def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor]:
@@ -182,8 +182,8 @@ def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor
     key = (device, sizes, most)
     if key not in _workspaces:
         if torch.cuda.is_current_stream_capturing():
-            # What is set to zero in a capture is so in its replays alone.
-            raise ValueError(f"a read of {tokens} tokens is captured before any: read as many once, then capture")
+            # Zeros written in a capture would only be written in its replays.
+            raise ValueError(f"read {tokens} tokens once before a capture of such a read in a CUDA graph")
         _workspaces[key] = workspace(sizes, most, blocks_of(device), torch.device("cuda", device))
         torch.cuda.synchronize(device)
     return {**_workspaces[key], "ended": _ended(device)}
@@ -196,7 +196,7 @@ def argument_of(
     tensors: dict[str, torch.Tensor],
     kept: torch.Tensor | None,
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    """-> an ARGUMENTS record, and all that it points to, the output among them."""
+    """An ARGUMENTS record and the tensors it points to, including the output."""
     tokens, device = len(x), x.device
     held = {name: tensor for name, tensor in sketch.tensors().items() if name != "errors"}
     held |= {"x": x, **tensors}
@@ -210,12 +210,12 @@ def argument_of(
 def fused(
     sizes: Sizes, sketch: LayerSketch, x: torch.Tensor, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None
 ) -> torch.Tensor:
-    """As `read`, by one launch. tensors: ids, weights, gate_up, down (transposed), kept_of."""
+    """`read` in one launch. tensors: ids, weights, gate_up, down (transposed), kept_of."""
     device = x.device.index
     blocks = blocks_of(device)
     argument, held = argument_of(sizes, sketch, x, {**tensors, **_workspace(sizes, len(x), device)}, kept)
     stream = torch.cuda.current_stream().cuda_stream
-    # Blocks wait for each other: there are no more than multiprocessors, each of which has room for one, and when this
-    # launch begins early all blocks of the one before it run already.
+    # Blocks wait for each other, so all must run at once: there is one per multiprocessor, each has room for one, and a
+    # launch begins early only when all blocks of the launch before it already run.
     launch(_kernel(device, sizes), (blocks,), THREADS, sizes.shared, stream, argument, early=True)
     return held["output"]

@@ -1,4 +1,4 @@
-"""A layer's experts, read by channels: the fused kernel where the device and the shape allow, else plain torch."""
+"""Reads a layer's experts by channels: the fused kernel if it covers the device and the shape, else plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from epsim.kernels.reader.select import keep_top, output_scores
 
 Gate = Literal["silu", "gelu"]
 MOST_TOKENS = 512
-"""Of a launch."""
+"""The most tokens of one launch."""
 GATES: dict[Gate, Activation] = {"silu": F.silu, "gelu": lambda x: F.gelu(x, approximate="tanh")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReaderLayer:
-    """Of E experts of I channels and H inputs, in bfloat16: gate_up [E, 2I, H] and down [E, I, H], transposed so that a
-    channel's weights lie together. kept_of [k + 1] int32: channels that a token of so many experts keeps; see `of`."""
+    """E experts of I channels and H inputs in bfloat16: gate_up [E, 2I, H]; down [E, I, H], transposed so that a
+    channel's weights are contiguous. kept_of [k + 1] int32: channels that a token keeps, by its number of experts."""
 
     sketch: LayerSketch
     gate_up: torch.Tensor
@@ -48,15 +48,15 @@ class ReaderLayer:
         coordinates: int = COORDINATES,
         restore: bool = True,
     ) -> ReaderLayer:
-        """down [E, H, I], as checkpoints have it. budget: share of the bytes of a token's experts that it may read.
-        Raises ValueError where that does not pay for the screen, or weights are not bfloat16."""
+        """Makes a layer from down [E, H, I], as checkpoints have it. budget: the share of its experts' bytes that a
+        token may read. Raises ValueError if the screen alone reads more, or if weights are not bfloat16."""
         if gate_up.dtype != torch.bfloat16 or down.dtype != torch.bfloat16:
-            raise ValueError(f"weights are {gate_up.dtype} and {down.dtype}: a reader's layer takes bfloat16")
+            raise ValueError(f"weights are {gate_up.dtype} and {down.dtype}: a channel reader takes bfloat16")
         rank = sketch.rank if restore else 0
         sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, coordinates, rank)
         kept = [sizes.kept(budget, number) for number in range(top_k + 1)]
         kept_of = torch.tensor(kept, dtype=torch.int32, device=gate_up.device)
-        # A kernel takes no strides.
+        # The kernel needs contiguous tensors.
         sketch = LayerSketch(**{name: tensor.contiguous() for name, tensor in sketch.tensors().items()})
         return cls(sketch, gate_up.contiguous(), down.transpose(1, 2).contiguous(), kept_of, gate, coordinates, restore)
 
@@ -73,12 +73,13 @@ class ReaderLayer:
     def read(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [T, H] bfloat16; ids [T, k] int64, -1 for none; weights [T, k] float32 -> [T, H] bfloat16.
+        """The layer's output [T, H] bfloat16 for x [T, H] bfloat16, ids [T, k] int64 (-1 for none) and weights [T, k]
+        float32.
 
-        kept [T, ceil(k I / 32)] int32, written: bit c % 32 of word c / 32 for channel c, slots one after the other.
-        The same bits in every run; nothing waits on a GPU, and after a first read of as many tokens it can be captured
-        in a CUDA graph. Reads on one device share memory: not on two streams at once. Raises ValueError for what does
-        not fit.
+        kept [T, ceil(k I / 32)] int32 is written: bit c % 32 of word c / 32 is channel c, slot after slot. Every run
+        gives the same bits. The call does not wait for the GPU, and after a first read of as many tokens it can be
+        captured in a CUDA graph. Reads on one device share memory, so they must not run on two streams at once. Raises
+        ValueError for inputs of the wrong shape, type or device.
         """
         self.check(x, ids, weights)
         self._check_kept(kept, len(x))
@@ -109,7 +110,7 @@ class ReaderLayer:
         return read_output(x, ids, weights, experts, taken, estimates, self.sketch if self.restore else None).bfloat16()
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        """Raises ValueError for what `read` does not take."""
+        """Raises ValueError for inputs that `read` does not take."""
         hidden, most = self.sketch.hidden, len(self.kept_of) - 1
         if x.dtype != torch.bfloat16 or x.ndim != 2 or x.shape[1] != hidden:
             raise ValueError(f"x is {list(x.shape)} {x.dtype}, not [T, {hidden}] bfloat16")
@@ -137,7 +138,7 @@ def in_parts(
     weights: torch.Tensor,
     kept: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`read` of MOST_TOKENS at a time, so that what a launch writes between its blocks stays small."""
+    """`read` of MOST_TOKENS tokens at a time, which limits the workspace of a launch."""
     if len(x) <= MOST_TOKENS:
         return read(x, ids, weights, kept)
     parts = [slice(at, at + MOST_TOKENS) for at in range(0, len(x), MOST_TOKENS)]
@@ -145,7 +146,7 @@ def in_parts(
 
 
 def as_words(taken: torch.Tensor) -> torch.Tensor:
-    """taken [T, k, I] bool -> [T, ceil(k I / 32)] int32 of bits."""
+    """Kept channels as bits, [T, ceil(k I / 32)] int32, from taken [T, k, I] bool."""
     flat = taken.flatten(1)
     bits = F.pad(flat, (0, -flat.shape[1] % 32)).view(len(flat), -1, 32).to(torch.int64)
     words = (bits << torch.arange(32, device=bits.device)).sum(-1)

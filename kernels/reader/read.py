@@ -1,4 +1,4 @@
-"""The read: exact activations of the channels that are kept, estimates of those that are skipped."""
+"""Computes a layer's output: exact activations of kept channels, estimates of skipped channels."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """A layer's routed experts. gate_up [E, 2I, H]: gate rows, then up rows. down [E, H, I] (a kernel wants it
-    transposed, so that a channel's weights lie together). activation: of the gate, SiLU or GELU."""
+    """A layer's routed experts. gate_up [E, 2I, H]: gate rows, then up rows. down [E, H, I] (kernels take it
+    transposed, so that a channel's weights are contiguous). activation: of the gate, SiLU or GELU."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     activation: Activation
 
     def activations(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """x [T, H], ids [T, k] -> [T, k, I]: activation(gate) * up of all channels, in the type of the weights."""
+        """activation(gate) * up of all channels, [T, k, I] in the type of the weights, for x [T, H] and ids [T, k]."""
         gate, up = slot_products(x, ids, self.gate_up).chunk(2, -1)
         return self.activation(gate) * up
 
     def outputs(self, activations: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """activations [T, k, I], weights [T, k] -> [T, H] float32 (or float64): the weighted sum over the experts."""
+        """The weighted sum over experts, [T, H] float32 or float64, of activations [T, k, I] with weights [T, k]."""
         wide = torch.promote_types(activations.dtype, torch.float32)
         products = slot_products(activations, ids, self.down).to(wide)
         return (products * _of_experts(weights, ids).to(wide)).sum(1)
@@ -45,8 +45,8 @@ def read_output(
     estimates: torch.Tensor | None = None,
     sketch: LayerSketch | None = None,
 ) -> torch.Tensor:
-    """x [T, H], ids and weights [T, k], kept [T, k, I] bool -> [T, H] float32: the exact sum over kept channels, and,
-    with estimates [T, k, I] and a sketch, the restored one over the rest."""
+    """The output [T, H] float32 for x [T, H], ids and weights [T, k]: the exact sum over kept channels [T, k, I] bool,
+    and, with estimates [T, k, I] and a sketch, the restored sum over the others."""
     exact = experts.activations(x, ids)
     output = experts.outputs(torch.where(kept, exact, 0.0), ids, weights)
     if estimates is not None and sketch is not None:
@@ -56,5 +56,5 @@ def read_output(
 
 
 def _of_experts(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[T, k, 1]: 0 in an empty slot, whatever is written there."""
+    """The weights as [T, k, 1], with 0 in empty slots."""
     return weights.masked_fill(ids < 0, 0.0)[..., None]

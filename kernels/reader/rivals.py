@@ -1,4 +1,4 @@
-"""What the sketch is compared with: an int4 copy of the gate rows, and sparse inputs after TEAL and WINA.
+"""Methods that the sketch is compared with: an int4 copy of the gate rows, and sparse inputs after TEAL and WINA.
 
 TEAL: arXiv 2408.14690 (inputs of each matrix by size); WINA: arXiv 2505.19427 (by size times the length of the
 matrix's column); CATS: arXiv 2404.08763 (channels by the gate's activation, `ReadBytes.source` "cats").
@@ -19,7 +19,7 @@ Inputs = Literal["teal", "wina"]
 
 
 def int4_gate(gate: torch.Tensor) -> torch.Tensor:
-    """gate [E, I, H] -> the same as 4-bit whole numbers -7..7 times a float16 scale of each 128 give it, float32."""
+    """gate [E, I, H] rounded to 4-bit integers -7..7 with a float16 scale per 128 weights, as float32."""
     blocks = in_blocks(gate.float())
     scale = (blocks.abs().amax(-1, keepdim=True) / 7).to(torch.float16).float()
     whole = torch.where(scale > 0, blocks / scale, 0.0).round().clamp(-7, 7)
@@ -28,10 +28,10 @@ def int4_gate(gate: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_inputs_share(budget: float, hidden: int, intermediate: int, which: Inputs, weight_bytes: float = 2) -> float:
-    """The share of inputs of every matrix for which an expert's read stays within the budget.
+    """The largest share of each matrix's inputs for which the bytes read of an expert stay within the budget.
 
-    An input's weights of gate and up together, and a channel's of down, lie in whole sectors; WINA also reads the
-    lengths of the columns.
+    An input's gate and up weights together, and a channel's down weights, are counted in whole sectors. WINA also reads
+    the lengths of the columns.
     """
     whole = [-(-n * weight_bytes // SECTOR) * SECTOR for n in (2 * intermediate, hidden)]
     dense = 3 * intermediate * -(-hidden * weight_bytes // SECTOR) * SECTOR
@@ -42,8 +42,8 @@ def sparse_inputs_share(budget: float, hidden: int, intermediate: int, which: In
 def sparse_inputs_output(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts, share: float, which: Inputs
 ) -> torch.Tensor:
-    """x [T, H], ids and weights [T, k] -> [T, H]: gate and up from the floor(share H) inputs, down from the
-    floor(share I) activations of each expert that score highest."""
+    """The output [T, H] for x [T, H], ids and weights [T, k]: gate and up from the floor(share H) inputs, down from
+    the floor(share I) activations of each expert with the highest scores."""
     here = ids.clamp(min=0)
     sizes = x.float().abs()[:, None].expand(-1, ids.shape[1], -1)
     if which == "wina":

@@ -1,4 +1,4 @@
-"""A random-sign Hadamard rotation in blocks of 128 coordinates: it spreads what is large over its block."""
+"""A random-sign Hadamard rotation in blocks of 128 coordinates, which spreads large values over their block."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def _hadamard() -> torch.Tensor:
 
 @cache
 def hadamard(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[128, 128] of 1 and -1: Sylvester's, symmetric; over sqrt(128) it is its own inverse."""
+    """Sylvester's matrix [128, 128] of 1 and -1: symmetric, and its own inverse when divided by sqrt(128)."""
     return _hadamard().to(device, dtype)
 
 
 def random_signs(hidden: int, seed: int) -> torch.Tensor:
-    """[H] int8 of -1 and 1."""
+    """Random signs, [H] int8 of -1 and 1."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 2, (hidden,), generator=generator).to(torch.int8) * 2 - 1
 
 
 def rotated(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """values [..., H], signs [H] -> R values, in the type of values: block b is hadamard @ (signs * values) of block b,
-    over sqrt(128), which comes last, so that sums which are equal are so whoever adds up.
+    """R values for values [..., H] and signs [H], in the type of values. R is orthogonal: it keeps inner products.
 
-    R is orthogonal: inner products stay.
+    Block b is hadamard @ (signs * values) of block b, divided by sqrt(128) last, so that sums that are equal stay equal
+    in any implementation.
     """
     blocks = in_blocks(values * signs.to(values.dtype))
     turned: torch.Tensor = blocks @ hadamard(values.dtype, values.device) * BLOCK**-0.5

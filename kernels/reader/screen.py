@@ -1,4 +1,4 @@
-"""The screen: estimates of gate and up activations from the ternary sketch, and bounds of their errors."""
+"""The screen: estimates gate and up activations from the ternary sketch, with bounds of the errors."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from epsim.kernels.reader.select import top_mask
 from epsim.kernels.reader.slots import slot_products
 
 COORDINATES = 80
-"""Of 128, those that a partial screen reads."""
+"""The number of coordinates of each 128 that a partial screen reads."""
 
 
 class Batches(NamedTuple):
-    """of_token [T] int64: which of `total` batches each token belongs to."""
+    """of_token [T] int64: the batch of each token, of `total` batches."""
 
     of_token: torch.Tensor
     total: int
 
 
 def coordinates(rotated_x: torch.Tensor, number: int) -> torch.Tensor:
-    """rotated_x [T, H] -> [T, H] bool: in each block the `number` coordinates of largest size, ties to the lower."""
+    """The `number` coordinates of largest size in each block of rotated_x [T, H], [T, H] bool; ties to the lower."""
     return top_mask(in_blocks(rotated_x.abs()), number).flatten(-2)
 
 
 def batch_coordinates(rotated_x: torch.Tensor, number: int, batch: torch.Tensor, count: int) -> torch.Tensor:
-    """rotated_x [T, H], batch [T] of `count` -> [T, H] bool: one set for each batch, the `number` coordinates of each
-    block with the largest sum of squares over its tokens."""
+    """The same for whole batches, [T, H] bool: the `number` coordinates of each block of rotated_x [T, H] with the
+    largest sum of squares over the batch's tokens. batch [T]: each token's batch, of `count`."""
     squares = rotated_x.new_zeros(count, rotated_x.shape[1]).index_add_(0, batch, rotated_x.square())
     return coordinates(squares, number)[batch]
 
 
 @dataclass(frozen=True, eq=False)
 class Screen:
-    """A sketch decoded once, to screen many tokens with. dtype: of the arithmetic."""
+    """A sketch that is decoded once to screen many tokens. dtype: of the arithmetic."""
 
     sketch: LayerSketch
     dtype: torch.dtype = torch.float32
 
     @cached_property
     def decoded(self) -> torch.Tensor:
-        """[E, 2I, H]."""
+        """The decoded sketch, [E, 2I, H]."""
         return self.sketch.decoded(self.dtype)
 
     def estimates(
         self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES, batches: Batches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, H], ids [T, k] -> gate and up estimates [T, k, I] of the token's experts, from the `number` largest
-        coordinates of each block of Rx; 128 is the full screen. batches: whose tokens share their coordinates,
-        which those without experts do not choose."""
+        """Gate and up estimates [T, k, I] for x [T, H] and ids [T, k], from the `number` largest coordinates of each
+        block of Rx; 128 is the full screen. batches: groups of tokens that share their coordinates; tokens without
+        experts do not count in the choice."""
         rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
         if batches is None:
             read = coordinates(rotated_x, number)
@@ -67,10 +67,10 @@ class Screen:
     def error_bounds(
         self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The most by which `estimates` can be off in exact arithmetic, gate and up [T, k, I].
+        """Upper bounds of the errors of `estimates` in exact arithmetic, gate and up [T, k, I].
 
-        Over blocks b: error_b |x_b|, and for coordinates that are not read scale_b times the sum of their sizes, as no
-        code is larger than 1.
+        They sum, over blocks b, error_b |x_b| and scale_b times the sizes of the coordinates not read, because no code
+        is larger than 1.
         """
         rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
         unread = rotated_x.abs() * ~coordinates(rotated_x, number)

@@ -1,4 +1,4 @@
-"""Which channels are kept: exactly the k of highest score, or all above a threshold; ties go to the lower index."""
+"""Selects the channels to keep: the k of highest score, or all above a threshold. Ties go to the lower index."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def top_mask(values: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
-    """values [..., n], number an integer or [...] int64, 0 to n -> [..., n] bool: the `number` largest, ties by index.
+    """The `number` largest of values [..., n], as [..., n] bool; ties by index. number: an integer or [...] int64.
 
-    Exact and the same on every device: it depends on comparisons alone. What is no number counts as infinite.
+    It only compares values, so it is exact and the same on every device. NaN counts as infinite.
     """
     values = values.nan_to_num(nan=float("inf"), posinf=float("inf"), neginf=float("-inf"))
     size = values.shape[-1]
@@ -25,26 +25,27 @@ def top_mask(values: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
 
 
 def _down_to(values: torch.Tensor, least: torch.Tensor, wanted: int | torch.Tensor) -> torch.Tensor:
-    """Those above `least`, and of those equal to it the first, `wanted` in all."""
+    """The values above `least`, and the first of those equal to it, `wanted` in total."""
     above, tied = values > least, values == least
     room = wanted - above.sum(-1, keepdim=True)
     return above | (tied & (tied.cumsum(-1) <= room))
 
 
 def output_scores(weights: torch.Tensor, norms: torch.Tensor, activations: torch.Tensor) -> torch.Tensor:
-    """weights [T, k], norms [T, k, I], activations [T, k, I] -> |w_j| |d_j| |p_j| float32: what a channel adds to the
-    layer's output at the most, comparable between experts. Multiplied in this order."""
+    """The most that a channel adds to the layer's output, |w_j| |d_j| |p_j| float32, comparable between experts.
+
+    weights [T, k], norms [T, k, I], activations [T, k, I], multiplied in this order."""
     return (weights[..., None].float() * norms.float() * activations.float()).abs()
 
 
 def keep_top(scores: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
-    """scores [T, k, I], number of channels of each token -> [T, k, I] bool: over all channels of all its experts. Ties
-    go to the earlier slot, then the lower channel."""
+    """The `number` channels of highest score over all experts of each token, [T, k, I] bool. scores [T, k, I]. Ties go
+    to the earlier slot, then the lower channel."""
     return top_mask(scores.flatten(1), number).view_as(scores)
 
 
 def keep_above(scores: torch.Tensor, threshold: float | torch.Tensor) -> torch.Tensor:
-    """A calibrated threshold's rule. What is no number counts as infinite."""
+    """The channels with a score above a calibrated threshold. NaN counts as infinite."""
     return ~(scores <= threshold)
 
 
@@ -55,9 +56,9 @@ def keep_for_batch(
     number: int | torch.Tensor,
     batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One set of `number` channels for each batch -> [T, k, I] bool: those of the greatest sum of scores over the
-    batch's tokens, each of them kept by every token that has the expert. ids [T, k] int64, -1 for none. batch [T]:
-    which of n each token belongs to, `number` then [n]; None for all to one."""
+    """The `number` channels of each batch with the largest sum of scores over its tokens, [T, k, I] bool; every token
+    of the expert keeps them. ids [T, k] int64, -1 for none. batch [T]: each token's batch of n, with number [n]; None
+    for one batch."""
     where = torch.where(ids >= 0, ids, num_experts)
     count = 1
     if batch is not None:
@@ -67,7 +68,7 @@ def keep_for_batch(
     total.index_add_(0, where.flatten(), scores.flatten(0, 1))
     served = torch.zeros(len(total), dtype=torch.bool, device=ids.device)
     served[where.flatten()] = True
-    # Channels of experts that no token has come behind those that add nothing.
+    # Channels of experts without tokens rank below channels with score 0.
     known = total.masked_fill(~served[:, None], -1.0).view(count, num_experts + 1, -1)[:, :num_experts]
     several = number if isinstance(number, int) else number.view(count)
     chosen = torch.zeros_like(total, dtype=torch.bool).view(count, num_experts + 1, -1)
@@ -86,12 +87,12 @@ def rank_quotas(
     num_ranks: int,
     by: ShareBy,
 ) -> torch.Tensor:
-    """How many of a token's channels each rank may keep without asking the others: number [T] int64, ids and weights
-    [T, k], rank_of_expert [E] -> [T, R] int64 that sum to `number`, or to 0 for a token without experts of any weight.
+    """How many of a token's `number` [T] int64 channels each rank keeps, [T, R] int64. They sum to `number`, or to 0
+    for a token without experts of any weight. ids and weights [T, k], rank_of_expert [E].
 
-    In proportion to the token's experts on a rank, or to the size of their weights (to the experts where these are no
-    numbers); largest remainder, ties to the lower rank. All that it looks at is known to every rank that serves the
-    token, so all come to the same.
+    Quotas are proportional to the number of the token's experts on a rank, or to the size of their weights (to the
+    number if these are NaN), rounded by largest remainder, ties to the lower rank. Every rank that serves the token
+    knows these inputs, so all compute the same quotas without communication.
     """
     there = (ids >= 0) & (weights != 0)
     amount = there.double()
@@ -104,7 +105,7 @@ def rank_quotas(
     ideal = share * number[:, None]
     whole = ideal.floor()
     left = (number - whole.sum(1).long()).clamp(min=0)
-    # Only ranks that serve the token may take what is left over.
+    # Only ranks that serve the token may take the remainder.
     remainder = torch.where(share > 0, ideal - whole, -1.0)
     return whole.long() + (top_mask(remainder, left) & (share > 0)).long()
 
@@ -112,8 +113,8 @@ def rank_quotas(
 def keep_by_rank(
     scores: torch.Tensor, ids: torch.Tensor, quotas: torch.Tensor, rank_of_expert: torch.Tensor
 ) -> torch.Tensor:
-    """The top of each rank's own channels, quotas [T, R] -> [T, k, I] bool. What a rank's quota has beyond its channels
-    is not read by others."""
+    """The best channels of each rank by its quotas [T, R], [T, k, I] bool. Other ranks do not get what a rank's quota
+    has beyond its channels."""
     rank = torch.where(ids >= 0, rank_of_expert[ids.clamp(min=0)], -1)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for number in range(quotas.shape[1]):

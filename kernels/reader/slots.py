@@ -1,4 +1,4 @@
-"""Products of tokens with the weights of their experts."""
+"""Multiplies tokens with the weights of their experts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 FEW = 256
-"""Up to so many (token, expert) pairs weights are gathered: no wait for the host, so that a step can be a graph."""
+"""Up to so many (token, expert) pairs, weights are gathered without host synchronization, as CUDA graphs need."""
 
 
 def slot_products(values: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """values [T, n] or [T, k, n], ids [T, k] int64, weight [E, m, n] of one type -> [T, k, m]: weight[ids] @ value.
+    """weight[ids] @ values, [T, k, m], for values [T, n] or [T, k, n], ids [T, k] int64 and weight [E, m, n].
 
-    An id of -1 gives zeros, whatever the value.
+    values and weight have one type. An id of -1 gives zeros for any value.
     """
     num_tokens, slots = ids.shape
     if values.dim() == 2:
@@ -33,7 +33,7 @@ def slot_products(values: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor)
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Rows up to ends[e] are expert e's; those behind the last end get what is masked out later."""
+    """Grouped product: rows up to ends[e] belong to expert e; the result of rows after the last end is masked later."""
     grouped: Any = getattr(F, "grouped_mm", None)
     if grouped is not None and rows.is_cuda and rows.dtype == torch.bfloat16:
         out: torch.Tensor = grouped(rows, weight.transpose(1, 2), offs=ends.to(torch.int32))

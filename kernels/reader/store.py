@@ -1,4 +1,4 @@
-"""Sketches in a file, tied to the checkpoint that they were made from, and the experts in a checkpoint's files."""
+"""Reads experts from checkpoint files, and saves and loads sketches with the hash of their checkpoint."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)$"
 SINGLE = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PREDICTORS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)[^.]*\.")
-"""Names of layers that predict further tokens, which are numbered from 0 as well."""
+"""Names of the layers that predict further tokens, which are also numbered from 0."""
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of weights in a folder; sketches that lie beside them are none.
+    """The files of weights in a folder, without sketches.
 
-    Raises ValueError where it holds none, where one of them is not whole, or where a file of its index is missing.
+    Raises ValueError if there are none, if one is incomplete, or if a file of the index is missing.
     """
     files = [path for path in sorted(folder.glob("*.safetensors")) if not _is_sketch(path)]
     if not files:
-        there = "no *.safetensors there" if folder.is_dir() else "no such folder"
-        raise ValueError(f"{folder}: {there}: give the folder of a checkpoint")
+        problem = "no *.safetensors in it" if folder.is_dir() else "no such folder"
+        raise ValueError(f"{folder}: {problem}: give the folder of a checkpoint")
     index = folder / INDEX
     if index.is_file():
         try:
@@ -45,21 +45,21 @@ def checkpoint_files(folder: Path) -> list[Path]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{index}: cannot be read as an index of a checkpoint's files") from None
         if missing := sorted(named - {path.name for path in files}):
-            raise ValueError(f"{folder}: {missing[0]}, which {INDEX} names, is not there: not the whole checkpoint")
+            raise ValueError(f"{folder}: {missing[0]} is missing, but {INDEX} lists it: fetch the whole checkpoint")
     return files
 
 
 def _is_sketch(path: Path) -> bool:
-    """Of any version: one of another is no weights either, and may be written over."""
+    """Whether a file is a sketch of any version, which holds no weights and may be overwritten."""
     try:
         with safe_open(path, "pt") as opened:
             return str((opened.metadata() or {}).get("format")).startswith(KIND)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{path}: no whole safetensors file ({error}): fetch it again, or take it away") from None
+        raise ValueError(f"{path}: an incomplete safetensors file ({error}): fetch it again, or delete it") from None
 
 
 def _num_layers(folder: Path) -> int | None:
-    """Of the model, where its configuration lies beside the weights and says so."""
+    """The model's number of layers, if a configuration beside the weights gives it."""
     config = folder / "config.json"
     if not config.is_file():
         return None
@@ -72,9 +72,9 @@ def _num_layers(folder: Path) -> int | None:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """SHA-256 over the SHA-256 of each file of weights, in the order of their names."""
+    """SHA-256 over the SHA-256 of each file of weights, in order of file names."""
 
-    def one(path: Path) -> bytes:
+    def digest_of(path: Path) -> bytes:
         digest = hashlib.sha256()
         with path.open("rb") as opened:
             while part := opened.read(1 << 24):
@@ -82,12 +82,12 @@ def checkpoint_hash(folder: Path) -> str:
         return digest.digest()
 
     with ThreadPoolExecutor() as pool:
-        return hashlib.sha256(b"".join(pool.map(one, checkpoint_files(folder)))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(digest_of, checkpoint_files(folder)))).hexdigest()
 
 
 class Checkpoint:
-    """The routed experts of a checkpoint, read layer by layer: as transformers 5 holds them (`experts.gate_up_proj`),
-    or one tensor an expert and matrix (`experts.3.gate_proj.weight`)."""
+    """The routed experts of a checkpoint, read layer by layer, in the layout of transformers 5
+    (`experts.gate_up_proj`) or with one tensor per expert and matrix (`experts.3.gate_proj.weight`)."""
 
     def __init__(self, folder: Path) -> None:
         self._files = []
@@ -98,35 +98,35 @@ class Checkpoint:
             for name in list(opened.keys()):  # type: ignore[no-untyped-call]
                 if PREDICTORS.search(name):
                     continue
-                if found := FUSED.search(name):
-                    self._add((int(found[1]), found[2], -1), opened, name)
-                elif found := SINGLE.search(name):
-                    self._add((int(found[1]), found[3], int(found[2])), opened, name)
-        # Layers behind the model's last predict further tokens, as DeepSeek-V3's and GLM-4.5's files number them.
+                if match := FUSED.search(name):
+                    self._add((int(match[1]), match[2], -1), opened, name)
+                elif match := SINGLE.search(name):
+                    self._add((int(match[1]), match[3], int(match[2])), opened, name)
+        # DeepSeek-V3 and GLM-4.5 number the layers that predict further tokens after the model's last layer.
         end = _num_layers(folder)
         self.layers = sorted({layer for layer, _, _ in self._at if end is None or layer < end})
         if not self.layers:
             raise ValueError(
-                f"{folder}: no routed experts: names such as model.layers.0.mlp.experts.gate_up_proj, or "
-                "model.layers.0.mlp.experts.0.gate_proj.weight, are looked for"
+                f"{folder}: no routed experts: expected tensors such as model.layers.0.mlp.experts.gate_up_proj or "
+                "model.layers.0.mlp.experts.0.gate_proj.weight"
             )
 
-    def _add(self, place: tuple[int, str, int], opened: Any, name: str) -> None:
-        if place in self._at:
+    def _add(self, key: tuple[int, str, int], opened: Any, name: str) -> None:
+        if key in self._at:
             raise ValueError(
-                f"{self._at[place][1]} and {name} are both the {place[1]} of layer {place[0]}: give a folder that "
+                f"{self._at[key][1]} and {name} are both the {key[1]} of layer {key[0]}: give a folder that "
                 "holds one model"
             )
-        self._at[place] = (opened, name)
+        self._at[key] = (opened, name)
 
     def experts(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """gate_up [E, 2I, H] and down [E, H, I]. Raises ValueError where a part is missing, of another shape than the
-        others, or not of floating-point numbers that stand for themselves."""
+        """gate_up [E, 2I, H] and down [E, H, I] of a layer. Raises ValueError if a part is missing, differs in shape
+        from the others, or is quantised."""
         if (layer, "gate_up_proj", -1) in self._at:
             return self._tensor(layer, "gate_up_proj", -1).to(dtype), self._tensor(layer, "down_proj", -1).to(dtype)
         experts = sorted({expert for number, _, expert in self._at if number == layer})
         if experts != list(range(len(experts))):
-            raise ValueError(f"layer {layer} has experts {experts[:3]}... : not all of them are in these files")
+            raise ValueError(f"layer {layer} has experts {experts[:3]}... only: fetch the whole checkpoint")
         names = ("gate_proj", "up_proj", "down_proj")
         parts = {name: [self._tensor(layer, name, expert) for expert in experts] for name in names}
         shape = parts["gate_proj"][0].shape
@@ -138,7 +138,7 @@ class Checkpoint:
                 if tensor.shape != wanted:
                     raise ValueError(
                         f"layer {layer}: {name} of expert {expert} is {list(tensor.shape)}, not {list(wanted)} as the "
-                        "gate of expert 0 has it"
+                        "gate of expert 0 requires"
                     )
         gate, up, down = (torch.stack(parts[name]).to(dtype) for name in names)
         return torch.cat([gate, up], 1), down
@@ -146,7 +146,7 @@ class Checkpoint:
     def _tensor(self, layer: int, name: str, expert: int) -> torch.Tensor:
         if (layer, name, expert) not in self._at:
             of = "" if expert < 0 else f" of expert {expert}"
-            raise ValueError(f"layer {layer} has no {name}{of}: not all of the checkpoint is in these files")
+            raise ValueError(f"layer {layer} has no {name}{of}: fetch the whole checkpoint")
         opened, key = self._at[layer, name, expert]
         tensor: torch.Tensor = opened.get_tensor(key)
         if tensor.dtype not in (*DTYPES.values(), torch.float64):
@@ -160,9 +160,9 @@ class Checkpoint:
 def build_checkpoint(
     folder: Path, dtype: str = "bfloat16", seed: int = 0, rank: int = RANK, device: str = "cpu"
 ) -> Iterator[tuple[int, LayerSketch]]:
-    """(layer number, sketch on the CPU) of every layer with experts, of weights in the type they are served in.
+    """(layer number, sketch on the CPU) of each layer with experts. dtype: the type in which the weights are served.
 
-    Each layer's rotation has a seed of its own. Raises ValueError in one line, which names the layer.
+    Each layer's rotation has its own seed. Raises ValueError with one line, which names the layer.
     """
     checkpoint = Checkpoint(folder)
     for layer in checkpoint.layers:
@@ -171,7 +171,7 @@ def build_checkpoint(
 
 
 def build_named(layer: int, gate_up: torch.Tensor, down: torch.Tensor, seed: int, rank: int) -> LayerSketch:
-    """`build_layer` of a layer of a model: the seed is the model's, errors name the layer."""
+    """`build_layer` for a layer of a model. seed: of the model. Errors name the layer."""
     try:
         return build_layer(gate_up, down, (seed * 100_003 + layer) % (1 << 63), rank)
     except ValueError as error:
@@ -179,8 +179,8 @@ def build_named(layer: int, gate_up: torch.Tensor, down: torch.Tensor, seed: int
 
 
 def save_sketches(path: Path, sketches: dict[int, LayerSketch], folder: Path, dtype: str, seed: int) -> None:
-    """{layer number: sketch} -> one safetensors file with the hash of the checkpoint in `folder`. Raises
-    SafetensorError where it cannot be written."""
+    """Writes sketches by layer number to one safetensors file, with the hash of the checkpoint in `folder`. Raises
+    SafetensorError if it cannot be written."""
     tensors = {
         f"layers.{layer}.{name}": tensor.contiguous()
         for layer, sketch in sketches.items()
@@ -191,26 +191,26 @@ def save_sketches(path: Path, sketches: dict[int, LayerSketch], folder: Path, dt
 
 
 def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch]:
-    """The sketches of a file, by layer number. Raises ValueError where it is no such file, or was made from another
-    checkpoint than that in `folder`, or for weights of another type."""
+    """The sketches of a file, by layer number. Raises ValueError if it is not a sketch, or was made from another
+    checkpoint than the one in `folder` or for weights of another type."""
     again = f"build it again: epsim reader build {folder} --out {path} --dtype {dtype}"
     try:
         with safe_open(path, "pt") as opened:
-            found = opened.metadata() or {}
-            if found.get("format") != FORMAT:
+            metadata = opened.metadata() or {}
+            if metadata.get("format") != FORMAT:
                 raise ValueError(f"{path}: not a channel sketch of this version: {again}")
             tensors = {name: opened.get_tensor(name) for name in list(opened.keys())}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a channel sketch ({error}): {again}") from None
-    if found.get("dtype") != dtype:
-        raise ValueError(f"{path}: made for weights in {found.get('dtype')}, the model runs in {dtype}: {again}")
-    if found.get("checkpoint") != checkpoint_hash(folder):
-        raise ValueError(f"{path}: made from another checkpoint than {folder} holds: {again}")
+    if metadata.get("dtype") != dtype:
+        raise ValueError(f"{path}: made for weights in {metadata.get('dtype')}, but the model runs in {dtype}: {again}")
+    if metadata.get("checkpoint") != checkpoint_hash(folder):
+        raise ValueError(f"{path}: made from another checkpoint than the one in {folder}: {again}")
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         named = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
         if named is None:
-            raise ValueError(f"{path}: {name} is no part of a channel sketch: {again}")
+            raise ValueError(f"{path}: {name} is not part of a channel sketch: {again}")
         layers.setdefault(int(named[1]), {})[named[2]] = tensor
     if missing := sorted(set(Checkpoint(folder).layers) - set(layers)):
         raise ValueError(f"{path}: has no sketch of layer {missing[0]}: {again}")
@@ -218,9 +218,9 @@ def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch
 
 
 def _whole(parts: dict[str, torch.Tensor], where: str, again: str) -> LayerSketch:
-    """The sketch of these tensors. Raises ValueError where one is missing or they do not fit each other."""
+    """The sketch of these tensors. Raises ValueError if one is missing or they do not fit each other."""
     if sorted(parts) != sorted(field.name for field in fields(LayerSketch)):
-        raise ValueError(f"{where} holds {', '.join(sorted(parts))}, which is no sketch: {again}")
+        raise ValueError(f"{where} holds {', '.join(sorted(parts))}, which is not a sketch: {again}")
     for name, dimensions in (("codes", 3), ("norms", 2), ("basis", 2)):
         if parts[name].ndim != dimensions:
             raise ValueError(f"{where} has {name} {list(parts[name].shape)}, not of {dimensions} dimensions: {again}")
@@ -229,12 +229,12 @@ def _whole(parts: dict[str, torch.Tensor], where: str, again: str) -> LayerSketc
         if (tuple(parts[name].shape), parts[name].dtype) != (shape, dtype):
             raise ValueError(f"{where} has {name} {list(parts[name].shape)}, not {list(shape)} {dtype}: {again}")
     if wrong := [name for name, tensor in parts.items() if not _possible(name, tensor)]:
-        raise ValueError(f"{where} has {wrong[0]} that no build gives: {again}")
+        raise ValueError(f"{where} has {wrong[0]} that no build produces: {again}")
     return sketch
 
 
 def _possible(name: str, tensor: torch.Tensor) -> bool:
-    """Whether `build_layer` can have made such values. Other codes are one thing to a kernel, another to `unpacked`."""
+    """Whether `build_layer` can produce these values. Kernels and `unpacked` would read other codes differently."""
     if not tensor.numel():
         return True
     if name == "codes":

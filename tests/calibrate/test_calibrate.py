@@ -194,7 +194,7 @@ def test_a_folder_of_this_machine_is_read_by_replay_and_kept(
 
 
 def test_what_cannot_be_measured_is_one_line(tmp_path: Path, tiny: str) -> None:
-    with pytest.raises(ValueError, match="--base h9000: known are b200, h100, h200, h800"):
+    with pytest.raises(ValueError, match="--base h9000: give one of b200, h100, h200, h800"):
         calibrate(Request(tmp_path / "other", "cpu", (tiny,), base="h9000"), nothing, CPU)
     assert not (tmp_path / "other").exists()
     with pytest.raises(ValueError, match="--part kernels: choose experts, exchange, all-reduce, router, policies"):

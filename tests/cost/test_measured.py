@@ -314,7 +314,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"active": [8.0, 2.0]}, "active must be ascending"),
     ({"tokens_per_expert": [16.0, 16.0]}, "tokens_per_expert must be ascending"),
     ({"tokens_per_expert": []}, "tokens_per_expert must be ascending"),
-    ({"kind": "experiments"}, "kind 'experiments' is none of experts, exchange, policies, router"),
+    ({"kind": "experiments"}, "kind 'experiments' is not one of experts, exchange, policies, router"),
     ({"colour": 1}, "unknown key 'colour'"),
     ({"columns": -1}, "columns -1 and spread 0.0 must be 0 or more"),
     (
@@ -347,7 +347,7 @@ def test_wrong_exchanges_and_policies_are_one_line(tmp_path: Path) -> None:
             {"costs": [{"policy": "even", "ranks": 1, "redundant": 0, "tokens": [2, 1], "us": [1, 1]}]},
             "ascending",
         ),
-        (POLICIES, {"costs": 3}, "costs: 3 is no list"),
+        (POLICIES, {"costs": 3}, "costs: 3 is not a list"),
         (
             POLICIES,
             {"collectives": [{"name": "all_reduce", "ranks": 0, "nodes": 1, "us": 1}]},
@@ -371,7 +371,7 @@ def test_a_folder_that_lacks_something_says_what(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     (tmp_path / "h200").mkdir()
     assert load_calibration("h200").hardware == H200, "a folder of a shipped name does not hide it"
-    with pytest.raises(ValueError, match="--hardware : known are b200"):
+    with pytest.raises(ValueError, match="--hardware : give one of b200"):
         load_calibration("")
     with pytest.raises(ValueError, match=r"a folder without hardware\.toml: give one that `epsim calibrate` wrote"):
         load_calibration(str(tmp_path))

@@ -81,7 +81,7 @@ def test_options_that_make_no_sense(arguments: list[str], words: str) -> None:
         ({"policies": ("eplb+nothing",)}, "unknown policy 'nothing'"),
         ({"policies": ("eplb+topk-channels(0.2)",)}, "a run reads experts whole: leave topk-channels out"),
         ({"trace": "nowhere.parquet"}, "no such file"),
-        ({"hardware": "abacus"}, "--hardware abacus: known are"),
+        ({"hardware": "abacus"}, "--hardware abacus: give one of"),
         ({"text": "some.txt"}, "--text, --sequence and --context say what a trained model reads"),
         ({"policies": ("eplb+oea(k0=1)",)}, "router oea needs router scores, and .* holds none"),
     ],

@@ -141,7 +141,7 @@ def test_nothing_is_read_where_nothing_is_served() -> None:
 
 
 def test_a_budget_below_the_screen_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a budget of 0.05 does not pay for choosing: of 8 experts"):
+    with pytest.raises(ValueError, match=r"a budget of 0.05 is too small: with 8 experts"):
         read(TopkChannels(0.05), 8, 8)
 
 

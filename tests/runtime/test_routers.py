@@ -182,7 +182,7 @@ def test_shapes_say_what_the_models_say() -> None:
     assert (v3.expert_bytes, v3.shared_cost, v3.num_layers) == (3 * 7168 * 2048 * 2, 1.0, 58)
     assert not SHAPES["qwen3-30b-a3b-layer"].has_shared
     assert SHAPES["qwen3-30b-a3b-layer"].shared_cost == 0
-    with pytest.raises(ValueError, match="unknown layer shape 'v4', known are deepseek-v3-layer, "):
+    with pytest.raises(ValueError, match="unknown layer shape 'v4': give one of deepseek-v3-layer, "):
         shape_of("v4")
     with pytest.raises(ValueError, match="has no moe_intermediate_size"):
         shape_of_config({"hidden_size": 4}, "m")

@@ -157,9 +157,9 @@ def test_the_command_refuses_in_one_line(
         f"{odd}: the grid has no cell that can be replayed: 8 experts + 1 redundant = 9 slots"
     )
     batch = write_grid(grid_text(trace="batch = 4"), "batch.toml")
-    assert "batch is for imports; this trace has its steps already" in refused(batch)
+    assert "batch works on imports only: this trace already has steps" in refused(batch)
     hardware = write_grid(grid_text('hardware = "h300"', 'model = "mine"'), "hardware.toml")
-    assert "[[trace]] trace: --hardware h300: known are" in refused(hardware)
+    assert "[[trace]] trace: --hardware h300: give one of" in refused(hardware)
     unknown = write_grid(grid_text('hardware = "h200"'), "unknown.toml")
     assert refused(unknown).endswith("hardware needs to know the model, which the trace does not tell: give it a model")
 

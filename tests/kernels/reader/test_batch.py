@@ -101,7 +101,7 @@ def test_what_does_not_fit(reader: BatchReader) -> None:
         reader.read(x.float(), ids, weights)
     with pytest.raises(ValueError, match=r"kept is \[2, 3\] torch.int32, not contiguous \[6, 3\] int32"):
         reader.read(x, ids, weights, torch.zeros(2, 3, dtype=torch.int32))
-    with pytest.raises(ValueError, match="does not pay"):
+    with pytest.raises(ValueError, match="is too small"):
         BatchReader.of(reader.layer, 0.01)
     assert reader.read(x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
 

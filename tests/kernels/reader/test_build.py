@@ -119,10 +119,10 @@ def test_a_file_of_sketches(fused: bool, tmp_path: Path) -> None:
         for name, tensor in sketch.tensors().items():
             assert torch.equal(tensor, expected[layer].tensors()[name]), name
 
-    with pytest.raises(ValueError, match="made for weights in bfloat16, the model runs in float32: build it again"):
+    with pytest.raises(ValueError, match="made for weights in bfloat16, but the model runs in float32: build it again"):
         load_sketches(out, tmp_path / "model", "float32")
     checkpoint(tmp_path / "other", fused, seed=1)
-    with pytest.raises(ValueError, match=r"made from another checkpoint than .*other holds: build it again"):
+    with pytest.raises(ValueError, match=r"made from another checkpoint than the one in .*other: build it again"):
         load_sketches(out, tmp_path / "other", "bfloat16")
     with pytest.raises(ValueError, match="not a channel sketch"):
         load_sketches(tmp_path / "model" / "model-1.safetensors", tmp_path / "model", "bfloat16")
@@ -139,10 +139,13 @@ def test_a_sketch_that_is_not_whole(tmp_path: Path) -> None:
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     missing = {name: tensor for name, tensor in tensors.items() if name != "layers.3.scales"}
     for changed, says in (
-        (missing, "layer 3 holds basis, codes, coefficients, errors, norms, signs, which is no sketch: build it again"),
+        (
+            missing,
+            "layer 3 holds basis, codes, coefficients, errors, norms, signs, which is not a sketch: build it again",
+        ),
         ({**tensors, "layers.1.norms": tensors["layers.1.norms"][:2]}, r"layer 1 has norms \[2, 24\], not \[3, 24\]"),
         ({**tensors, "layers.1.codes": tensors["layers.1.codes"].short()}, "layer 1 has codes"),
-        ({**tensors, "signs": tensors["layers.1.signs"].clone()}, "signs is no part of a channel sketch"),
+        ({**tensors, "signs": tensors["layers.1.signs"].clone()}, "signs is not part of a channel sketch"),
     ):
         save_file({name: tensor.contiguous() for name, tensor in changed.items()}, out, described)
         with pytest.raises(ValueError, match=says) as error:
@@ -201,7 +204,7 @@ def test_down_columns_beyond_bfloat16_are_refused() -> None:
 
 
 def test_checkpoints_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no \*.safetensors there"):
+    with pytest.raises(ValueError, match=r"no \*.safetensors in it"):
         list(build_checkpoint(tmp_path))
     save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="no routed experts"):
@@ -216,5 +219,5 @@ def test_checkpoints_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="layer 0: expert 0 has weights that are not finite"):
         list(build_checkpoint(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"{}")
-    with pytest.raises(ValueError, match="no whole safetensors file"):
+    with pytest.raises(ValueError, match="an incomplete safetensors file"):
         list(build_checkpoint(tmp_path))

@@ -117,23 +117,23 @@ def test_budgets_to_the_byte() -> None:
             if channels:
                 assert sizes.kept(math.nextafter(budget, 0), experts) == channels - 1
                 assert sizes.kept(least_budget(screen + channels * more - 1, dense), experts) == channels - 1
-        with pytest.raises(ValueError, match="does not pay for choosing"):
+        with pytest.raises(ValueError, match="is too small"):
             sizes.kept(math.nextafter(least_budget(screen, dense), 0), experts)
     assert sizes.kept(1.0, 8) == sizes.kept(1.5, 8) == sizes.kept(float("inf"), 8) == 8 * 768
     for budget in (1 - 2**-53, 0.9999):
         kept = sizes.kept(budget, 8)
         assert sizes.token(8, kept) <= budget * 8 * sizes.expert < sizes.token(8, kept) + sizes.kept_channel
-    with pytest.raises(ValueError, match=r"14\.\d+ is read before any channel is; give 1, which reads them whole"):
+    with pytest.raises(ValueError, match=r"the choice alone reads 14\.\d+; give 1, which reads them whole"):
         ReadBytes(128, 1).kept(0.99, 1)
     with pytest.raises(ValueError, match="a budget of nan: give a share"):
         sizes.kept(float("nan"), 8)
     for budget in (0.0, -1.0, float("-inf")):
-        with pytest.raises(ValueError, match=f"a budget of {budget:g} does not pay"):
+        with pytest.raises(ValueError, match=f"a budget of {budget:g} is too small"):
             sizes.kept(budget, 8)
 
 
 @pytest.mark.parametrize("source", ["sketch", "int4-gate"])
 def test_a_hidden_size_that_is_no_multiple_of_a_block(source: str) -> None:
-    with pytest.raises(ValueError, match=f"by {source} with a hidden size of 2880: it is made of blocks of 128"):
+    with pytest.raises(ValueError, match=f"by {source} with a hidden size of 2880: give a multiple of 128"):
         ReadBytes(2880, 2880, source=source)  # type: ignore[arg-type]
     assert ReadBytes(2880, 2880, rank=0, source="cats").weight_row == 5760

@@ -260,7 +260,7 @@ def test_what_does_not_fit() -> None:
             layer.read(*wrong)
     with pytest.raises(ValueError, match=r"kept is \[2, 3\] torch.int32, not contiguous \[2, 4\] int32"):
         layer.read(x, ids, weights, torch.zeros(2, 3, dtype=torch.int32))
-    with pytest.raises(ValueError, match="does not pay"):
+    with pytest.raises(ValueError, match="is too small"):
         layer_of(4, 128, 64, 2, 0.01)
     assert "multiple of 16" in (cuda.uncovered(cuda.Sizes(128, 64, 2, 40, 32, False)) or "")
     assert np.dtype(cuda.ARGUMENTS).itemsize == 8 * (len(cuda.POINTERS) + 2)

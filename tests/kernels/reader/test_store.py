@@ -94,7 +94,7 @@ def test_values_that_no_build_gives(tmp_path: Path, name: str, value: float) -> 
     tensors = load_file(out)
     tensors[f"layers.3.{name}"].view(-1)[-1] = value
     save_file(tensors, out, metadata)
-    with pytest.raises(ValueError, match=f"layer 3 has {name} that no build gives: build it again"):
+    with pytest.raises(ValueError, match=f"layer 3 has {name} that no build produces: build it again"):
         load_sketches(out, tmp_path / "model", "bfloat16")
     # Of fewer dimensions.
     save_file({at: tensor.flatten() for at, tensor in tensors.items()}, out, metadata)
@@ -109,7 +109,7 @@ def test_files_of_the_index_that_are_not_there(tmp_path: Path) -> None:
     (model / INDEX).write_text(json.dumps({"weight_map": names}))
     assert Checkpoint(model).layers == [1, 3]
     (model / "model-2.safetensors").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"model-2.safetensors, which .*index.json names, is not there"):
+    with pytest.raises(ValueError, match=r"model-2.safetensors is missing, but .*index.json lists it"):
         Checkpoint(model)
     for text in ("", "[]", '{"weight_map": 3}', '{"weight_map": {"a": []}}'):
         (model / INDEX).write_text(text)
