@@ -16,12 +16,12 @@ from epsim.quality.meter import Meter
 from quality.figures import Floats, compare, standard_error
 
 RANKS = (1, 4, 8)
-"""Numbers of ranks for which every point tells the most active experts of a rank."""
+"""Numbers of ranks for which each point has the most active experts of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A policy to measure: family and label for tables, router as in a stack, ranks that it is told of."""
+    """A policy to measure. family: its group in tables; router: as in a stack; ranks: that hold the experts."""
 
     family: str
     router: str
@@ -35,7 +35,7 @@ class Trial:
 @dataclass(frozen=True, slots=True)
 class Point:
     """A trial at a batch size. active: {ranks: most active experts of a rank}, mean over steps and layers; kept_mass:
-    see `Meter`. delta: cross-entropy minus the plain model's, nats a token, and kl from its prediction, means.
+    see `Meter`. delta: mean cross-entropy minus the plain model's, in nats per token; kl: from its prediction.
     by_sequence [sequences]: delta of each."""
 
     trial: Trial
@@ -63,7 +63,7 @@ class Point:
 def measure(
     model: Any, text: torch.Tensor, trials: Sequence[tuple[Trial, int]], chunk: int = 64
 ) -> tuple[list[Point], float]:
-    """text [sequences, length + 1], trials with batch sizes -> a point each, and the plain model's cross-entropy.
+    """A point for each (trial, batch size), and the plain model's cross-entropy, on text [sequences, length + 1].
 
     Teacher-forced: the t-th tokens of batch_size sequences are one batch. `chunk` sequences pass at once. It must be a
     multiple of every batch size, and divide the number of sequences.
@@ -87,7 +87,7 @@ def measure(
 def active_without_policy(
     model: Any, text: torch.Tensor, batch_sizes: Sequence[int], chunk: int = 64
 ) -> dict[int, float]:
-    """{batch size: active experts of a layer under the model's own choice}."""
+    """{batch size: active experts per layer under the model's own choice}."""
     found = {}
     for batch_size in batch_sizes:
         meter = Meter(keep)
@@ -99,7 +99,7 @@ def active_without_policy(
 
 
 def pareto(points: Sequence[Point], ranks: int = 1) -> list[Point]:
-    """Those that no other reads fewer experts than at no larger loss, by rising number of experts."""
+    """The Pareto frontier: points for which no other has fewer active experts and no larger loss, by active experts."""
     kept: list[Point] = []
     for point in sorted(points, key=lambda p: (p.active[ranks], p.delta)):
         if not kept or point.delta < kept[-1].delta:
@@ -108,7 +108,7 @@ def pareto(points: Sequence[Point], ranks: int = 1) -> list[Point]:
 
 
 def loss_at(points: Sequence[Point], active: float, ranks: int = 1) -> float | None:
-    """The frontier of the points between its ends, by straight lines; None beyond them."""
+    """The loss of the points' frontier at `active` experts, by straight lines; None beyond its ends."""
     frontier = pareto(points, ranks)
     x = [point.active[ranks] for point in frontier]
     if not x or not x[0] <= active <= x[-1]:
@@ -117,9 +117,9 @@ def loss_at(points: Sequence[Point], active: float, ranks: int = 1) -> float | N
 
 
 def default_trials(top_k: int, num_experts: int, active: dict[int, float]) -> Iterator[tuple[Trial, int]]:
-    """What to measure: active {batch size: experts read without a policy} gives the batch sizes and what lynx keeps.
+    """The trials to measure. active {batch size: experts read without a policy}: sets the batch sizes and lynx's keep.
 
-    The general form is swept at a batch of 16.
+    The general form of OEA is swept at a batch of 16.
     """
     for batch_size, experts in active.items():
         yield Trial("topk", "topk"), batch_size
@@ -139,7 +139,7 @@ def default_trials(top_k: int, num_experts: int, active: dict[int, float]) -> It
 
 
 def sweep_of(top_k: int, num_experts: int) -> list[str]:
-    """A small sweep of the general form's arguments."""
+    """A small sweep of the arguments of OEA's general form."""
     wider = [top_k + more for more in (1, 2) if top_k + more <= num_experts]
     deeper = [top_k * times for times in (1, 2, 4) if top_k * times < num_experts]
     found = []

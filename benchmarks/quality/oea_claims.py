@@ -1,4 +1,4 @@
-"""The paper's claims about opportunistic expert activation (arXiv 2511.02237, section 4), in numbers of this model."""
+"""Checks the claims of the paper on opportunistic expert activation (arXiv 2511.02237, section 4) on this model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from quality.figures import standard_error
 from quality.frontier import Point, loss_at
 
 SURE = 2.0
-"""Standard errors beyond which a difference counts."""
+"""A difference counts if it exceeds so many standard errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """words: what is claimed. holds: whether it does here, within two standard errors, None where nothing could be
-    compared. worst, mean: of the differences in nats a token, which are at most zero as claimed. detail: each.
+    """words: the claim. holds: whether it holds here within two standard errors, None if nothing could be compared.
+    worst, mean: of the differences in nats per token, which the claim says are at most zero. detail: all of them.
 
-    Frontiers are straight lines between points: where they are convex, a point between two of ours looks better than
-    it is.
+    Frontiers are straight lines between points, so a convex frontier makes a point between two of ours look too good.
     """
 
     words: str
@@ -33,7 +32,7 @@ class Claim:
 
 
 def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> list[Claim]:
-    """points of all families; those of `batch_size` are compared."""
+    """Checks the claims on the points of `batch_size`, of all families."""
     here = [point for point in points if point.batch_size == batch_size]
     by_router = {(p.trial.router, p.trial.ranks): p for p in here}
 
@@ -61,7 +60,7 @@ def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> l
             "the simplified form is as good as any of the sweep at its number of experts", simple, family("oea general")
         ),
         _paired(
-            f"maxp = k hurts: looking no further than one's own k experts loses more, batch {batch_size}",
+            f"maxp = k hurts: considering only a token's k best experts loses more, batch {batch_size}",
             [(own(k0), by_router.get((f"oea(k0={k0},maxp={top_k})", 1)), {"k0": k0}) for k0 in range(1, top_k)],
             by_much=True,
         ),
@@ -93,8 +92,10 @@ def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> l
 def _paired(
     words: str, pairs: Sequence[tuple[Point | None, Point | None, dict[str, Any]]], by_much: bool = False
 ) -> Claim:
-    """Holds where the first of no pair loses more than the second by more than chance, sequence by sequence, and the
-    mean difference is not above zero; by_much: where the first of every pair loses less by more than chance."""
+    """A claim on pairs, compared sequence by sequence.
+
+    It holds if in no pair the first loses significantly more than the second and the mean difference is not above
+    zero; with by_much, if in every pair the first loses significantly less."""
     detail = []
     for better, worse, names in pairs:
         if better is None or worse is None:
@@ -106,7 +107,7 @@ def _paired(
 
 
 def _frontiers(words: str, ours: Sequence[Point], theirs: Sequence[Point]) -> Claim:
-    """Each of their points against our frontier at as many experts."""
+    """Compares each of their points with our frontier at the same number of experts."""
     detail = []
     for point in theirs:
         loss = loss_at(ours, point.active[1])

@@ -1,1 +1,1 @@
-"""What a policy costs the model: cross-entropy, distance to the plain model, repetition."""
+"""Measures what a policy costs the model: cross-entropy, distance to the plain model, repetition."""

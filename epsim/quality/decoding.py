@@ -1,4 +1,4 @@
-"""Decoding with the small model, step by step under a router policy: on a GPU one step is one CUDA graph."""
+"""Decodes with the small model under a router policy, step by step; on a GPU a step is one CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from epsim.traces.model import tokens
 from epsim.traces.routers import find_routers
 
 TOP_P = 0.95
-"""Share of the probability that sampled tokens come from."""
+"""The p of top-p sampling."""
 
 
 class Cache:
-    """Keys and values of every layer [B, heads, length, width], written in place where the step's tokens stand.
+    """Keys and values of every layer [B, heads, length, width], written in place at the positions of the step's tokens.
 
-    What transformers' attention asks of a cache and no more: its own static cache changes from version to version,
-    and looks at its length on the host.
+    It has only what transformers' attention needs of a cache. The static cache of transformers differs between versions
+    and reads its length on the host.
     """
 
     def __init__(self, model: Any, batch_size: int, length: int, positions: torch.Tensor) -> None:
@@ -42,10 +42,10 @@ class Cache:
 
 
 class Decoder:
-    """Continues a batch of prompts of equal length under a policy. `start`, then `step` as often as there is room.
+    """Continues a batch of prompts of equal length under a policy: call `start`, then `step` for each further token.
 
-    model: of `load_model`. length: of prompt and continuation. sample: draws with top-p 0.95, else takes the likeliest
-    token. A sequence that has ended goes on as padding, which wakes no expert; endless: no sequence ends.
+    model: of `load_model`. length: of prompt and continuation. sample: sample with top-p 0.95, else take the likeliest
+    token. After its end a sequence continues as padding, which activates no expert; endless: no sequence ends.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Decoder:
         self._position = torch.zeros(1, dtype=torch.long, device=device)
         self._cache = Cache(model, batch_size, length, self._position)
         self.tokens = torch.full((batch_size, 1), tokens.END_ID, device=device)
-        """[B, 1] int64: the last of each sequence, the next step's input."""
+        """[B, 1] int64: the last token of each sequence, the input of the next step."""
         self.written = torch.full((batch_size, length), tokens.END_ID, device=device)
-        """[B, length] int64: all of them."""
+        """[B, length] int64: all tokens."""
         self._ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        # Its name in transformers from 5.24 on, and before.
+        # The argument's name in transformers from 5.24 on, and before.
         self._named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @torch.no_grad()
     def start(self, prompts: torch.Tensor) -> None:
-        """prompts [B, n], n < length: read as prefill, whose routing no policy touches; the first token is chosen."""
+        """Reads prompts [B, n], n < length, as prefill, which no policy reroutes, and chooses the first token."""
         count = prompts.shape[1]
         if not 0 < count < self.length or len(prompts) != len(self.tokens):
             raise ValueError(f"prompts {list(prompts.shape)}: give {len(self.tokens)} of 1 to {self.length - 1} tokens")
@@ -89,7 +89,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One token more for every sequence. Raises ValueError where the room is used up (eager steps alone see it)."""
+        """Adds a token to every sequence. Raises ValueError if all `length` tokens are written (eager steps only)."""
         if self._graph is not None:
             self._graph.replay()
             return
@@ -124,7 +124,7 @@ class Decoder:
         if self.sample:
             probability, order = logits.softmax(-1).sort(dim=-1, descending=True)
             beyond = probability.cumsum(-1) - probability >= TOP_P
-            # The largest of probability over a draw from Exp(1) is a draw by probability, without a wait for the host.
+            # argmax(probability / Exp(1) draws) samples by probability without host synchronization.
             race = probability.masked_fill(beyond, 0.0) / torch.empty_like(probability).exponential_()
             chosen = order.gather(-1, race.argmax(-1, keepdim=True))
         else:
@@ -135,7 +135,7 @@ class Decoder:
 
     @torch.no_grad()
     def capture(self, prompts: torch.Tensor) -> None:
-        """From here on a step is one CUDA graph; `start` again afterwards. CUDA only."""
+        """Captures a step as one CUDA graph, which later steps replay; call `start` again afterwards. CUDA only."""
         assert self.tokens.is_cuda
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -152,9 +152,9 @@ class Decoder:
 
 @contextmanager
 def small_batch_experts(model: Any) -> Iterator[None]:
-    """Inside the `with`, experts compute up to 64 rows by `epsim.kernels.experts.decode`, more by the model's own way.
+    """Inside the `with`, experts compute up to 64 rows with `epsim.kernels.experts.decode`, and more as the model does.
 
-    Raises ValueError for experts that are not gated by SiLU.
+    Raises ValueError if experts are not gated by SiLU.
     """
     changed = [router.experts for router in find_routers(model)]
     for experts in changed:
@@ -169,7 +169,7 @@ def small_batch_experts(model: Any) -> Iterator[None]:
             if len(hidden) > MOST_TOKENS:
                 out: torch.Tensor = type(experts).forward(experts, hidden, ids, weights)
                 return out
-            # What fills up a row stands there at weight 0.
+            # Entries that fill up a row have weight 0.
             taken = ids.masked_fill(weights == 0, -1)
             return decode(hidden, taken, weights.float(), experts.gate_up_proj, experts.down_proj)
 
@@ -182,7 +182,7 @@ def small_batch_experts(model: Any) -> Iterator[None]:
 
 
 def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
-    """Sampled continuations [sequences, num_tokens] of prompts [sequences, n], decoded as one batch."""
+    """Samples continuations [sequences, num_tokens] of prompts [sequences, n], decoded as one batch."""
     torch.manual_seed(seed)
     count = prompts.shape[1]
     decoder = Decoder(model, reroute, len(prompts), count + num_tokens)

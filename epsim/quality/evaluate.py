@@ -1,4 +1,4 @@
-"""Cross-entropy, KL to the plain model, and repetition of the small model under a router policy and a reader."""
+"""Evaluates the small model under a router policy and a reader: cross-entropy, KL to the plain model, repetition."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from epsim.traces.model.train import choose_device, device_name, load_model, mod
 
 MIXED = "mixed"
 CALIBRATION = 32
-"""Sequences of training text that a reader's threshold is fitted on."""
+"""Sequences of training text on which a reader's threshold is calibrated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Nats a token: cross_entropy under the policy, plain without it, kl from the plain model's prediction to its."""
+    """Nats per token: cross_entropy with the policy, plain without it, kl from the plain model's prediction."""
 
     cross_entropy: float
     plain: float
@@ -41,14 +41,14 @@ class Loss:
 def loss_in_batches(
     model: Any, reroute: Reroute, text: torch.Tensor, batch_size: int, reading: Reading | None = None
 ) -> Loss:
-    """text [sequences, length + 1]: teacher-forced; the t-th tokens of batch_size sequences are routed as one batch."""
+    """Teacher-forced loss on text [sequences, length + 1]; the t-th tokens of batch_size sequences are one batch."""
     sums = torch.zeros(3, dtype=torch.float64)
     for first in range(0, len(text), batch_size):
         batch = text[first : first + batch_size].to(model.device)
         plain = model(input_ids=batch[:, :-1], use_cache=False).logits
         with rerouted(model, reroute, whole_sequences=True), reads(reading, model, whole_sequences=True):
             own = model(input_ids=batch[:, :-1], use_cache=False).logits
-        # Sequence by sequence: a whole batch in double precision is a gigabyte.
+        # Sequence by sequence: a whole batch in float64 is a gigabyte.
         for p, q, target in zip(plain, own, batch[:, 1:], strict=True):
             p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
             losses = [F.nll_loss(log, target, reduction="sum") for log in (q, p)]
@@ -57,7 +57,7 @@ def loss_in_batches(
 
 
 def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
-    """[sequences, tokens] -> share of a sequence's n-grams that it has held before, mean over sequences."""
+    """The share of a sequence's n-grams that occurred in it before, mean over continuations [sequences, tokens]."""
     grams = continuations.unfold(1, ngram, 1).cpu()
     distinct = [len({tuple(gram) for gram in row.tolist()}) for row in grams]
     return float(np.mean([1 - count / grams.shape[1] for count in distinct]))
@@ -66,7 +66,8 @@ def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
 def evaluation_text(
     heldout: dict[str, tokens.Tokens], domains: Sequence[str], sequences: int, length: int
 ) -> dict[str, torch.Tensor]:
-    """[sequences, length + 1] int64 of each domain, spread over its held-out text, and of `mixed`: domains in turn."""
+    """Sequences [sequences, length + 1] int64 of each domain, spread over its held-out text, and of `mixed`, which
+    takes the domains in turn."""
     text: dict[str, torch.Tensor] = {}
     for name in domains:
         ids = heldout[name]
@@ -88,13 +89,14 @@ def evaluate_model(
     options: EvaluateOptions,
     reading: Reading | None = None,
 ) -> dict[str, Any]:
-    """{"loss": {domain: {batch size: {cross_entropy, plain, kl, active_experts, kept_mass}}}, "repetition": {domain:
-    {policy, plain}}}; active_experts: {ranks: most of a rank}, means over steps and layers. With a reader also
-    kept_channels, of a token in a layer, and their share_read of the bytes of the token's experts; union_read, what the
-    tokens of the first batch read together, over the bytes of its active experts."""
+    """Evaluates a model: {"loss": {domain: {batch size: {cross_entropy, plain, kl, active_experts, kept_mass}}},
+    "repetition": {domain: {policy, plain}}}. active_experts: {ranks: most of a rank}, means over steps and layers.
+
+    A reader adds kept_channels (per token and layer), share_read (of the bytes of the token's experts) and union_read
+    (bytes that the tokens of the first batch read together, over those of its active experts)."""
     domains = tuple(dict.fromkeys(options.domains)) or tuple(heldout)
     if unknown := sorted(set(domains) - set(heldout)):
-        raise ValueError(f"no held-out text of domain {unknown[0]!r}: there is {', '.join(heldout)}")
+        raise ValueError(f"no held-out text of domain {unknown[0]!r}: give one of {', '.join(heldout)}")
     longest = max(options.length, min(64, options.length) + options.generated if options.generations else 0)
     if longest > model.config.max_position_embeddings:
         raise ValueError(
@@ -135,11 +137,11 @@ def evaluate_model(
 
 
 def evaluate(options: EvaluateOptions) -> dict[str, Any]:
-    """Evaluates the trained model under a stack; returns (and writes, where `out` is given) the figures."""
+    """Evaluates the trained model under a stack, and returns the numbers, also written to `out` if given."""
     stack = parse_stack(options.policy)
     reroute = reroute_of(stack.router, options.ranks)
     device = choose_device(options.device)
-    # On a GPU the experts' grouped products are fast in bfloat16 only; the plain model runs in the same.
+    # On a GPU the grouped products of experts are fast in bfloat16 only; the plain model uses the same type.
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     model = load_model(options.cache, device, dtype)
     contiguous_ranks(model.config.num_experts, options.ranks, torch.device("cpu"))
@@ -156,7 +158,9 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
         mixed = text.get(MIXED, next(iter(text.values())))
         reading = reading_of(model, stack.reader, mixed[:, :-1], sketches, options.ranks)
     elif options.sketch is not None:
-        raise ValueError(f"--sketch {options.sketch}: no reader in {str(stack)!r} takes it: add topk-channels(0.178)")
+        raise ValueError(
+            f"--sketch {options.sketch}: {str(stack)!r} has no reader that uses it: add topk-channels(0.178)"
+        )
     result = {
         "policy": str(stack),
         "ranks": options.ranks,

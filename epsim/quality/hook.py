@@ -1,4 +1,4 @@
-"""Where a router policy acts on a live model: one forward hook on each router, between choosing and computing."""
+"""Applies a router policy to a live model, with a forward hook on each router that replaces its choice."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def keep(
 
 
 def reroute_of(router: Router, num_ranks: int = 1) -> Reroute:
-    """What a stack's router does to a live model whose experts lie on num_ranks ranks in contiguous shares. All tokens
-    of a batch count as one batch, on whichever rank they live."""
+    """The `Reroute` of a stack's router, for a model whose experts are on num_ranks ranks in contiguous shares. All
+    tokens of a batch count as one batch, whichever rank they live on."""
     if not router.acts:
         return keep
 
@@ -51,7 +51,7 @@ def reroute_of(router: Router, num_ranks: int = 1) -> Reroute:
 
 
 def contiguous_ranks(num_experts: int, num_ranks: int, device: torch.device) -> torch.Tensor:
-    """[E, R] bool: which rank holds which expert. Raises ValueError where ranks do not divide the experts."""
+    """Which rank holds which expert, [E, R] bool. Raises ValueError if ranks do not divide the experts."""
     if num_experts % num_ranks:
         raise ValueError(f"--ranks {num_ranks} do not divide the model's {num_experts} experts")
     return torch.eye(num_ranks, dtype=torch.bool, device=device).repeat_interleave(num_experts // num_ranks, 0)
@@ -61,12 +61,12 @@ def contiguous_ranks(num_experts: int, num_ranks: int, device: torch.device) -> 
 def rerouted(
     model: Any, reroute: Reroute, whole_sequences: bool, batch_size: int | None = None, end_id: int | None = None
 ) -> Iterator[None]:
-    """Every pass of the model inside the `with` is routed by `reroute`.
+    """Inside the `with`, `reroute` routes every pass of the model.
 
-    whole_sequences: a pass of B sequences of n tokens stands for n decode steps, the t-th of which holds each
-    sequence's t-th token. Otherwise passes of several tokens a sequence (prefill) keep the model's choice.
-    batch_size: sequences that are routed together, a divisor of those of a pass; None for all of them.
-    end_id: the token that generate() feeds to sequences after their end: padding, which is to wake no expert.
+    whole_sequences: a pass of B sequences of n tokens counts as n decode steps; step t holds each sequence's t-th
+    token. Otherwise passes with several tokens per sequence (prefill) keep the model's choice.
+    batch_size: sequences that are routed together, a divisor of those in a pass; None for all of them.
+    end_id: the token that generate() feeds to sequences after their end. It is padding and activates no expert.
     """
     if reroute is keep:
         yield
@@ -103,7 +103,7 @@ def rerouted(
             scores = router.scores(first)
             weight_basis = router.weight_basis(first, scores)
             compared = by_step(scores)
-            # The same tensor where both are the same.
+            # If both are one tensor, convert it once.
             proportions = compared if weight_basis is scores else by_step(weight_basis)
             new_ids, new_weights = reroute(compared, proportions, by_step(own), by_step(weights))
             new_ids = by_sequence(filled(new_ids, by_step(ids)))
@@ -118,10 +118,9 @@ def rerouted(
 
 
 def filled(new_ids: torch.Tensor, own_ids: torch.Tensor) -> torch.Tensor:
-    """new_ids [N, B, k'], own_ids [N, B, k] -> new_ids with a valid expert in place of every -1, whose weight is 0.
+    """new_ids [N, B, k'] with a valid expert in place of every -1, whose weight is 0. own_ids [N, B, k].
 
-    The one taken is a token's first, or for a token without any (padding) another of its batch: no further expert is
-    read for it.
+    It is the token's first expert, or for a token without any (padding) one of its batch, so no further expert is read.
     """
     of_batch = new_ids.amax((-2, -1), keepdim=True)
     spare = torch.where(new_ids[..., :1] >= 0, new_ids[..., :1], of_batch)
@@ -130,7 +129,7 @@ def filled(new_ids: torch.Tensor, own_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_rules(model: Any) -> None:
-    """Raises ValueError where it is not known what a router's weights are in proportion to."""
+    """Raises ValueError if a router's weight basis is unknown."""
     for router in find_routers(model):
         name = type(router.module).__name__
         if name not in WEIGH_RULES:

@@ -1,4 +1,4 @@
-"""What a router policy reads: active experts and kept probability, summed up while a model runs."""
+"""Measures what a router policy reads while a model runs: active experts and kept probability."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from epsim.quality.hook import Reroute, contiguous_ranks
 
 
 class Meter:
-    """A `Reroute` that counts what another one does. Sums stay on the device until they are asked for.
+    """A `Reroute` that measures another one. Sums stay on the device until they are read.
 
-    num_ranks: for the largest number of active experts of a rank, the experts on ranks in contiguous shares.
+    num_ranks: numbers of ranks for which the most active experts of a rank are counted (experts in contiguous shares).
     """
 
     def __init__(self, reroute: Reroute, num_ranks: tuple[int, ...] = (1,)) -> None:
@@ -44,7 +44,7 @@ class Meter:
         return dict(zip(self.num_ranks, (self._sums[: len(self.num_ranks)] / self._batches).tolist(), strict=True))
 
     def kept_mass(self) -> float:
-        """Of the experts that tokens took, probability (or what else weights are in proportion to) over that of the
-        model's choice."""
+        """The weight basis (in most models the probability) of the experts that tokens took, over that of the model's
+        choice."""
         assert self._sums is not None
         return float(self._sums[-2] / self._sums[-1])

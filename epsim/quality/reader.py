@@ -1,4 +1,4 @@
-"""Where a channel reader acts on a live model: in place of the routed experts' forward, after any router policy."""
+"""Applies a channel reader to a live model: it replaces the routed experts' forward, after any router policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], No
 
 
 def expert_modules(model: Any) -> list[Any]:
-    """The modules of a model that hold a layer's routed experts, first layer first. Raises ValueError for none."""
+    """The modules that hold the routed experts of each layer, in order. Raises ValueError if there are none."""
     wanted = ("gate_up_proj", "down_proj", "act_fn")
     found = [module for module in model.modules() if all(hasattr(module, name) for name in wanted)]
     found = [module for module in found if getattr(module.gate_up_proj, "ndim", 0) == 3]
@@ -44,14 +44,14 @@ def expert_modules(model: Any) -> list[Any]:
 
 
 def build_sketches(model: Any, seed: int = 0) -> dict[int, LayerSketch]:
-    """The sketches of a model in memory, by place among its layers with experts, on its device."""
+    """Builds the sketches of a model in memory, on its device, by index among its layers with experts."""
     modules = expert_modules(model)
     return {i: build_named(i, m.gate_up_proj.data, m.down_proj.data, seed, 32) for i, m in enumerate(modules)}
 
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A layer's experts, its sketch decoded, and what scores need of both, all on the model's device."""
+    """A layer's experts, its decoded sketch, and what scores need of both, all on the model's device."""
 
     experts: Experts
     screen: Screen
@@ -64,7 +64,7 @@ class Layer:
     def estimates(
         self, reader: Channels, x: torch.Tensor, ids: torch.Tensor, batches: Batches | None = None
     ) -> torch.Tensor:
-        """[T, k, I] float32: what the reader takes the activations for, by which it chooses."""
+        """The activations that the reader estimates and chooses by, [T, k, I] float32."""
         if reader.score == "sketch":
             gate, up = self.screen.estimates(x, ids, reader.coordinates, batches)
             return self.experts.activation(gate) * up
@@ -77,7 +77,7 @@ class Layer:
     def scores(
         self, reader: Channels, ids: torch.Tensor, weights: torch.Tensor, estimates: torch.Tensor
     ) -> torch.Tensor:
-        """[T, k, I] float32, -1 for an empty slot."""
+        """The scores of channels, [T, k, I] float32; -1 in an empty slot."""
         if reader.units == "output":
             scores = output_scores(weights, self.norms[ids.clamp(min=0)], estimates)
         else:
@@ -86,7 +86,7 @@ class Layer:
 
 
 def layers_of(model: Any, sketches: dict[int, LayerSketch], int4: bool = False) -> list[Layer]:
-    """What `Reading` needs of every layer with experts. int4: also the int4 copies of the gate rows."""
+    """The layers with experts, as `Reading` needs them. int4: also make int4 copies of the gate rows."""
     modules = expert_modules(model)
     if len(modules) != len(sketches):
         raise ValueError(f"sketches of {len(sketches)} layers do not fit a model of {len(modules)} layers with experts")
@@ -100,7 +100,7 @@ def layers_of(model: Any, sketches: dict[int, LayerSketch], int4: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class SparseInputs:
-    """Inputs of every matrix by size, after TEAL, or by size times column length, after WINA, within a budget."""
+    """Reads the largest inputs of each matrix within a budget: by size (TEAL), or size times column length (WINA)."""
 
     which: Inputs
     budget: float
@@ -108,12 +108,12 @@ class SparseInputs:
 
 @dataclass
 class Reading:
-    """What a reader does to the experts of a model while it is `on`, and what it has kept.
+    """Applies a reader to the experts of a model while it is `on`, and counts what it keeps.
 
-    reader: with a threshold, `thresholds` of the layers (`calibrated`). num_kept: channels that a token keeps, in place
-    of those that the budget allows. num_ranks: of the experts, in contiguous shares, where each rank has its quota.
-    batch_size: sequences whose t-th tokens are a batch, for readers that choose for batches; None for all of a pass.
-    record: sees (layer, x, ids, kept) of every read.
+    reader: the policy. thresholds: one per layer, for a reader with a threshold (`calibrated`). num_kept: channels that
+    a token keeps, instead of what the budget allows. num_ranks: ranks that hold the experts in contiguous shares, if
+    each has a quota. batch_size: sequences whose t-th tokens are a batch, for readers that choose per batch; None for
+    all of a pass. record: is called with (layer, x, ids, kept) of every read.
     """
 
     layers: list[Layer]
@@ -131,17 +131,17 @@ class Reading:
             raise ValueError(f"--ranks {self.num_ranks} do not divide the model's {num_experts} experts")
         reader, device = self.reader, sketch.signs.device
         self.counts = torch.zeros(len(self.layers), 5, dtype=torch.float64, device=device)
-        """Of each layer: tokens read, channels kept, the largest place in `allowed` of a token that the budget does not
-        pay for, experts of all tokens, ranks of all tokens."""
+        """For each layer: tokens read, channels kept, the largest index into `allowed` of a token whose screen exceeds
+        its budget, experts of all tokens, ranks of all tokens."""
         self.rank_of_expert = torch.arange(num_experts, device=device) // (num_experts // self.num_ranks)
         if isinstance(reader, SparseInputs):
             self.share = sparse_inputs_share(reader.budget, hidden, intermediate, reader.which)
             return
         if reader.fitted and self.thresholds is None:
-            raise ValueError(f"{reader.name} needs thresholds: fit them on text with `calibrated`")
+            raise ValueError(f"{reader.name} needs thresholds: calibrate them on text with `calibrated`")
         sizes = self._sizes()
-        # By the number of experts and of ranks of a token, or of a batch that chooses as one: place experts * (ranks in
-        # all + 1) + ranks; -1 where the budget does not pay.
+        # The channels allowed for a token, or a batch that chooses as one: index experts * (number of ranks + 1) + its
+        # ranks; -1 where the screen exceeds the budget.
         fixed = self.num_kept
         places = ((experts, ranks) for experts in range(num_experts + 1) for ranks in range(self.num_ranks + 1))
         allowed = [self._allowed(sizes, *place) if fixed is None else fixed for place in places]
@@ -161,9 +161,9 @@ class Reading:
     def _output(
         self, number: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, length: int
     ) -> torch.Tensor:
-        """x [T, H], ids and weights [T, k], tokens of sequences of `length` -> [T, H]."""
+        """The output [T, H] for x [T, H], ids and weights [T, k]: tokens of sequences of `length`."""
         layer, reader = self.layers[number], self.reader
-        # A slot of no weight is no expert: fillers of router policies repeat one that is there.
+        # Slots of weight 0 are ignored: router policies fill rows by repeating an expert.
         ids = torch.where(weights == 0, -1, ids)
         if isinstance(reader, SparseInputs):
             return sparse_inputs_output(x, ids, weights, layer.experts, self.share, reader.which)
@@ -180,7 +180,7 @@ class Reading:
         return read_output(x, ids, weights, layer.experts, kept, estimates if restored else None, sketch)
 
     def batches(self, x: torch.Tensor, length: int) -> Batches:
-        """The t-th tokens of `batch_size` sequences are a batch."""
+        """Batches of tokens: the t-th tokens of `batch_size` sequences."""
         sequences = len(x) // length
         together = min(self.batch_size or sequences, sequences)
         first = torch.arange(sequences, device=x.device) // together * length
@@ -195,7 +195,7 @@ class Reading:
         scores: torch.Tensor,
         batches: Batches | None = None,
     ) -> torch.Tensor:
-        """scores [T, k, I] of a layer -> [T, k, I] bool."""
+        """The channels to keep, [T, k, I] bool, by the scores [T, k, I] of a layer."""
         assert not isinstance(self.reader, SparseInputs)
         if self.reader.fitted:
             assert self.thresholds is not None
@@ -221,7 +221,7 @@ class Reading:
         return keep_top(scores, allowed)
 
     def ranks_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T, k] -> [T]: ranks that have an expert of the token."""
+        """The number of ranks that have an expert of each token, [T], for ids [T, k]."""
         found = torch.zeros(len(ids), self.num_ranks + 1, dtype=torch.bool, device=ids.device)
         rank = torch.where(ids >= 0, self.rank_of_expert[ids.clamp(min=0)], self.num_ranks)
         return found.scatter_(1, rank, torch.ones_like(rank, dtype=torch.bool))[:, : self.num_ranks].sum(1)
@@ -235,12 +235,12 @@ class Reading:
             self.record(number, x, ids, kept)
 
     def kept_channels(self) -> float:
-        """Channels kept of a token in a layer, mean over all read so far."""
+        """Channels kept per token and layer, mean over all reads so far."""
         return float(self.counts[:, 1].sum() / self.counts[:, 0].sum())
 
     def described(self) -> dict[str, float]:
-        """kept_channels of a token in a layer, and share_read: what tokens alone read, on all ranks, over the bytes of
-        their experts, both in the mean."""
+        """kept_channels per token and layer, and share_read: the bytes that a token reads by itself on all ranks, over
+        the bytes of its experts. Both are means."""
         sizes, kept = self._sizes(), self.kept_channels()
         experts, ranks = (self.counts[:, 3:].sum(0) / self.counts[:, 0].sum()).tolist()
         skipped = experts * sizes.intermediate - kept
@@ -250,20 +250,20 @@ class Reading:
 
     @contextmanager
     def on(self, model: Any, whole_sequences: bool) -> Iterator[None]:
-        """Inside, the model's experts are read so. whole_sequences: every token of a pass is one of a decode step;
-        otherwise passes of several tokens a sequence (prefill) read all. Raises ValueError at the end where a token's
-        budget did not pay for its screen."""
+        """Inside the `with`, the model's experts are read by this reader. whole_sequences: every token of a pass counts
+        as a decode token; otherwise passes with several tokens per sequence (prefill) read all. Raises ValueError at
+        the end if a token's screen exceeded its budget."""
         with replaced(model, whole_sequences, self._output):
             yield
         if short := int(self.counts[:, 2].amax()):
-            # Raises, and says how much it takes.
+            # Raises ValueError, which says how much budget the screen takes.
             self._sizes().kept(self.reader.budget, *divmod(short, self.num_ranks + 1))
 
 
 @contextmanager
 def replaced(model: Any, whole_sequences: bool, output: Any) -> Iterator[None]:
-    """Inside, output(layer, x [T, H], ids [T, k], weights [T, k], length of sequences) -> [T, H] takes the place of the
-    experts' forward."""
+    """Inside the `with`, output(layer, x [T, H], ids [T, k], weights [T, k], length of sequences) -> [T, H] replaces
+    the experts' forward."""
     modules = expert_modules(model)
     length = [1]
 
@@ -301,7 +301,7 @@ def replaced(model: Any, whole_sequences: bool, output: Any) -> Iterator[None]:
 
 
 def reads(reading: Reading | None, model: Any, whole_sequences: bool) -> AbstractContextManager[None]:
-    """`Reading.on`, or nothing."""
+    """`Reading.on`, or a context that does nothing."""
     return nullcontext() if reading is None else reading.on(model, whole_sequences)
 
 
@@ -312,8 +312,8 @@ def reading_of(
     sketches: dict[int, LayerSketch] | None = None,
     num_ranks: int = 1,
 ) -> Reading:
-    """What a stack's reader does to a model. calibration [sequences, length]: text that a threshold is fitted on.
-    sketches: of the model, None to build them. num_ranks: for a quota of ranks."""
+    """The `Reading` of a stack's reader for a model. calibration [sequences, length]: text to calibrate a threshold on.
+    sketches: of the model, None to build them. num_ranks: for quotas per rank."""
     assert isinstance(reader, Channels)
     layers = layers_of(model, sketches or build_sketches(model), int4=reader.score == "int4-gate")
     thresholds = None
@@ -326,8 +326,8 @@ def reading_of(
 def calibrated(
     model: Any, layers: list[Layer], reader: Channels, text: torch.Tensor, budgets: Sequence[float]
 ) -> dict[float, list[float]]:
-    """{budget: thresholds of the layers} at which the plain model's tokens of text [sequences, length] keep on average
-    as many channels as `topk-channels` of that budget would."""
+    """{budget: thresholds of the layers} at which the plain model keeps, on average over the tokens of text
+    [sequences, length], as many channels as `topk-channels` with that budget."""
     sketch = layers[0].screen.sketch
     found: dict[float, list[float]] = {budget: [] for budget in budgets}
 
@@ -340,7 +340,7 @@ def calibrated(
             numbers.append(len(x) * sizes.kept(budget, ids.shape[1]))
         best = scores.topk(min(max(numbers) + 1, len(scores))).values
         for budget, count in zip(budgets, numbers, strict=True):
-            # Scores are not below 0.
+            # Scores are >= 0.
             found[budget].append(float(best[count]) if count < len(scores) else -1.0)
         kept = torch.ones(*ids.shape, sketch.intermediate, dtype=torch.bool, device=ids.device)
         return read_output(x, ids, weights, layer.experts, kept)

@@ -1,4 +1,4 @@
-"""Tokens a second of the small model end to end, router policies beside its own choice."""
+"""Measures end-to-end tokens per second of the small model under router policies and under its own choice."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from epsim.traces.model import tokens
 from epsim.traces.model.train import choose_device, device_name, load_model
 
 COUNTED = 32
-"""Steps of the untimed continuation whose active experts are counted."""
+"""Steps of the untimed continuation in which active experts are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A stack's decoding: tokens_per_second [rounds], active experts of a layer, the continuation [B, tokens]."""
+    """A stack's decoding: tokens_per_second [rounds], active experts per layer, the continuation [B, tokens]."""
 
     stack: str
     tokens_per_second: list[float]
@@ -37,7 +37,7 @@ class Speed:
 
 
 def generate_text(options: GenerateOptions) -> dict[str, Any]:
-    """Speeds, and the beginning of one continuation of each stack; written to `out` too, where that is given."""
+    """The speed and the beginning of one continuation of each stack, also written to `out` if given."""
     stacks = list({str(parse_stack(stack)): stack for stack in ("topk", *options.stacks)}.values())
     device = choose_device(options.device)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
@@ -78,8 +78,8 @@ def generate_text(options: GenerateOptions) -> dict[str, Any]:
 def decode_speed(
     model: Any, stacks: Sequence[str], prompts: torch.Tensor, num_tokens: int, rounds: int, seed: int
 ) -> list[Speed]:
-    """Each stack continues prompts [B, n] by num_tokens, as one batch, in every round, in turn; endless, so that the
-    batch stays whole. On a GPU a step is one CUDA graph and time is that of device events; prefill is not timed."""
+    """In every round each stack in turn continues prompts [B, n] by num_tokens, as one batch in which no sequence ends.
+    On a GPU a step is one CUDA graph, timed by device events. Prefill is not timed."""
     if not stacks or rounds < 1 or num_tokens < 2:
         raise ValueError("give at least one stack, one round and two tokens")
     reroutes = [reroute_of(parse_stack(stack).router) for stack in stacks]
@@ -102,7 +102,7 @@ def decode_speed(
 
 
 def gains(speeds: Sequence[Speed]) -> list[float]:
-    """Median over rounds of each stack's speed over the first one's in the same round."""
+    """Each stack's speed over the first stack's in the same round, median over rounds."""
     first = np.array(speeds[0].tokens_per_second)
     return [float(np.median(np.array(speed.tokens_per_second) / first)) for speed in speeds]
 

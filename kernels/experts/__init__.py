@@ -1,6 +1,6 @@
-"""Experts of small batches (decode): time linear in the experts that are read.
+"""Experts of small batches (decode), in time linear in the number of experts that are read.
 
-`decode` picks a form: the fused CUDA kernel on Hopper, Triton on other GPUs and for shapes that it does not cover,
+`decode` picks the fused CUDA kernel on Hopper, Triton on other GPUs and for shapes that the kernel does not cover, and
 plain PyTorch on CPUs.
 """
 

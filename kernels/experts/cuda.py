@@ -1,4 +1,4 @@
-"""decode.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+"""Compiles and launches decode.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ARGUMENTS = np.dtype(
     + [(name, np.int32) for name in ("tokens", "experts", "columns")],
     align=True,
 )
-"""decode.cu's Arguments."""
+"""The struct Arguments of decode.cu."""
 WARPS, LONGEST, MOST_EXPERTS, MOST_PAIRS, MOST_STAGES = 8, 1024, 512, 1024, 8
 THREADS = 32 * (WARPS + 1)
 
 
 def pitch(inner: int) -> int:
-    """Bytes from row to row of a stage."""
+    """Bytes between rows of a stage."""
     size = 2 * min(inner, LONGEST)
     return size + (64 if size % 128 == 0 else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What decode.cu is compiled for. tokens: 8, 16, 32 or 64. experts: a multiple of 32. shared: bytes of a block."""
+    """The constants of decode.cu. tokens: 8, 16, 32 or 64. experts: a multiple of 32. shared: bytes per block."""
 
     hidden: int
     inter: int
@@ -74,19 +74,19 @@ def sizes_of(tokens: int, columns: int, experts: int, hidden: int, inter: int, s
 
 
 def source() -> str:
-    """decode.cu with its header in place."""
+    """The source of decode.cu with its header inlined."""
     return with_headers(Path(__file__).with_name("decode.cu"))
 
 
 @functools.cache
 def available(device: int) -> bool:
-    """Whether CuPy is installed and the device has what decode.cu uses (compute capability 9.0)."""
+    """Whether CuPy is installed and the device has compute capability 9.0."""
     return importlib.util.find_spec("cupy") is not None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
 def _properties(device: int) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a block may have."""
+    """The number of multiprocessors, and the most bytes of shared memory per block."""
     found: Any = torch.cuda.get_device_properties(device)
     return found.multi_processor_count, found.shared_memory_per_block_optin
 
@@ -98,19 +98,19 @@ def _kernel(device: int, sizes: Sizes) -> int:
 
 @functools.cache
 def _arrived(device: int) -> torch.Tensor:
-    """decode.cu's counters. One pair for all launches: as each takes every multiprocessor whole, no two run at once."""
+    """The counters of decode.cu. All launches share one pair: each fills the GPU, so no two run at once."""
     return torch.zeros(2, dtype=torch.int64, device=f"cuda:{device}")
 
 
 def uncovered(hidden: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, slots: int) -> str | None:
-    """Why decode.cu cannot, or None."""
+    """The reason why decode.cu does not cover this, or None."""
     size, inter = gate_up.shape[2], gate_up.shape[1] // 2
     if size % 32 or inter % 32:
         return f"hidden {size} and intermediate {inter} are not both multiples of 32"
     if slots > MOST_EXPERTS or ids.numel() > MOST_PAIRS:
         return f"{slots} experts and {ids.numel()} pairs, more than {MOST_EXPERTS} and {MOST_PAIRS}"
     if hidden.dtype != torch.bfloat16 or hidden.stride(0) % 8 or hidden.data_ptr() % 16:
-        return "hidden states are not bfloat16 in rows at multiples of 16 bytes"
+        return "hidden states are not bfloat16 with rows that begin at multiples of 16 bytes"
     return None
 
 
@@ -123,7 +123,7 @@ def fused(
     rows: torch.Tensor | None,
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `decode`, by one launch."""
+    """`decode` in one launch."""
     device = hidden.device.index
     (tokens, columns), (_, size, inter) = ids.shape, down.shape
     slots = len(gate_up) if rows is None else len(rows)

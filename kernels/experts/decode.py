@@ -1,4 +1,4 @@
-"""Experts of a small batch, by the form that fits the device and the shape."""
+"""Computes the experts of a small batch with the implementation that fits the device and the shape."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ def decode(
     rows: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token's weighted sum of its experts' outputs, down(silu(gate) * up); experts without tokens are not read.
+    """Each token's weighted sum of its experts' outputs down(silu(gate) * up), [B, H] bfloat16. It reads only experts
+    with tokens.
 
-    hidden [B, H] bfloat16, B <= 64; ids [B, k] int64: experts, different in a row, -1 for none (a row of -1 is padding
+    hidden [B, H] bfloat16, B <= 64; ids [B, k] int64: experts, distinct in a row, -1 for none (a row of -1 is padding
     and gives zeros); weights [B, k] float32. gate_up [E, 2 I, H] (gate's I rows, then up's), down [E, H, I] bfloat16.
-    rows [S] int64: where ids name slots, each slot's row in gate_up and down. counts [S] int64: tokens of each are
-    written there.
-    -> [B, H] bfloat16. Sums are in float32; activated values are weighed, then rounded to bfloat16. The same bits in
-    every run on one form. Nothing waits on a GPU, and it can be captured in a CUDA graph.
-    Raises ValueError for what does not fit; for ids that are out of range or twice in a row on a CPU alone, since a
-    GPU would have to be waited for: there such ids read or write elsewhere, or lose a weight.
+    rows [S] int64: if ids are slots, the row of each slot in gate_up and down. counts [S] int64: the number of tokens
+    of each is written here.
+    Sums are in float32; activated values are weighted, then rounded to bfloat16. Each implementation gives the same
+    bits in every run. The call does not wait for the GPU and can be captured in a CUDA graph.
+    Raises ValueError for inputs of the wrong shape, type or device. Only a CPU checks for ids that are out of range or
+    twice in a row, because a GPU would have to wait; there such ids access other memory or lose a weight.
     """
     _check(hidden, ids, weights, gate_up, down)
     slots = len(gate_up) if rows is None else len(rows)
@@ -40,7 +41,7 @@ def decode(
             counts.copy_(torch.bincount(ids[ids >= 0], minlength=slots))
         return plain(hidden, ids, weights, gate_up, down, rows)
     if not (gate_up.is_contiguous() and down.is_contiguous()):
-        raise ValueError("gate_up and down are not contiguous, and a copy a call would cost more than the layer")
+        raise ValueError("gate_up and down are not contiguous, and a copy per call would cost more than the layer")
     if cuda.available(hidden.device.index) and cuda.uncovered(hidden, ids, gate_up, slots) is None:
         return cuda.fused(hidden, ids, weights, gate_up, down, rows, counts)
     from epsim.kernels.experts.tiles import tiled
@@ -58,7 +59,7 @@ def _check(
     size, inter = down.shape[1:]
     if tuple(gate_up.shape) != (len(down), 2 * inter, size) or hidden.shape[1] != size:
         raise ValueError(
-            f"shapes do not go together: hidden {list(hidden.shape)}, gate_up {list(gate_up.shape)}, "
+            f"shapes do not match: hidden {list(hidden.shape)}, gate_up {list(gate_up.shape)}, "
             f"down {list(down.shape)}, not [B, H], [E, 2 I, H], [E, H, I]"
         )
     if not hidden.dtype == gate_up.dtype == down.dtype:
@@ -72,7 +73,7 @@ def _check(
 
 
 def _check_slots(hidden: torch.Tensor, slots: int, rows: torch.Tensor | None, counts: torch.Tensor | None) -> None:
-    """Kernels read and write these as they lie."""
+    """Raises ValueError unless rows and counts are contiguous int64 on the device of hidden, as kernels assume."""
     for name, tensor in (("rows", rows), ("counts", counts)):
         if tensor is None:
             continue

@@ -1,4 +1,4 @@
-"""Experts of a batch in plain PyTorch: the slow and sure form, on any device."""
+"""The experts of a batch in plain PyTorch, on any device: the slow reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def plain(
     down: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `decode`, computed in the precision of its inputs, activated values weighed before they are rounded."""
+    """`decode` in the precision of its inputs; activated values are weighted before they are rounded."""
     output = torch.zeros_like(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
     for expert in sorted(set(ids[ids >= 0].tolist())):
         row = expert if rows is None else int(rows[expert])

@@ -1,8 +1,8 @@
-"""Experts of a small batch in Triton, two launches: gate, up and their product; down and the sum over experts.
+"""Experts of a small batch in Triton, in two launches: gate, up and their product; down and the sum over experts.
 
-All tokens of the batch are in every product, 16 at least, and those that an expert does not serve are masked: tensor
-cores have time while weights arrive. Sums run over experts in ascending order, so that every run gives the same bits.
-With TRITON_INTERPRET=1 it runs on CPUs.
+Every product has all tokens of the batch (padded to 16) and masks those that the expert does not serve, because tensor
+cores are idle while weights load. Sums run over experts in ascending order, so every run gives the same bits. With
+TRITON_INTERPRET=1 it runs on CPUs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -19,8 +19,8 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Of each half: rows of weights a program has, inner values a step, warps and stages. parts: programs that share
-    the experts of the second half's rows."""
+    """For each launch: rows of weights per program, inner values per step, warps and stages. parts: programs that
+    share the experts of the second launch's rows."""
 
     first: tuple[int, int, int, int] = (32, 128, 4, 4)
     second: tuple[int, int, int, int] = (32, 256, 4, 5)
@@ -29,7 +29,7 @@ class Tiling:
 
 @triton.jit
 def _served(ids, weights, slot, tokens, columns: tl.constexpr, rows: tl.constexpr, most: tl.constexpr):
-    """-> [rows] bool: tokens that the slot serves; [rows] float32: its weight for them."""
+    """The tokens that the slot serves, [rows] bool, and its weight for each, [rows] float32."""
     token, column = tl.arange(0, rows)[:, None], tl.arange(0, most)[None, :]
     there = (token < tokens) & (column < columns)
     hit = tl.load(ids + token * columns + column, mask=there, other=-1) == slot
@@ -39,7 +39,7 @@ def _served(ids, weights, slot, tokens, columns: tl.constexpr, rows: tl.constexp
 
 @triton.jit
 def _list(ids, listed, counts, pairs, slots, bins: tl.constexpr, block: tl.constexpr, counted: tl.constexpr):
-    """listed [slots + 1]: how many slots are active, and these, ascending. One program."""
+    """Writes the number of active slots, then these in ascending order, to listed [slots + 1]. One program."""
     at = tl.arange(0, block)
     slot = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32)
     found = tl.histogram(tl.where(slot >= 0, slot, bins - 1), bins)
@@ -76,7 +76,7 @@ def _first(
     step: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """A program a slot and `height` columns of the inner dimension; those of slots without tokens end at once."""
+    """One program per slot and `height` columns of the inner dimension; programs of slots without tokens return."""
     slot = tl.program_id(1)
     if slot == slots:
         if tl.program_id(0) == 0:
@@ -131,7 +131,7 @@ def _second(
     step: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """A program `height` columns of the output and a share of the experts; the last to end adds up the shares."""
+    """One program per `height` columns of the output and share of the experts; the last to end adds the shares."""
     part = tl.program_id(1)
     active = tl.load(listed)
     token, column = tl.arange(0, rows), tl.program_id(0) * height + tl.arange(0, height)
@@ -139,7 +139,7 @@ def _second(
     total = tl.zeros((height, rows), tl.float32)
     chunks: tl.constexpr = tl.cdiv(inter, step)
     first = active * part // parts
-    # One loop over experts and inner values, so that loads run ahead from one expert into the next.
+    # One loop over experts and inner values, so that loads prefetch the next expert.
     for item in tl.range(0, (active * (part + 1) // parts - first) * chunks, num_stages=stages):
         slot = tl.load(listed + 1 + first + item // chunks)
         served, _ = _served(ids, weights, slot, tokens, columns, rows, most)
@@ -179,7 +179,7 @@ def tiled(
     counts: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """As `decode`, by two launches."""
+    """`decode` in two launches."""
     tiling = tiling or Tiling()
     (tokens, columns), (num_rows, size, inter) = ids.shape, down.shape
     slots = num_rows if rows is None else len(rows)

@@ -1,4 +1,4 @@
-"""router.cu: its arguments, sizes and compiled kernel; by NVRTC at first use, CuPy keeps it on disk."""
+"""Compiles and launches router.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ ARGUMENTS = np.dtype(
     + [("size", np.int32, MOST_STEPS), ("k0", np.int32, MOST_STEPS)],
     align=True,
 )
-"""token.cuh's Arguments."""
+"""The struct Arguments of token.cuh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What `oea(k0, p, kmax, maxp)` says (epsim/policies/routing/oea.py).
+    """The arguments of `oea(k0, p, kmax, maxp)` (epsim/policies/routing/oea.py).
 
-    steps: (least batch size, k0), ascending; smaller batches take the model's own choice. kmax, maxp: None for k and
-    for all experts.
+    steps: (smallest batch size, k0), ascending; smaller batches take the model's own choice. kmax: None for k. maxp:
+    None for all experts.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -50,7 +50,7 @@ def available(device: int) -> bool:
 
 
 def uncovered(rule: Rule, tokens: int, experts: int, top_k: int) -> str | None:
-    """Why router.cu cannot, or None."""
+    """The reason why router.cu does not cover this, or None."""
     if experts > MOST_EXPERTS or tokens > MOST_TOKENS or not tokens:
         return f"{experts} experts and {tokens} tokens, not up to {MOST_EXPERTS} and 1 to {MOST_TOKENS}"
     if max(top_k, rule.kmax or 0) > LANES or len(rule.steps) > MOST_STEPS:
@@ -61,18 +61,18 @@ def uncovered(rule: Rule, tokens: int, experts: int, top_k: int) -> str | None:
 
 
 def source(name: str = "router.cu") -> str:
-    """With headers in place."""
+    """A source file with its headers inlined."""
     return with_headers(Path(__file__).with_name(name))
 
 
 def definitions(tokens: int, experts: int) -> dict[str, int]:
-    """What router.cu is compiled for. A cluster has as many blocks as give each warp a token, up to 8."""
+    """The constants of router.cu. A cluster has as many blocks (up to 8) as give each token a warp."""
     blocks = next(size for size in (1, 2, 4, 8) if size == 8 or tokens <= size * WARPS)
     return {"EXPERTS": -(-experts // 32) * 32, "CLUSTER": blocks, "ONE": int(tokens <= blocks * WARPS)}
 
 
 def threads_of(tokens: int) -> int:
-    """Of a block: a warp a token where one block is enough."""
+    """Threads per block: one warp per token if one block is enough."""
     return 32 * min(tokens, WARPS)
 
 
@@ -90,7 +90,7 @@ def arguments_of(
     tensors: dict[str, torch.Tensor],
     further: tuple[int, ...] = (0, 0, 0, 0, 0),
 ) -> Any:
-    """The one argument of a kernel; tensors by the pointers' names. further: what passes.cu alone needs."""
+    """The argument of a kernel, from tensors by the names of its pointers. further: tensors for passes.cu only."""
     tokens, experts = scores.shape[-2:]
     width = tensors["ids"].shape[-1] if "ids" in tensors else 0
     sizes, k0 = np.zeros(MOST_STEPS, np.int32), np.zeros(MOST_STEPS, np.int32)
@@ -104,7 +104,7 @@ def arguments_of(
 
 
 def check(rule: Rule, scores: torch.Tensor, top_k: int, given: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError for what router.cu would misread: it reads tensors as they lie."""
+    """Raises ValueError for tensors that router.cu would misread, because it does not check shapes and types."""
     if scores.ndim < 2:
         raise ValueError(f"scores are {list(scores.shape)}, not [..., B, E]")
     *_, tokens, experts = scores.shape
@@ -159,10 +159,10 @@ def reroute(
     weights: torch.Tensor,
     decode: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The model's choice made anew, as `Oea.route` has it (RouterWork's tensors, all tokens of the batch here).
+    """Reroutes a batch like `Oea.route`, from the tensors of RouterWork for all tokens of the batch.
 
-    -> expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, to rounding; active [...]
-    int64: experts that are read.
+    Returns expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, equal up to rounding;
+    active [...] int64: the number of experts that are read.
     """
     given = {"weight_basis": weight_basis.float(), "own": expert_ids, "own_weights": weights.float(), "acting": decode}
     return _run(rule, scores.float(), expert_ids.shape[-1], 1.0, True, given)
@@ -176,10 +176,10 @@ def route_logits(
     scaling: float = 1.0,
     live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """From a softmax router's logits [..., B, E] float32 to the choice of `oea`, in one launch; as `reroute`.
+    """`reroute` from the logits [..., B, E] float32 of a softmax router, in one launch.
 
-    Experts are ordered by logit, ties by id; weights are softmax probabilities over what is kept, summing to `scaling`,
-    or without renormalise to `scaling` times the probability of the k best. live [..., B] bool: rows that are no
-    padding.
+    Experts are ordered by logit, ties by id. Weights are the softmax probabilities of the kept experts. They sum to
+    `scaling`, or without renormalise to `scaling` times the probability of the k best. live [..., B] bool: rows that
+    are not padding.
     """
     return _run(rule, logits, top_k, scaling, renormalise, {} if live is None else {"acting": live})

@@ -1,4 +1,4 @@
-"""passes.cu: routing a batch whose tokens live on several ranks, in two launches with one sum over ranks between."""
+"""passes.cu: routes a batch whose tokens live on several ranks, in two launches with a sum over ranks between them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NO_RULE = Rule(())
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the batch decides, and what tokens then take (rules: epsim/policies/routing).
+    """Which experts tokens may take (the policies are in epsim/policies/routing).
 
-    kind: `base`, each token its best k0 (oea.py, pruned); `union`, the best of the union of bases (oea.py, oea);
-    `ranks`, of what fits the ranks besides (ranks.py); `popular`, `least`, of the `number` most popular experts or of
-    those with `number` choices (rivals.py). rule: of the first three; the others have none.
+    kind: `base`, each token its best k0 (oea.py, pruned); `union`, the union of these bases (oea.py, oea); `ranks`, the
+    union and what also fits the ranks (ranks.py); `popular`, the `number` most popular experts, and `least`, those with
+    `number` choices or more (rivals.py). rule: for the first three kinds; the others have none.
     """
 
     kind: Kind
@@ -33,11 +33,11 @@ class Plan:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing of other ranks matters: each token has its k0, whatever the batch size."""
+        """Whether a rank needs nothing from other ranks, because k0 does not depend on the batch size."""
         return self.kind == "base" and len(self.rule.steps) == 1 and self.rule.steps[0][0] <= 1
 
     def shape(self, experts: int) -> tuple[int, ...]:
-        """Of what is summed, a batch."""
+        """The shape of the numbers of one batch that are summed over ranks."""
         if self.kind == "base":
             return (1,)
         if self.kind in ("popular", "least"):
@@ -46,7 +46,7 @@ class Plan:
 
 
 def uncovered(plan: Plan, experts: int, top_k: int, ranks: int) -> str | None:
-    """Why passes.cu cannot, or None."""
+    """The reason why passes.cu does not cover this, or None."""
     rule = plan.rule
     if experts > MOST_EXPERTS or max(top_k, rule.kmax or 0) > LANES or len(rule.steps) > MOST_STEPS:
         return f"{experts} experts, k {top_k}, kmax {rule.kmax} and {len(rule.steps)} steps"
@@ -64,7 +64,7 @@ def _kernel(device: int, name: str, experts: int, cluster: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """Both launches for one batch, or for several along leading axes; nothing waits for the device. Make it by `of`."""
+    """Both launches for one batch, or several along leading axes; neither waits for the device. Make it with `of`."""
 
     plan: Plan
     tensors: dict[str, torch.Tensor]
@@ -81,11 +81,11 @@ class Passes:
         decode: torch.Tensor,
         holds: torch.Tensor | None = None,
     ) -> Passes:
-        """RouterWork's tensors, of this rank's tokens."""
+        """Takes the tensors of RouterWork, for this rank's tokens."""
         assert expert_ids.dtype == torch.int64
         assert decode.dtype == torch.bool
         compared = scores.float().contiguous()
-        # The same tensor where both are the same.
+        # If both are one tensor, pass it once.
         proportions = compared if weight_basis is scores else weight_basis.float().contiguous()
         tensors = {"scores": compared, "weight_basis": proportions, "acting": decode.contiguous()}
         tensors |= {"own": expert_ids.contiguous(), "own_weights": weights.float().contiguous()}
@@ -96,7 +96,7 @@ class Passes:
         return cls(plan, tensors | {"holds": each.contiguous()}, holds.shape[-1])
 
     def demand(self) -> torch.Tensor:
-        """-> [..., *plan.shape(E)] int64: what this rank's tokens ask for, the numbers that policies sum."""
+        """The numbers of this rank's tokens that are summed over ranks, [..., *plan.shape(E)] int64."""
         *lead, tokens, experts = self.tensors["scores"].shape
         message = self._empty(*lead, *self.plan.shape(experts), dtype=torch.int64)
         size = definitions(tokens, experts)
@@ -107,8 +107,8 @@ class Passes:
         return message
 
     def answer(self, summed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """summed: `demand` over all ranks, None where the plan is settled -> expert_ids [..., B, k'] int64, weights
-        [..., B, k'] float32."""
+        """expert_ids [..., B, k'] int64 and weights [..., B, k'] float32. summed: `demand` summed over all ranks, or
+        None if the plan is settled."""
         *lead, tokens, experts = self.tensors["scores"].shape
         top_k, blocks = self.tensors["own"].shape[-1], -(-tokens // WARPS)
         width = min(max(self.plan.rule.kmax or 0, top_k), experts)

@@ -238,7 +238,7 @@ def test_mistakes(model: Any) -> None:
     [
         ({"sequences": 0, "batch_sizes": (1,)}, "--sequences 0: give at least 1"),
         ({"generations": -1}, "--generations -1: give at least 0"),
-        ({"generations": 65}, "--generations 65: there are 64 sequences"),
+        ({"generations": 65}, "--generations 65: give at most the 64 sequences"),
         ({"seed": -1}, "--seed -1"),
         ({"out": Path("/nowhere/e.json")}, "no such folder"),
     ],

@@ -187,7 +187,7 @@ def test_all_ranks_of_a_token_together_keep_its_budget(model: Any, layers: Any, 
             shares.append((sizes.token(3, number) + (ranks - 1) * sizes.once) / (3 * sizes.expert))
     assert 0.75 < max(shares) <= 0.8
     assert reading.described()["share_read"] == pytest.approx(sum(shares) / len(shares))
-    with pytest.raises(ValueError, match=r"of 3 experts of 128 x 40 on 3 ranks the choice alone reads 0.\d+"):
+    with pytest.raises(ValueError, match=r"with 3 experts of 128 x 40 on 3 ranks the choice alone reads 0.\d+"):
         logits(model, text, Reading(layers, TopkChannels(0.4, quota=quota), num_ranks=4, batch_size=1))
 
 
@@ -253,7 +253,7 @@ def test_build_and_evaluate_by_command(
     assert json.loads(out.read_text())["loss"]["a"]["4"]["share_read"] == 1
     run(*common.split(), "--policy", "threshold-channels(0.5)")
     assert json.loads(out.read_text())["loss"]["a"]["4"]["kl"] > 0
-    assert "no reader in 'contiguous' takes it" in run(*common.split())
+    assert "'contiguous' has no reader that uses it" in run(*common.split())
     other = copy.deepcopy(model)
     torch.nn.init.normal_(next(iter(other.parameters())), std=0.2)
     save_cache(other, tmp_path)
