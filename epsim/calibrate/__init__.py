@@ -1,1 +1,1 @@
-"""Micro-benchmarks of the machine at hand, as tables that `epsim replay --hardware DIR` reads."""
+"""Micro-benchmarks of this machine, written as tables that `epsim replay --hardware DIR` reads."""

@@ -1,8 +1,8 @@
-"""Parts `exchange` and `all-reduce`: what moves between ranks, at every power of two of them that is there.
+"""Parts `exchange` and `all-reduce`: times communication between ranks, for every power of two of ranks.
 
 Collective: every rank of the group calls both. Smaller groups are the first ranks of the first node, or whole nodes.
-deep_ep is timed in CUDA graphs, with rows of the worst case: called eagerly it waits for the host, and the time of few
-rows is the host's. torch's collectives must be told their sizes by the host, and are timed as they are called.
+deep_ep is timed in CUDA graphs with buffers for the worst case: eager calls wait for the host, which would dominate
+with few rows. torch's collectives need their sizes from the host and are timed eagerly.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CPU_TOKENS = (4, 16, 64)
 EXCHANGES = ("torch", "deep_ep")
 COUNTS = 257
-"""Numbers of a layer's counts: of 256 experts, and of tokens."""
+"""How many numbers a layer's counts are: 256 experts and the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The first `size` ranks, on `nodes` nodes, `own` among them or not."""
+    """The first `size` ranks, on `nodes` nodes. own: whether this rank is one of them."""
 
     size: int
     nodes: int
@@ -41,7 +41,7 @@ class Group:
 
 
 def groups(machine: Machine) -> Iterator[Group]:
-    """Powers of two from 2 on, inside a node or of whole nodes, and all ranks. Collective over all ranks."""
+    """Groups of 2, 4, 8, ... ranks, within a node or of whole nodes, and of all ranks. Collective over all ranks."""
     local = machine.size // machine.nodes
     wanted = {machine.size} if machine.size > 1 else set()
     size = 2
@@ -58,21 +58,21 @@ def groups(machine: Machine) -> Iterator[Group]:
 def exchange_tables(
     machine: Machine, model: ModelSpec, known: Collection[tuple[str, int]], progress: Callable[[str], None]
 ) -> Iterator[ExchangeTable]:
-    """Every exchange that serves, on every group, but those known: (implementation, ranks), alike on every rank.
-    Experts are drawn evenly."""
+    """Measures every available exchange on every group, except the known (implementation, ranks), which must be equal
+    on every rank. Experts are drawn evenly."""
     for group in groups(machine):
         for name in EXCHANGES:
             if group.own and (name, group.size) not in known:
                 table = _table(machine, model, group, name)
-                progress(f"{name}, {group.size} ranks: " + ("measured" if table else "does not serve here"))
+                progress(f"{name}, {group.size} ranks: " + ("measured" if table else "not available here"))
                 if table is not None:
                     yield table
         dist.barrier()
 
 
 def collective_costs(machine: Machine) -> list[CollectiveCost]:
-    """An all-reduce and an all-gather of a layer's counts, by what the runtime's balancers choose: over peer memory in
-    a CUDA graph where GPUs reach each other's, else torch's, called eagerly."""
+    """Measures an all-reduce and an all-gather of a layer's counts as the runtime does them: over peer memory in a CUDA
+    graph if GPUs can access each other's memory, else with torch, eagerly."""
     found = []
     for group in groups(machine):
         if group.own:

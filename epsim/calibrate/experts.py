@@ -1,10 +1,9 @@
-"""Part `experts`: a rank's grouped expert computation over (tokens per expert, active experts), by the runtime's own
-experts.
+"""Part `experts`: times a rank's grouped expert computation over (tokens per expert, active experts).
 
-Tokens of a rank's experts are never equal: each cell is the mean of draws whose tokens per expert are lognormal around
-the cell's mean, as those of a planned placement are (`SPREAD`). A row of the grid holds SLOTS_A_ROW slots on average,
-as where 16 ranks share top-8. Few ranks get rows of more slots: cells beside the grid have as many as where two ranks
-share a token's experts, so that the fit tells what a row costs beside its slots.
+The experts are the runtime's. Experts of a rank never have equally many tokens, so each cell is the mean of draws whose
+tokens per expert are lognormal around the cell's mean, as under a planned placement (`SPREAD`). A row of the grid has
+SLOTS_A_ROW slots on average, as when 16 ranks share top-8. With fewer ranks, rows have more slots: extra cells have as
+many as when two ranks share a token's experts, so that the fit can separate the cost of a row from that of its slots.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ Compute: TypeAlias = Callable[[Experts, Received], object]
 SIZES = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 ACTIVE = (1, 2, 4, 8, 12, 16, 20, 24, 32, 64, 128)
 MOST_ASSIGNMENTS = 131_072
-"""Of a cell: a larger one is left to the shape of the roofline."""
+"""The most assignments of a cell; larger loads follow the roofline."""
 FEW_RANKS_SIZES, FEW_RANKS_ACTIVE = (4, 16, 64, 128, 192, 256, 384, 512, 1024, 2048), (8, 16, 24, 40, 64, 128)
-"""Of the cells beside the grid."""
+"""Sizes and active experts of the extra cells, whose rows are like those of few ranks."""
 FEW_CELLS = len(FEW_RANKS_SIZES)
-"""Cells beside a grid that are too few: they are measured."""
+"""With fewer extra cells than this, they are measured."""
 CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS = (1, 4, 16, 64), (1, 2, 8, 32), 256
-"""The same where there is no GPU: enough to see that all works."""
+"""The grid without a GPU: just enough to test that it works."""
 SPREAD = 0.5
 DRAWS = 3
 CACHE = 200e6
-"""Bytes of weights that calls must go through before any comes again, so that none is still in the cache."""
+"""Calls cycle through at least so many bytes of weights, so that none are still in the cache."""
 
 
 def implementations(machine: Machine) -> dict[str, Compute]:
-    """Ways to compute a rank's experts, by the name that tables give them: the runtime's grouped products, and what it
-    does with small batches instead on a GPU."""
+    """The ways in which the runtime computes a rank's experts, by their names in tables: grouped products, and on a GPU
+    also the kernel for small batches."""
     found: dict[str, Compute] = {"grouped": _grouped}
     if machine.on_gpu and importlib.util.find_spec("epsim.kernels.experts") is not None:
         found["decode"] = _decode
@@ -69,18 +68,20 @@ def _decode(experts: Experts, received: Received) -> object:
 def expert_table(
     machine: Machine, model: ModelSpec, implementation: str, progress: Callable[[str], None]
 ) -> ExpertTable:
-    """Measured on this device alone. Raises ValueError where not even one expert of the model fits the memory."""
+    """Measures a table on this device only. Raises ValueError if not even one expert of the model fits in memory."""
     compute, shape = implementations(machine)[implementation], shape_for(model)
     expert_bytes = shape.expert_bytes
     room = 0.4 * machine.free_bytes
     sizes, grid, most = (
         (SIZES, ACTIVE, MOST_ASSIGNMENTS) if machine.on_gpu else (CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS)
     )
-    # What the decode kernel reads of a row stays in the cache: its slots count, not its rows.
+    # The rows that the decode kernel reads stay in the cache, so only slots count.
     slots_a_row = SLOTS_A_ROW if implementation == "grouped" else of_two_ranks(model)
     active = [number for number in grid if number <= model.num_experts and number * expert_bytes <= room]
     if not active:
-        raise ValueError(f"{model.name}: one expert of {expert_bytes:,} bytes does not fit this device: leave it out")
+        raise ValueError(
+            f"{model.name}: one expert of {expert_bytes:,} bytes does not fit in memory: omit this --model"
+        )
     columns = []
     for number in active:
         copies = math.ceil(CACHE / (number * expert_bytes)) if machine.on_gpu else 1
@@ -105,7 +106,7 @@ def expert_table(
         hidden=model.hidden,
         intermediate=model.intermediate,
         tokens_per_expert=tuple(float(sizes[place]) for place in measured),
-        active=tuple(map(float, active[: len(columns)])),  # the largest may have no cell that fits
+        active=tuple(map(float, active[: len(columns)])),  # the largest may have no cell that fits in memory
         us=tuple(rows[place] for place in measured),
         implementation=implementation,
         spread=SPREAD,
@@ -117,12 +118,12 @@ def expert_table(
 
 
 def of_two_ranks(model: ModelSpec) -> float:
-    """Slots of a row that a rank gets where two ranks share a token's experts."""
+    """The mean slots per row if two ranks share a token's experts."""
     return model.top_k / 2 + 0.5 * (model.shared_intermediate > 0)
 
 
 def with_cells(machine: Machine, table: ExpertTable, model: ModelSpec, progress: Callable[[str], None]) -> ExpertTable:
-    """The table of grouped products with cells beside its grid, and with its fit. On a CPU as it is."""
+    """The table of grouped products with extra cells and a fit; on a CPU unchanged."""
     if not machine.on_gpu:
         return table
     shape, found = shape_for(model), []
@@ -135,14 +136,14 @@ def with_cells(machine: Machine, table: ExpertTable, model: ModelSpec, progress:
             if size * number <= MOST_ASSIGNMENTS and _working_bytes(model, size * number) <= room / 2:
                 us = _cell(machine, _grouped, held, size, model, slots_a_row)
                 found.append(ExpertCell(size, number, slots_a_row, us))
-        progress(f"{model.name}, rows as of two ranks: {number} active experts")
+        progress(f"{model.name}, rows as with two ranks: {number} active experts")
         del held
         torch.cuda.empty_cache()
     return with_fit(dataclasses.replace(table, cells=tuple(found)), model, machine.multiprocessors)
 
 
 def with_fit(table: ExpertTable, model: ModelSpec, multiprocessors: int) -> ExpertTable:
-    """The table with its fits by tiles, from the loads that its cells were drawn with."""
+    """The table with its fits by tiles, which use the loads that its cells were drawn with."""
 
     def draws(active: int, size: float) -> list[torch.Tensor]:
         return [drawn_counts(active, size, table.spread, draw) for draw in range(DRAWS)]
@@ -158,27 +159,27 @@ def shape_for(model: ModelSpec) -> LayerShape:
 
 
 def rank_experts(machine: Machine, shape: LayerShape, slots: int, copy: int = 0) -> Experts:
-    """A rank of so many slots, all of other experts."""
+    """The experts of a rank with so many slots, all different."""
     weights = RandomWeights(shape, copy, machine.device, DTYPE)
     made = Experts(shape, 0, list(range(slots)), weights, machine.device, DTYPE)
-    made.decode_up_to = 0  # by grouped products, however few rows there are
+    made.decode_up_to = 0  # always grouped products, even for few rows
     return made
 
 
 def received_of(
     machine: Machine, counts: torch.Tensor, columns: int, hidden: int, seed: int, slots_a_row: float = SLOTS_A_ROW
 ) -> Received:
-    """Rows of a rank whose slot s has counts[s] assignments; a row holds slots_a_row on average, no slot twice."""
+    """Rows of a rank whose slot s has counts[s] assignments; a row has slots_a_row distinct slots on average."""
     total, rows = int(counts.sum()), num_rows(counts, columns, slots_a_row)
     by_slot = torch.repeat_interleave(torch.arange(len(counts)), counts)
     slots = torch.full((columns * rows,), -1, dtype=torch.int64)
-    slots[:total] = by_slot  # a slot's assignments follow one another, fewer than there are rows: each in another row
+    slots[:total] = by_slot  # a slot's assignments are consecutive and fewer than rows, so each is in another row
     order = torch.randperm(rows, generator=generator(torch.device("cpu"), "rows", seed))
     return received_rows(machine, slots.view(columns, rows).T[order], hidden, seed)
 
 
 def received_rows(machine: Machine, slots: torch.Tensor, hidden: int, seed: int) -> Received:
-    """slots [N, K] int64, -1 for none -> rows of random values and weights."""
+    """Received rows with random values and weights, for slots [N, K] int64, -1 for none."""
     source = generator(machine.device, "hidden", seed)
     values = torch.randn(len(slots), hidden, generator=source, device=machine.device, dtype=torch.float32)
     weights = torch.rand(tuple(slots.shape), generator=source, device=machine.device)
@@ -186,7 +187,7 @@ def received_rows(machine: Machine, slots: torch.Tensor, hidden: int, seed: int)
 
 
 def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Tensor:
-    """[slots] int64, at least 1 each, summing to slots * mean: lognormal of that spread around their mean."""
+    """Lognormal counts with this spread around their mean: [slots] int64, each at least 1, summing to slots * mean."""
     total = max(round(slots * mean), slots)
     noise = torch.randn(slots, generator=generator(torch.device("cpu"), "counts", slots, seed), dtype=torch.float64)
     parts = (spread * noise).exp()
@@ -198,13 +199,13 @@ def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Ten
 
 
 def _most_rows(slots: int, size: float, model: ModelSpec, slots_a_row: float) -> int:
-    """Of a cell's draws."""
+    """The most rows of a cell's draws."""
     columns = model.top_k + (model.shared_intermediate > 0)
     return max(num_rows(drawn_counts(slots, size, SPREAD, draw), columns, slots_a_row) for draw in range(DRAWS))
 
 
 def _working_bytes(model: ModelSpec, assignments: float) -> float:
-    """Of one computation: buffers are as large as if every slot of every row were taken."""
+    """Bytes of buffers of one computation, which are as large as if every slot of every row were taken."""
     return assignments / SLOTS_A_ROW * model.top_k * (2 * model.hidden + 3 * model.intermediate) * DTYPE.itemsize
 
 

@@ -1,4 +1,4 @@
-"""Tiles and waves of a grouped GEMM, found from a measured grid."""
+"""Fits the tiles and waves of a grouped GEMM to a measured grid."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from epsim.models.spec import ModelSpec
 
 Floats = npt.NDArray[np.float64]
 Draws = Callable[[int, float], list[torch.Tensor]]
-"""Active experts and tokens per expert of a cell -> the loads [active] of its draws."""
+"""From the active experts and tokens per expert of a cell to the loads [active] of its draws."""
 
 ROWS, COLUMNS = (64, 128, 256), (64, 128, 256)
 LEAST_CELLS = 3 * TERMS
 
 
 def fit_tiles(table: ExpertTable, model: ModelSpec, draws: Draws, sms: int) -> tuple[TiledFit | None, TiledFit | None]:
-    """Of what large tiles compute, and of what small ones do (`epsim.cost.tiled.is_small`); where there are few cells
-    of the latter one fit of all and None, where there are few cells at all None twice.
+    """A fit of the cells computed by large tiles and one of those by small tiles (`epsim.cost.tiled.is_small`). With
+    few small ones, one fit of all cells and None; with few cells in total, None and None.
 
-    A fit has the tiling with the least relative squares, its coefficients none negative. Cells beside the grid weigh as
-    much as all of the grid. sms: multiprocessors; all or half of them (in pairs), or two tiles on each, work at once.
+    A fit takes the tiling with the least squared relative error and non-negative coefficients. The extra cells together
+    have the weight of the whole grid. sms: multiprocessors; a wave has sms, sms / 2 (pairs) or 2 * sms tiles.
     """
     columns = model.top_k + (model.shared_intermediate > 0)
     grid = [
@@ -60,13 +60,13 @@ class _Cell:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Of each draw."""
+        """The rows of each draw."""
         found = [num_rows(one, self.columns, self.slots_a_row) for one in self.draws]
         return torch.tensor(found, dtype=torch.float64)
 
     @property
     def small(self) -> bool:
-        """Whether small tiles compute it; draws differ little."""
+        """Whether small tiles compute it, judged by one draw, because draws differ little."""
         groups = torch.tensor(float(len(self.draws[0])), dtype=torch.float64)
         return bool(is_small(self.rows.median(), self.columns, groups))
 
@@ -78,10 +78,10 @@ def _fit(grid: list[_Cell], beside: list[_Cell], model: ModelSpec, sms: int) -> 
     times = np.array([cell.us for cell in cells])
     weights = np.ones(len(cells))
     weights[len(grid) :] = np.sqrt(len(grid) / max(len(beside), 1))
-    # Where all rows have as many slots, a row's time is its slots'.
+    # If all rows have equally many slots, the time of a row is part of its slots' time.
     last = TERMS if beside else TERMS - 1
     found: list[tuple[float, TiledFit]] = []
-    # The largest first: of tilings that fit alike, those are the fewest tiles.
+    # The largest first: of tilings that fit equally well, prefer fewer tiles.
     for rows, columns, at_once in itertools.product(ROWS[::-1], COLUMNS[::-1], (sms // 2, sms, 2 * sms)):
         shape = TiledFit(rows, columns, at_once, (1.0,) * TERMS)
         terms = np.array([_mean_terms(shape, cell, model) for cell in cells])[:, :last] / times[:, None]
@@ -92,13 +92,13 @@ def _fit(grid: list[_Cell], beside: list[_Cell], model: ModelSpec, sms: int) -> 
 
 
 def num_rows(counts: torch.Tensor, columns: int, slots_a_row: float) -> int:
-    """Rows of a rank whose slot s has counts[s] assignments: no slot twice in one of `columns`."""
+    """The number of rows of a rank whose slot s has counts[s] assignments; a row has up to `columns` distinct slots."""
     total = int(counts.sum())
     return max(math.ceil(total / slots_a_row), int(counts.max()), math.ceil(total / columns))
 
 
 def _mean_terms(shape: TiledFit, cell: _Cell, model: ModelSpec) -> Floats:
-    counts = torch.stack(cell.draws).double()  # as many active experts in each
+    counts = torch.stack(cell.draws).double()  # every draw has equally many active experts
     tiles = (counts / shape.rows).ceil().sum(1)
     terms = shape.terms(counts.sum(1), torch.full_like(tiles, counts.shape[1]), tiles, cell.rows, model)
     means: Floats = torch.stack(terms).mean(1).numpy()

@@ -1,7 +1,7 @@
-"""The folder that a calibration writes: a table a part, each whole or not there, and `hardware.toml` that names them.
+"""The folder that a calibration writes: complete tables, and `hardware.toml`, which lists them.
 
-A measurement that is stopped keeps its finished parts; the next one into the same folder, with the same parts asked
-for, measures those that are missing.
+A calibration that is stopped keeps its finished parts. The next one into the same folder, with the same parts,
+measures those that are missing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from epsim.machines.hardware import ExchangeRates, Hardware, Link, PolicyCosts
 
 
 def check_folder(out: Path, device: str) -> None:
-    """Makes it. Raises ValueError where it cannot be a folder to write in, or holds a JSON file that is no whole table
-    or was measured on another device: `hardware.toml` names all of them."""
+    """Creates the folder. Raises ValueError if it cannot be written, or holds a JSON file that is not a complete table
+    or was measured on another device, because `hardware.toml` lists all of them."""
     try:
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out {out}: is a file; give a folder")
@@ -41,11 +41,11 @@ def check_folder(out: Path, device: str) -> None:
 
 
 class _TriedError(Exception):
-    """Ends a trial of writing, which leaves nothing."""
+    """Ends a trial write, so that it leaves no file."""
 
 
 def known(out: Path, name: str) -> Table | None:
-    """A table that is there."""
+    """The table of that name in the folder, or None."""
     path = out / name
     return read_table(path) if path.exists() else None
 
@@ -59,9 +59,9 @@ def write_table(table: Table, path: Path) -> None:
 
 
 def write_hardware(out: Path, base: Hardware, name: str, words: str) -> None:
-    """`hardware.toml`: the base's figures, the tables beside it, and what of it was measured here.
+    """Writes `hardware.toml`: the numbers of the base hardware and the list of all tables in the folder.
 
-    Names every table that is in the folder. An all-reduce measured between as many nodes takes the base's place.
+    A measured all-reduce replaces the base's for the same number of nodes.
     """
     tables = sorted(path.name for path in out.glob("*.json"))
     policy = base.policy
@@ -70,7 +70,7 @@ def write_hardware(out: Path, base: Hardware, name: str, words: str) -> None:
             if one.name == "all_reduce":
                 key = "all_reduce_nodes_us" if one.nodes > 1 else "all_reduce_us"
                 policy = dataclasses.replace(policy, **{key: one.us})
-    source = f"{words} What no table here covers is as in {base.name}'s shipped file: {base.source.strip()}"
+    source = f"{words} What no table here covers is from the shipped file of {base.name}: {base.source.strip()}"
     made = dataclasses.replace(base, name=name, source=source, policy=policy, tables=tuple(tables), shared_grouped=True)
     with whole_file(out / HARDWARE) as temporary:
         temporary.write_text(_toml(made), encoding="utf-8")
@@ -100,12 +100,12 @@ def _value(value: Any) -> str:
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, bool):
         return str(value).lower()
-    # A JSON string is a TOML one, but for the control character that JSON leaves as it is.
+    # A JSON string is also a TOML string, except for one control character that JSON does not escape.
     return json.dumps(value).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
 
 
 def _rounded(value: Any) -> Any:
-    """Measured numbers to five digits: more would be noise."""
+    """Rounds measured numbers to five digits; more would be noise."""
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The machine that is measured: its device, its ranks, and how a call is timed on it."""
+"""The machine to measure: its device, its ranks, and how a call is timed on it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ import torch.distributed as dist
 Call: TypeAlias = Callable[[], object]
 
 CELL_US = 40_000.0
-"""Time spent on one measurement, about."""
+"""Approximate time of one measurement."""
 LONG_US = 2_000.0
-"""A call that takes longer hides the host's part, and is not captured: the memory of a graph is never another's."""
+"""Longer calls hide the host's time, so they are not captured: a graph never shares its memory."""
 ROW_OF_CALLS = 6
 LEAST, MOST = 5, 40
-"""Repeats of one."""
+"""The fewest and most repeats of a measurement."""
 SLOW_US = 200_000.0
-"""What takes longer is measured once."""
+"""Longer calls are measured once."""
 DTYPE = torch.bfloat16
-"""What the runtime computes and dispatches in."""
+"""The type in which the runtime computes and dispatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One process of the measurement: a rank of `size`, on `nodes` nodes of as many each, one a GPU where there are
-    GPUs."""
+    """One process of the measurement: a rank of `size` ranks on `nodes` equal nodes, one rank per GPU."""
 
     device: torch.device
     rank: int = 0
@@ -46,8 +45,8 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> Machine:
-        """device: `auto`, `cuda` or `cpu`. Under torchrun joins the group that its environment tells of. Raises
-        ValueError where there is no such device."""
+        """The machine of this process. device: `auto`, `cuda` or `cpu`. Under torchrun it joins the group in the
+        environment. Raises ValueError if there is no such device."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         local, locals_ = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if device not in ("auto", "cpu", "cuda"):
@@ -60,15 +59,15 @@ class Machine:
             torch.cuda.set_device(there)
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size > 1 and not dist.is_initialized():
-            # Beside NCCL gloo, for what the hosts tell one another.
+            # NCCL for GPU tensors, gloo for messages between hosts.
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-            # Others wait for the parts that rank 0 measures alone; torchrun ends them if it dies.
+            # Other ranks wait while rank 0 measures alone; torchrun ends them if it dies.
             dist.init_process_group(backend, timeout=timedelta(hours=2), device_id=there if on_gpu else None)
         return cls.in_group(there, max(size // locals_, 1))
 
     @classmethod
     def in_group(cls, device: torch.device, nodes: int = 1) -> Machine:
-        """Of the default process group, where there is one."""
+        """The machine of the default process group, if there is one, else of one rank."""
         if not dist.is_initialized():
             return cls(device)
         return cls(device, dist.get_rank(), dist.get_world_size(), nodes)
@@ -83,7 +82,7 @@ class Machine:
 
     @property
     def multiprocessors(self) -> int:
-        """0 for a CPU."""
+        """The number of multiprocessors; 0 for a CPU."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count if self.on_gpu else 0
 
     @property
@@ -93,7 +92,7 @@ class Machine:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def described(self) -> dict[str, Any]:
-        """What every table says of its measurement: device, command, versions, date."""
+        """The description of the measurement that every table has: device, command, versions, date."""
         return {
             "device": self.name,
             "command": command(self.size),
@@ -102,15 +101,16 @@ class Machine:
         }
 
     def alone_us(self, calls: Sequence[Call], cell_us: float = CELL_US) -> float:
-        """Microseconds a call on this device alone, the mean over `calls`, which differ in their inputs alone: the
-        median of repeats, about cell_us of them, of a CUDA graph of all calls where there is a GPU. They must not wait
-        for the device."""
+        """Microseconds per call on this device, the mean over `calls`, which differ only in their inputs.
+
+        It is the median over about cell_us of repeats; on a GPU these replay a CUDA graph of all calls, which must not
+        wait for the device."""
         for call in calls:
             call()
         if not self.on_gpu:
             return _repeated(lambda: _host_us(calls)) / len(calls)
         if _event_us(calls) > LONG_US * len(calls):
-            # The device waits for the first launches of a row: a long row.
+            # The device waits for the first launches of a sequence, so make the sequence long.
             many = list(calls) * -(-ROW_OF_CALLS // len(calls))
             return _repeated(lambda: _event_us(many), cell_us) / len(many)
         captured = self._captured(calls)
@@ -119,8 +119,8 @@ class Machine:
         return found
 
     def eager_us(self, calls: Sequence[Call]) -> float:
-        """The same, called one after the other: what waits for the device, or for the host, cannot be captured. Where
-        one call takes longer than SLOW_US, a second one is all that is measured."""
+        """The same for calls that wait for the device or the host and cannot be captured: called one after the other.
+        If a call takes longer than SLOW_US, only a second call is measured."""
 
         def once(some: Sequence[Call]) -> float:
             return _event_us(some) if self.on_gpu else _host_us(some)
@@ -134,8 +134,7 @@ class Machine:
         return _repeated(lambda: once(calls)) / len(calls)
 
     def together_us(self, call: Call, group: dist.ProcessGroup | None, repeats: int = 15, inner: int = 5) -> float:
-        """Microseconds a call of a collective, the slowest rank's median. Collective over `group`, whose members
-        alone call."""
+        """Microseconds per call of a collective, the median of the slowest rank. Only the members of `group` call."""
         for _ in range(3):
             call()
         found = []
@@ -148,8 +147,8 @@ class Machine:
         return float(slowest)
 
     def captured_together_us(self, call: Call, group: dist.ProcessGroup | None, inner: int = 20) -> float:
-        """The same of a CUDA graph of `inner` calls, of which the first alone waits for a rank that begins later; of a
-        call that neither waits for the device nor for the host."""
+        """The same with a CUDA graph of `inner` calls, in which only the first waits for late ranks. The call must not
+        wait for the device or the host."""
         for _ in range(3):
             call()
         torch.cuda.synchronize(self.device)
@@ -160,8 +159,8 @@ class Machine:
         return found
 
     def in_turn_us(self, calls: Sequence[Call], passes: int, row_us: float = 3000.0) -> list[list[float]]:
-        """[calls][passes] microseconds of each, all of them in turn, so that a drift of the device touches all alike:
-        of replays of a CUDA graph, about row_us of them. On a GPU."""
+        """[calls][passes] microseconds per call on a GPU, from replays of a CUDA graph for about row_us. The calls take
+        turns in each pass, so that a drift of the device affects all equally."""
         graphs = []
         for call in calls:
             call()
@@ -177,7 +176,7 @@ class Machine:
         return found
 
     def _captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-        # Not `torch.cuda.graph`, which collects garbage and empties the cache at each entry.
+        # `torch.cuda.graph` would collect garbage and empty the cache each time.
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_stream(self.device)):
             captured.capture_begin(pool=_pool(self.device), capture_error_mode="thread_local")
@@ -191,14 +190,14 @@ class Machine:
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """Of all captures: what one stream gave back to a pool no other takes."""
+    """The stream of all captures: memory that one stream returns to a pool is not reused by another."""
     stream: Any = torch.cuda.Stream
     return stream(device)
 
 
 @functools.cache
 def _anchor(device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph that lives on, so that the memory of one capture serves the next."""
+    """A graph that is kept, so that captures reuse the memory of their pool."""
     value, captured = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
     with torch.cuda.stream(_stream(device)):
         captured.capture_begin(capture_error_mode="thread_local")
@@ -213,7 +212,7 @@ def _pool(device: torch.device) -> Any:
 
 @functools.cache
 def _cpu_name() -> str:
-    """By Linux its model, elsewhere by its architecture alone."""
+    """The CPU's model on Linux; elsewhere its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -241,7 +240,7 @@ def versions(on_gpu: bool) -> str:
 
 
 def _repeated(once: Callable[[], float], cell_us: float = CELL_US) -> float:
-    """The median: as many repeats as cell_us holds, between LEAST and MOST."""
+    """The median over as many repeats as fit in cell_us, between LEAST and MOST."""
     first = once()
     repeats = min(max(round(cell_us / max(first, 1.0)), LEAST), MOST)
     return statistics.median(once() for _ in range(repeats))

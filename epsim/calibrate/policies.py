@@ -1,8 +1,8 @@
-"""Part `policies`: what count, solve and assignment cost a rank, by the runtime's own balancers, one device playing one
+"""Part `policies`: times counting, solving and assignment of the runtime's balancers, on one device that stands for one
 rank of a group.
 
-Collectives are played, not made: every other rank is taken to have this rank's counts. Splits and shared dispatch with
-kernels are timed in a CUDA graph, all others as they are called (they wait for the device), slow ones but once.
+No collective is called: all other ranks are assumed to have this rank's counts. Splits and shared dispatch with kernels
+are timed in a CUDA graph, all others eagerly, because they wait for the device; slow ones only once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ TOKENS = (16, 128, 1024, 4096)
 CPU_RANKS, CPU_TOKENS = (4,), (8, 64)
 DRAWS = 4
 MOST_ROUTED = 256
-"""Routers act on decode steps, which are small."""
+"""Tokens for routers, which act on decode steps, and these are small."""
 
 
 class Played(Collective):
-    """One rank of `size`; all others have what it has."""
+    """The collectives of one rank of `size`, if all others have the same values."""
 
     name = "played"
 
@@ -60,8 +60,8 @@ class Played(Collective):
 
 
 def group_sizes(machine: Machine, model: ModelSpec) -> Iterator[tuple[int, int]]:
-    """(ranks, redundant) to play, those that are there first: an eighth of the experts more as copies, rounded up to
-    whole slots a rank."""
+    """(ranks, redundant) to simulate, the machine's own size first. redundant: an eighth of the experts, rounded up to
+    equally many slots per rank."""
     for ranks in dict.fromkeys((machine.size, *RANKS) if machine.on_gpu else CPU_RANKS):
         if ranks == 1:
             continue
@@ -78,7 +78,7 @@ def policy_costs(
     known: Collection[str],
     progress: Callable[[str], None],
 ) -> Iterator[PolicyCost]:
-    """Of every stack and router that fits the model, but those known, one at a time as each is measured."""
+    """Yields the cost of every stack and router that fits the model, except the known ones, as each is measured."""
     tokens = TOKENS if machine.on_gpu else CPU_TOKENS
     for text in STACKS:
         stack = parse_stack(text)
@@ -88,7 +88,7 @@ def policy_costs(
         if key in known:
             continue
         found = {tokens[0]: _balance_us(machine, model, stack, ranks, redundant, tokens[0])}
-        # A slow form's time hardly depends on tokens: its solver's does not.
+        # The time of slow policies hardly depends on tokens, because their solver's does not.
         for number in tokens[1:] if found[tokens[0]] < SLOW_US else tokens[-1:]:
             found[number] = _balance_us(machine, model, stack, ranks, redundant, number)
         progress(f"{key}, {ranks} ranks: {found[tokens[0]]:,.0f} to {found[tokens[-1]]:,.0f} us")
@@ -145,7 +145,7 @@ def _popularity(model: ModelSpec) -> torch.Tensor:
 
 
 def _chosen(machine: Machine, model: ModelSpec, tokens: int, draw: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores [T, E] and the experts [T, k] they choose, by popularity drifted by a fifth from what was planned on."""
+    """scores [T, E] and the chosen experts [T, k], with a popularity that drifted by a fifth since the planning."""
     source = generator(torch.device("cpu"), "tokens", tokens, draw)
     liked = _popularity(model).log() + 0.2 * torch.randn(model.num_experts, generator=source, dtype=torch.float64)
     noise = torch.rand(tokens, model.num_experts, generator=source).clamp_(1e-9, 1 - 1e-7)

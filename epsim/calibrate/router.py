@@ -1,7 +1,7 @@
-"""Part `router`: a model's own router, as the runtime's layer calls it, on one device.
+"""Part `router`: times a model's own router as the runtime's layer calls it, on one device.
 
-With it the small operations that the layer does around its other phases: a sum that tells whether scores are numbers,
-the shared expert's weight beside the others', the counts of its record.
+It includes small operations that the layer does around its other phases: the sum that checks scores for NaN, the
+shared expert's weight, and the counts of its record.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def router_table(machine: Machine, model: ModelSpec) -> RouterTable:
 
 
 def _times(machine: Machine, shape: LayerShape, router: Router, number: int) -> tuple[float, float]:
-    """Of a router that chooses, and of one that is given the experts."""
+    """The time of a router that chooses, and of one that is given the experts."""
     source = generator(machine.device, "router's tokens", number)
     hidden = torch.randn(number, shape.hidden, generator=source, device=machine.device).to(DTYPE)
     ids = torch.rand(number, shape.num_experts, generator=source, device=machine.device).topk(shape.top_k).indices

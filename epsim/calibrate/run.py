@@ -1,4 +1,4 @@
-"""`epsim calibrate`: the parts one after the other, each written as soon as it is whole."""
+"""`epsim calibrate`: measures the parts in order and writes each as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ Made = TypeVar("Made")
 
 
 def calibrate(request: Request, say: Say, machine: Machine | None = None) -> list[str]:
-    """Measures what is not yet there and writes it; returns what was found, in lines for people, on rank 0.
+    """Measures and writes the missing parts, and returns lines that describe them, on rank 0.
 
-    Collective under torchrun. Raises ValueError in one line for what the user can mend.
+    Collective under torchrun. Raises ValueError with one line for errors that the user can fix.
     """
     machine = Machine.here(request.device) if machine is None else machine
     base = load_hardware(request.base, "--base") if request.base else _base(machine)
@@ -47,7 +47,7 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
     other = next((model for model in models if model.compute != "bf16"), None)
     if other is not None:
         raise ValueError(
-            f"--model {other.name} computes in {other.compute}, the runtime's experts in bf16: give a model that does "
+            f"--model {other.name} computes in {other.compute}, but the runtime computes in bf16: give a bf16 model "
             "(deepseek-v3-bf16), or a .toml file with compute and dispatch = 'bf16'"
         )
     parts = request.parts or PARTS
@@ -84,7 +84,7 @@ def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[st
             write_table(expert_table(machine, model, name, say), out / file)
         elif not isinstance(there, ExpertTable) or (there.hidden, there.intermediate) != shape:
             raise ValueError(
-                f"{out / file} is no table of {model.name}'s experts of {model.hidden} x {model.intermediate}: give "
+                f"{out / file} is not a table of {model.name}'s {model.hidden} x {model.intermediate} experts: give "
                 "the model another name, or another --out"
             )
         elif name == "grouped" and machine.on_gpu and len(there.cells) < FEW_CELLS:
@@ -95,7 +95,7 @@ def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[st
 
 def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say) -> list[str]:
     if machine.size == 1:
-        return ["exchange: not measured, there is one rank (start it by torchrun with one process a GPU)"]
+        return ["exchange: not measured, there is only one rank (start it with torchrun, one process per GPU)"]
     lines = []
     for model in models:
 
@@ -119,13 +119,13 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
 
 
 def _is_exchange(path: Path, model: ModelSpec) -> bool:
-    """Whether a table of the model's rows is there. Raises ValueError for a table of others."""
+    """Whether the file holds a table of the model's rows. Raises ValueError if it holds another table."""
     table = known(path.parent, path.name)
     if table is None:
         return False
     if not isinstance(table, ExchangeTable) or (table.hidden or model.hidden) != model.hidden:
         raise ValueError(
-            f"{path} is no table of {model.name}'s rows of {model.hidden}: give the model another name, or another "
+            f"{path} is not a table of {model.name}'s rows of {model.hidden}: give the model another name, or another "
             "--out"
         )
     return True
@@ -138,7 +138,7 @@ def exchange_file(model: ModelSpec, implementation: str, ranks: int) -> str:
 
 def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
     if machine.size == 1:
-        return ["all-reduce: not measured, there is one rank"]
+        return ["all-reduce: not measured, there is only one rank"]
 
     def measured() -> tuple[CollectiveCost, ...]:
         found = known(out, COLLECTIVES)
@@ -166,15 +166,15 @@ def _router(machine: Machine, out: Path, model: ModelSpec) -> list[str]:
         write_table(router_table(machine, model), out / file)
     elif not isinstance(there, RouterTable) or not (there.fits(model, True) or there.fits(model, False)):
         raise ValueError(
-            f"{out / file} is no table of {model.name}'s router of {model.num_experts} experts, top-{model.top_k}: "
+            f"{out / file} is not a table of {model.name}'s router, {model.num_experts} experts, top-{model.top_k}: "
             "give the model another name, or another --out"
         )
     return [f"{out / file}: the router of {model.name}"]
 
 
 def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
-    """One device plays one rank of each number of ranks; a file each, whole after every policy."""
-    from epsim.calibrate.policies import group_sizes, policy_costs  # compiles what the other parts do without
+    """Measures policies for several numbers of ranks, each into one file, which is complete after every policy."""
+    from epsim.calibrate.policies import group_sizes, policy_costs  # compiles code that the other parts do not need
 
     lines = []
     for ranks, redundant in group_sizes(machine, model):
@@ -184,7 +184,7 @@ def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[s
             table = PolicyTable(**machine.described(), num_experts=model.num_experts, top_k=model.top_k)
         same = (table.num_experts, table.top_k) == (model.num_experts, model.top_k)
         there = [cost.policy for cost in table.costs]
-        # Policies of other experts are not added to a table; what is there stays.
+        # A table of other experts stays as it is; policies are not added to it.
         for cost in policy_costs(machine, model, ranks, redundant, there, say) if same else ():
             table = dataclasses.replace(table, costs=(*table.costs, cost))
             write_table(table, path)
@@ -193,14 +193,14 @@ def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[s
 
 
 def _finish(machine: Machine, out: Path, base: Hardware) -> None:
-    """A folder that replay accepts, after every part."""
+    """Writes `hardware.toml` after every part, so that replay accepts the folder."""
     words = f"Measured by epsim calibrate on {machine.name}: the tables beside this file."
     write_hardware(out, base, f"{machine.name} (calibrated)", words)
     load_calibration(str(out))
 
 
 def _of_first(machine: Machine, make: Callable[[], Made]) -> Made:
-    """What rank 0 makes, alone, on every rank, which waits for it. Where it cannot, all of them raise ValueError."""
+    """Runs `make` on rank 0 while the others wait, and returns its result on all. If it fails, all raise ValueError."""
     if machine.size == 1:
         return make()
     told: list[Any] = [None, ""]
@@ -218,7 +218,7 @@ def _of_first(machine: Machine, make: Callable[[], Made]) -> Made:
 
 
 def _base(machine: Machine) -> Hardware:
-    """The shipped hardware that the device's name tells; H200 for others."""
+    """The shipped hardware that matches the device's name, else H200."""
     name = machine.name.lower()
     return load_hardware(next((one for one in known_cards("machines") if one in name), "h200"))
 

@@ -1,1 +1,1 @@
-"""What a layer costs."""
+"""The cost of a layer: time, bytes and memory."""

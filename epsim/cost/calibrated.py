@@ -1,8 +1,8 @@
-"""What `epsim calibrate` measured on a machine: tables beside a hardware file, and where replay finds them.
+"""Loads the tables that `epsim calibrate` measured on a machine.
 
-A folder holds `hardware.toml`, whose `tables` names JSON files beside it, each an object with its `kind`: `experts`
-(`ExpertTable`), `exchange` (`ExchangeTable`), `router` (`RouterTable`) or `policies` (`PolicyTable`); docs/time.md
-tells their fields.
+A folder holds `hardware.toml`, whose `tables` lists JSON files in the folder. Each is an object with a `kind`:
+`experts` (`ExpertTable`), `exchange` (`ExchangeTable`), `router` (`RouterTable`) or `policies` (`PolicyTable`);
+docs/time.md describes their fields.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ FEWEST = 3
 class ExchangeTable:
     """Measured dispatch and combine on `ranks` ranks of `nodes` nodes.
 
-    device, command: what measured it, and how. implementation: `deep_ep` or `torch`; dtype: of dispatched rows;
-    model, hidden, num_experts, top_k: whose rows, "" and 0 in a table that does not tell. graph: whether in a CUDA
-    graph, where no host is waited for.
-    dispatch_bytes, combine_bytes [n], ascending: of the rank that sends or receives most, rows that stay included.
+    device, command: where and how it was measured. implementation: `deep_ep` or `torch`; dtype: of dispatched rows;
+    model, hidden, num_experts, top_k: of the rows, "" and 0 if the table does not say. graph: whether it was timed in a
+    CUDA graph, without waiting for the host.
+    dispatch_bytes, combine_bytes [n], ascending: of the busiest rank, including rows that stay on their rank.
     dispatch_us, combine_us [n]: of the slowest rank.
     """
 
@@ -74,14 +74,14 @@ class ExchangeTable:
 
     @property
     def of(self) -> str:
-        """What was measured, in words."""
+        """A description of what was measured."""
         rows = f"{self.model}'s rows of {self.hidden} {self.dtype}, top-{self.top_k}" if self.hidden else self.dtype
         where = f"{self.ranks} ranks on {self.nodes} nodes"
         return f"{where}, {rows}, by {self.implementation}, to {self.dispatch_bytes[-1] / 1e6:.3g} MB"
 
     def us(self, rows: torch.Tensor, model: ModelSpec, expert_us: float = 0.0) -> torch.Tensor:
-        """rows [...] of the busiest rank -> [2, ...] microseconds of dispatch and combine (`curve`). expert_us: what
-        dispatch takes for each expert of a rank (`Calibration.expert_us`), of which the model may have others."""
+        """Microseconds of dispatch and combine, [2, ...], for rows [...] of the busiest rank (`curve`). expert_us: time
+        of dispatch per expert of a rank (`Calibration.expert_us`), if the model has another number of experts."""
         dispatch = curve(self.dispatch_bytes, self.dispatch_us, rows * model.dispatch_row_bytes)
         if self.num_experts:
             more = expert_us * (model.num_experts - self.num_experts) / self.ranks
@@ -91,8 +91,8 @@ class ExchangeTable:
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """What a stack's `policy` adds to a layer, on a group of `ranks` with `redundant` experts: us [n] at `tokens` [n]
-    a rank, collectives left out. policy: a router, or a split and a shared policy, as the stack grammar writes them."""
+    """The time that a stack's `policy` adds to a layer on `ranks` ranks with `redundant` experts: us [n] at `tokens`
+    [n] per rank, without collectives. policy: a router, or a split and a shared policy, in the stack grammar."""
 
     policy: str
     ranks: int
@@ -124,8 +124,8 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """Measured costs of policies and of their collectives. num_experts, top_k: with which policies were measured, 0 in
-    a table that does not tell."""
+    """Measured costs of policies and of their collectives. num_experts, top_k: of the measurement, 0 if the table does
+    not say."""
 
     device: str
     command: str
@@ -139,12 +139,12 @@ class PolicyTable:
 
     @property
     def of(self) -> str:
-        """What policies were measured with, in words."""
-        return f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "experts that no table tells"
+        """A description of the experts of the measurement."""
+        return f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "unknown experts"
 
     def us(self, policy: str, ranks: int, tokens: torch.Tensor) -> torch.Tensor | None:
-        """tokens [...] of a rank -> microseconds [...], by all that was measured on the nearest number of ranks, of
-        several at the same tokens by their mean; None for one not measured."""
+        """Microseconds [...] of a policy for tokens [...] per rank, from the measurements on the nearest number of
+        ranks (their mean if several have equal tokens); None if it was not measured."""
         known = [cost for cost in self.costs if cost.policy == policy]
         if not known:
             return None
@@ -157,7 +157,7 @@ class PolicyTable:
         return curve(places, [fmean(points[at]) for at in places], tokens)
 
     def collective_us(self, name: str, ranks: int, nodes: int) -> float | None:
-        """Of the nearest number of ranks on as many nodes; None where none was measured there."""
+        """Microseconds on the nearest number of ranks on as many nodes; None if not measured on so many nodes."""
         known = [one for one in self.collectives if one.name == name and one.nodes == nodes]
         near = min(known, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
         return None if near is None else near.us
@@ -168,7 +168,7 @@ Table: TypeAlias = ExpertTable | ExchangeTable | PolicyTable | RouterTable
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A hardware and what was measured on it; a shipped hardware has no tables."""
+    """A hardware and the tables measured on it."""
 
     hardware: Hardware
     experts: tuple[ExpertTable, ...] = ()
@@ -177,18 +177,18 @@ class Calibration:
     routers: tuple[RouterTable, ...] = ()
 
     def decode_for(self, model: ModelSpec) -> ExpertTable | None:
-        """The table of small batches of the model's experts, or None."""
+        """The table of the kernel for small batches for the model's experts, or None."""
         shape = (model.hidden, model.intermediate, model.compute, "decode")
         fits = (t for t in self.experts if (t.hidden, t.intermediate, t.dtype, t.implementation) == shape)
         return next(fits, None)
 
     def router_for(self, model: ModelSpec, given: bool) -> RouterTable | None:
-        """given: a trace tells the experts (`RouterTable`)."""
+        """The table of the model's router, or None. given: whether the experts come from a trace (`RouterTable`)."""
         return next((table for table in self.routers if table.fits(model, given)), None)
 
     def table_for(self, model: ModelSpec) -> ExpertTable | None:
-        """The table of the model's experts, that of small batches left aside; None where there is none of their shape.
-        Raises ValueError where all of that shape are of another type than the model computes in."""
+        """The table of the model's experts, without that for small batches; None if no table has their shape. Raises
+        ValueError if all tables of that shape have another type than the model computes in."""
         shape = (model.hidden, model.intermediate)
         fits = [t for t in self.experts if (t.hidden, t.intermediate) == shape and t.implementation != "decode"]
         if not fits:
@@ -196,17 +196,16 @@ class Calibration:
         same = [table for table in fits if table.dtype == model.compute]
         if not same:
             raise ValueError(
-                f"the expert tables of {self.hardware.name} for {model.hidden} x {model.intermediate} are of "
-                f"{fits[0].dtype}, {model.name} computes in {model.compute}: give --model a .toml file with compute = "
-                f"{fits[0].dtype!r}, or, where one is shipped, its name (deepseek-v3-bf16)"
+                f"the expert tables of {self.hardware.name} for {model.hidden} x {model.intermediate} are in "
+                f"{fits[0].dtype}, but {model.name} computes in {model.compute}: give --model a .toml file with "
+                f"compute = {fits[0].dtype!r}, or the name of a shipped one (deepseek-v3-bf16)"
             )
         return same[0]
 
     def exchange_for(self, model: ModelSpec, ranks: int, nodes: int) -> ExchangeTable | None:
-        """The table of as many ranks and nodes and of rows like the model's, in width and type; of those deep_ep's
-        rather than torch's, then that of the nearest top-k, on which time depends little, then of the nearest number
-        of experts; of several the first. Tables that do not tell their rows' width serve where none does; None where
-        there is no table at all."""
+        """The table of as many ranks and nodes, with rows of the model's width and type, or None. Prefers deep_ep, then
+        the nearest top-k, which matters little, then the nearest number of experts, then the first. A table without row
+        width is used if no other matches."""
         here = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
         fits = [t for t in here if t.hidden == model.hidden] or [t for t in here if not t.hidden]
 
@@ -217,13 +216,13 @@ class Calibration:
         return min(fits, key=apart, default=None)
 
     def expert_us(self, table: ExchangeTable) -> float:
-        """Microseconds of a dispatch by deep_ep for each expert of a rank: one thread sends their counts to every rank,
-        one after the other, before any row moves (DeepEP, csrc/kernels/intranode.cu, `notify_dispatch`).
+        """Microseconds of a deep_ep dispatch per expert of a rank. One thread sends the counts of all experts to every
+        rank, one after the other, before any row moves (DeepEP, csrc/kernels/intranode.cu, `notify_dispatch`).
 
-        By least squares over all tables of as many ranks, of their FEWEST smallest sizes, in which rows count little.
-        Where tables of one run have rows as wide and other numbers of experts, over these alone, each run
-        about its own mean: one run may be slower than another by more than experts cost. 0 where fewer than two
-        numbers of experts were measured.
+        Fitted by least squares to the FEWEST smallest sizes, in which rows matter little, of all tables with as many
+        ranks. If one run has tables of equal width and different numbers of experts, only these are used, each run
+        relative to its mean, because runs may differ by more than experts cost. 0 if fewer than two numbers of experts
+        were measured.
         """
         if table.implementation != "deep_ep":
             return 0.0
@@ -249,8 +248,8 @@ class Calibration:
 
 
 def load_calibration(name: str) -> Calibration:
-    """A shipped hardware by name, a TOML file, or a folder that `epsim calibrate` wrote. Raises ValueError or
-    FileNotFoundError in one line."""
+    """Loads a shipped hardware by name, a TOML file, or a folder that `epsim calibrate` wrote. Raises ValueError or
+    FileNotFoundError with one line."""
     path = Path(name)
     if name and name.lower() not in known_cards("machines") and path.is_dir():
         path = path / HARDWARE
@@ -276,21 +275,21 @@ def load_calibration(name: str) -> Calibration:
 
 
 def _together(one: PolicyTable, other: PolicyTable) -> PolicyTable:
-    """Costs of both, named after the first that has any: a table of collectives alone knows no experts."""
+    """The costs of both tables. Experts are those of the first that has any; a table of collectives has none."""
     first = one if one.costs else other
     costs, collectives = one.costs + other.costs, one.collectives + other.collectives
     return dataclasses.replace(first, costs=costs, collectives=collectives)
 
 
 def read_table(path: Path) -> Table:
-    """A JSON file of any kind; without `kind` it is of experts. Raises ValueError or FileNotFoundError in one line."""
+    """Reads a JSON table; without `kind` it is of experts. Raises ValueError or FileNotFoundError with one line."""
     check_source(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path}: an object of {', '.join(ExpertTable.__dataclass_fields__)} is expected")
+        raise ValueError(f"{path}: expected an object with {', '.join(ExpertTable.__dataclass_fields__)}")
     return _built(content, path)
 
 
@@ -298,7 +297,7 @@ def _built(content: Mapping[str, Any], path: Path) -> Table:
     kinds = {"experts": ExpertTable, "exchange": ExchangeTable, "policies": PolicyTable, "router": RouterTable}
     kind = content.get("kind", "experts")
     if kind not in kinds:
-        raise ValueError(f"{path}: kind {kind!r} is none of {', '.join(kinds)}")
+        raise ValueError(f"{path}: kind {kind!r} is not one of {', '.join(kinds)}")
     found = build(kinds[kind], content, str(path))
     assert isinstance(found, (ExpertTable, ExchangeTable, PolicyTable, RouterTable))
     return found

@@ -1,4 +1,4 @@
-"""A measured curve: values at ascending places, and what lies between and beyond them."""
+"""Interpolates and extrapolates measured times over an ascending axis."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 
 
 def check_axis(name: str, axis: Sequence[float]) -> None:
-    """Raises ValueError where an axis is not finite, above 0 and ascending."""
+    """Raises ValueError unless an axis is finite, above 0 and ascending."""
     if not axis or not all(math.isfinite(v) and v > 0 for v in axis) or list(axis) != sorted(set(axis)):
         raise ValueError(f"{name} must be ascending and above 0")
 
 
 def check_times(name: str, times: Sequence[float]) -> None:
-    """Raises ValueError where a measured time is not finite and above 0."""
+    """Raises ValueError unless all times are finite and above 0."""
     if not all(math.isfinite(v) and v > 0 for v in times):
         raise ValueError(f"{name} must be above 0")
 
 
 def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> torch.Tensor:
-    """Times at `at` (ascending, > 0), read at `where` [...] >= 0 -> [...] float64; never falls.
+    """Times [...] float64 at `where` [...] >= 0, from times at `at` (ascending, > 0). The curve never falls.
 
-    A time below an earlier one is noise: both take their mean (`rising`). What moves bytes takes a fixed cost and a
-    time for each byte, until something else limits it: straight lines with kinks. Between two places the lines of their
-    neighbours go on until they meet, where they do below the straight line between the two; else that line holds.
-    Below the first place the first time; beyond the last the last line goes on, or, where noise has made it flat, the
-    line from the first place to the last.
+    A time below an earlier one is noise, and both take their mean (`rising`). Moving bytes takes a fixed time and a
+    time per byte until something else limits it, so the curve is made of straight lines with kinks. Between two points
+    the lines through their outer neighbours are extended until they meet, if they meet below the straight line between
+    the two points; otherwise that line is used. Below the first point the first time holds. Beyond the last point the
+    last line continues, or, if noise made it flat, the line from the first point to the last.
     """
     x = torch.tensor(at, dtype=torch.float64, device=where.device)
     y = rising(torch.tensor(times, dtype=torch.float64)).to(where.device)
@@ -48,7 +48,7 @@ def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> t
 
 
 def rising(times: torch.Tensor) -> torch.Tensor:
-    """times [n] -> the nearest that never fall, by least squares of logarithms: neighbours that fall are pooled."""
+    """The nearest non-decreasing times to times [n], by least squares of logarithms (pooling neighbours that fall)."""
     pools: list[tuple[float, int]] = []
     for value in times.log().tolist():
         pool = (value, 1)

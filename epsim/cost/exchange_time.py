@@ -1,9 +1,9 @@
 """Time of dispatch and combine: the busiest rank's rows on each level of the network.
 
-Normal kernels (DeepEP): a token's row goes once to each node that holds one of its experts (RDMA, to the rank of the
-same place in its node), and from there once to each rank (NVLink); both levels stream at the same time, so that the
-slower one counts: time = alpha + max over levels of bytes / rate(bytes), with bytes those of the rank that sends or
-receives most. Low-latency kernels send a row for every assignment, straight to its rank. Combine is the way back.
+Normal kernels (DeepEP) send a token's row once to each node with one of its experts (RDMA, to the rank with the same
+index in that node), and from there once to each rank (NVLink). Both levels stream at the same time, so the slower one
+counts: time = alpha + max over levels of bytes / rate(bytes), with the bytes of the rank that sends or receives most.
+Low-latency kernels send a row for every assignment directly to its rank. Combine goes the same way back.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Kernels: TypeAlias = Literal["normal", "low-latency"]
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Rows that the busiest rank moves, per step and layer. nvlink, rdma [S, L] float64: max over ranks of max(sent,
-    received), on NVLink with those that stay on their rank, on RDMA those that leave their node."""
+    received). NVLink includes rows that stay on their rank; RDMA counts rows that leave their node."""
 
     nvlink: torch.Tensor
     rdma: torch.Tensor
 
 
 def busiest_rows(rank_rows: torch.Tensor, node_rows: torch.Tensor) -> Rows:
-    """rank_rows [..., R, R]: tokens by source rank and rank they go to, each once; node_rows [..., R, N]: the same by
-    node they go to. Ranks fill nodes in order, all of them equally."""
+    """The rows of the busiest rank. rank_rows [..., R, R]: tokens by source rank and destination rank, each once;
+    node_rows [..., R, N]: tokens by source rank and destination node. Ranks fill nodes in order and equally."""
     num_ranks, num_nodes = rank_rows.shape[-1], node_rows.shape[-1]
     lead, places = rank_rows.shape[:-2], num_ranks // num_nodes
     received = rank_rows.sum(-2)
-    # What a rank sends on NVLink: its own rows and those that came to it from its place in the other nodes.
+    # On NVLink a rank sends its own rows and those received from ranks with the same index in other nodes.
     by_place = rank_rows.reshape(*lead, num_nodes, places, num_nodes, places)
     sent = by_place.sum((-4, -1)).transpose(-1, -2).reshape(*lead, num_ranks)
     nvlink = torch.maximum(received, sent).amax(-1)
@@ -48,15 +48,15 @@ def busiest_rows(rank_rows: torch.Tensor, node_rows: torch.Tensor) -> Rows:
 
 
 def expected_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_nodes: int) -> Rows:
-    """By expectation, where only loads are known: tokens live evenly on all ranks, and each of a token's top_k choices
-    falls on a rank as its load tells, independently of the others.
+    """The expected rows if only loads are known: tokens live evenly on all ranks, and each of a token's top_k choices
+    falls on a rank with probability proportional to its load, independently of the others.
 
-    load [..., R]: routed assignments a rank serves; tokens [...] of the layer.
+    load [..., R]: routed assignments that a rank serves; tokens [...] of the layer.
     """
     num_ranks = load.shape[-1]
     share = load / (tokens.clamp(min=1e-300) * top_k)[..., None]
     arriving = visits(share, top_k) * tokens[..., None]
-    # A rank forwards what its node's ranks receive from ranks of its place: as much as each of them.
+    # A rank forwards what the ranks of its node receive from ranks with its index: as much as each of them receives.
     places = num_ranks // num_nodes
     lead = load.shape[:-1]
     forwarded = arriving.reshape(*lead, num_nodes, places).mean(-1)
@@ -64,15 +64,15 @@ def expected_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_node
     if num_nodes == 1:
         return Rows(nvlink, torch.zeros_like(nvlink))
     per_node = visits(share.reshape(*lead, num_nodes, places).sum(-1), top_k) * (tokens / num_ranks)[..., None]
-    # A rank of node n sends what is for the other nodes; a rank of node n receives from its place in each of them.
+    # A rank sends rows to all other nodes, and receives from the rank with its index in each of them.
     leaving = per_node.sum(-1, keepdim=True) - per_node
     return Rows(nvlink, torch.maximum(leaving, per_node * (num_nodes - 1)).amax(-1))
 
 
 def visits(share: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Probability that at least one of top_k independent choices falls where a share of all choices falls."""
+    """The probability that at least one of top_k independent choices falls on a rank with this share of all choices."""
     left = (1 - share).clamp(min=0)
-    # By squares: torch's power takes as long as all the rest of a layer's time.
+    # By repeated squaring: torch's power takes as long as the rest of a layer's time.
     missed, factor = torch.ones_like(left), left
     while top_k:
         if top_k % 2:
@@ -83,7 +83,7 @@ def visits(share: torch.Tensor, top_k: int) -> torch.Tensor:
 
 
 def exchange_us(rows: Rows, hardware: Hardware, model: ModelSpec, num_nodes: int, kernels: Kernels) -> torch.Tensor:
-    """[2, ...] microseconds of dispatch and of combine; rows of low-latency kernels are assignments."""
+    """Microseconds of dispatch and of combine, [2, ...]. For low-latency kernels rows are assignments."""
     rates = hardware.normal if kernels == "normal" else hardware.low_latency
     across = num_nodes > 1
     found = []
@@ -101,7 +101,7 @@ def exchange_us(rows: Rows, hardware: Hardware, model: ModelSpec, num_nodes: int
 
 
 def bytes_us(size: torch.Tensor, link: Link) -> torch.Tensor:
-    """Bytes [...] -> microseconds [...] at the rate of that size."""
+    """Microseconds [...] of bytes [...] at the rate of each size."""
     if len(link.gb_per_s) == 1:
         return size * (1e-3 / link.gb_per_s[0])
     rates = torch.tensor(link.gb_per_s, dtype=torch.float64, device=size.device)
@@ -113,8 +113,8 @@ def bytes_us(size: torch.Tensor, link: Link) -> torch.Tensor:
 
 
 def low_latency_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_nodes: int) -> Rows:
-    """A row for each assignment. load [..., R]: assignments a rank serves; tokens [...]: evenly on all ranks. Those
-    whose node is another travel by RDMA."""
+    """The rows of low-latency kernels: one per assignment, over RDMA if its node differs. load [..., R]: assignments
+    that a rank serves; tokens [...]: evenly on all ranks."""
     num_ranks = load.shape[-1]
     sent = tokens * (top_k / num_ranks)
     busiest = torch.maximum(load.amax(-1).double(), sent)

@@ -1,11 +1,11 @@
-"""Time of the expert computation of a rank, from its assignments and its active experts.
+"""The time of a rank's expert computation, from its assignments and its active experts.
 
-Roofline: reading weights and rows, `b * active + a * tokens`, or computing, whichever takes longer; grouped GEMMs pad
-every active expert's tokens to whole tiles (half a tile on average, never less than one). A measured table takes its
-place: by its tiles and waves where it has a fit (`epsim.cost.tiled`), else by its cells: measured / roofline,
-interpolated over the logarithm of tokens per active expert, and times over active experts, in which the roofline is a
-straight line. Outside the grid a fit goes on in its terms, and the nearest ratio holds. Times never fall with more
-tokens: where cells do, that is noise, and they take their mean.
+The roofline is the longer of reading weights and rows, `b * active + a * tokens`, and computing. Grouped GEMMs pad
+every active expert's tokens to whole tiles (by half a tile on average, to at least one tile). A measured table replaces
+the roofline. If it has a fit, the time comes from tiles and waves (`epsim.cost.tiled`), also outside the grid.
+Otherwise it is interpolated from the cells: the ratio measured / roofline over the logarithm of tokens per active
+expert, and the time over active experts, in which the roofline is linear; outside the grid the nearest ratio holds.
+Times never fall with more tokens: cells that do are noise, and they take their mean.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from epsim.machines.hardware import Hardware
 from epsim.models.spec import ModelSpec
 
 STEPS = 16
-"""Places from one size of a table to the next."""
+"""Interpolation points between two sizes of a table."""
 SLOTS_A_ROW = 1.25
-"""Experts of a rank that a row it receives goes to, where nobody tells: as where 16 ranks share top-8."""
+"""Mean slots per received row if unknown: as when 16 ranks share top-8."""
 MOST_DECODED = 64
-"""Rows that the runtime's kernel for small batches takes."""
+"""The most rows that the runtime's kernel for small batches takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertCell:
-    """A measurement beside a table's grid: rows of `slots_a_row` slots."""
+    """A measurement outside a table's grid, with rows of `slots_a_row` slots."""
 
     tokens_per_expert: float
     active: float
@@ -48,15 +48,15 @@ class ExpertCell:
 class ExpertTable:
     """Measured times of one expert shape on one device.
 
-    device, command, dtype: what measured it, how, and in which type. hidden, intermediate: of the experts.
+    device, command, dtype: where, how and in which type it was measured. hidden, intermediate: of the experts.
     tokens_per_expert [n], active [m]: ascending, above 0. us: n x m microseconds, row by row; None (null) for a cell
-    not measured, which has the ratio of the nearest size of its column, and each column needs one.
-    implementation: whose experts; versions, date: of the measurement. spread: of the experts' tokens around their mean,
-    as the standard deviation of its logarithm; 0 where all had the same number.
-    columns: experts of a row of the grid, taken or not; 0 for the model's top-k. cells: beside the grid, for the fits
-    alone, whose rows have SLOTS_A_ROW slots in the grid.
-    fit: of grid and cells, by tiles; without it the grid is interpolated. small: the same of what small tiles compute
-    (`epsim.cost.tiled`), None where `fit` is of all.
+    not measured, which takes the ratio of the nearest size in its column; each column needs at least one.
+    implementation: of the experts; versions, date: of the measurement. spread: standard deviation of the logarithm of
+    the experts' tokens; 0 if all experts had equally many.
+    columns: expert entries per row of the grid, used or not; 0 for the model's top-k. cells: extra measurements, for
+    the fits only; rows of the grid have SLOTS_A_ROW slots.
+    fit: of grid and cells, by tiles; without it the grid is interpolated. small: a separate fit of what small tiles
+    compute (`epsim.cost.tiled`), None if `fit` covers all.
     """
 
     device: str
@@ -85,24 +85,24 @@ class ExpertTable:
         if self.columns < 0 or not (math.isfinite(self.spread) and self.spread >= 0):
             raise ValueError(f"columns {self.columns} and spread {self.spread} must be 0 or more")
         if self.small is not None and self.fit is None:
-            raise ValueError("small is a fit of small tiles beside another of large ones: give fit too")
+            raise ValueError("small is a fit of small tiles and needs one of large tiles: give fit too")
         for experts, column in zip(self.active, zip(*self.us, strict=True), strict=True):
             times = [time for time in column if time is not None]
             check_times("us", times)
             if not times:
-                raise ValueError(f"us has no time of {experts:g} active experts: leave them out of active")
+                raise ValueError(f"us has no time for {experts:g} active experts: remove them from active")
 
     @property
     def covers(self) -> str:
-        """The grid in words."""
+        """A description of the grid."""
         tokens, active = self.tokens_per_expert, self.active
-        return f"{tokens[0]:g} to {tokens[-1]:g} tokens an expert, {active[0]:g} to {active[-1]:g} active experts"
+        return f"{tokens[0]:g} to {tokens[-1]:g} tokens per expert, {active[0]:g} to {active[-1]:g} active experts"
 
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """hardware and model; table: measured, or None for the roofline alone; decode: measured of the kernel that computes
-    ranks which receive at most MOST_DECODED rows, or None. Raises ValueError where a table is of other experts."""
+    """Expert times of a model on a hardware. table: measured, or None for the roofline; decode: measured for the kernel
+    of ranks that receive at most MOST_DECODED rows, or None. Raises ValueError if a table is of other experts."""
 
     hardware: Hardware
     model: ModelSpec
@@ -117,28 +117,28 @@ class ExpertsTime:
         model = self.model
         if table is not None and (table.hidden, table.intermediate) != (model.hidden, model.intermediate):
             raise ValueError(
-                f"the expert table is of {table.hidden} x {table.intermediate}, {model.name} has experts of "
-                f"{model.hidden} x {model.intermediate}: give a table of its shape, or none"
+                f"the expert table is for {table.hidden} x {table.intermediate}, but {model.name} has experts of "
+                f"{model.hidden} x {model.intermediate}: give a table of that shape, or none"
             )
         if table is not None and table.dtype != model.compute:
             raise ValueError(
-                f"the expert table is of {table.dtype}, {model.name} computes in {model.compute}: give a table of its "
-                "type, or a --model that computes in the table's"
+                f"the expert table is in {table.dtype}, but {model.name} computes in {model.compute}: give a table in "
+                "its type, or a --model that computes in the table's"
             )
 
     @property
     def a(self) -> float:
-        """Microseconds that a token adds where reading is the limit: its rows in and out."""
+        """Microseconds that a token adds if reading is the limit: its rows in and out."""
         return (self.model.dispatch_row_bytes + self.model.combine_row_bytes) * 1e-3 / self.hardware.memory_gb_per_s
 
     @property
     def b(self) -> float:
-        """Microseconds that an active expert adds where reading is the limit: its weights."""
+        """Microseconds that an active expert adds if reading is the limit: its weights."""
         return self.model.expert_bytes * 1e-3 / self.hardware.memory_gb_per_s
 
     @property
     def computing(self) -> float:
-        """Microseconds an assignment takes where computing is the limit."""
+        """Microseconds that an assignment takes if computing is the limit."""
         rate = self.hardware.fp8_tflops if self.model.compute == "fp8" else self.hardware.bf16_tflops
         return self.model.expert_flops * 1e-6 / rate
 
@@ -149,10 +149,10 @@ class ExpertsTime:
         unread: torch.Tensor | None = None,
         tiles: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens, active [...] float64 -> microseconds [...], 0 where there is nothing to do. unread: bytes of the
-        active experts that a reader leaves unread, whose kernel multiplies with vectors and fills no tiles. tiles:
-        whole ones of the hardware's rows that the experts fill, where each expert's tokens are known; else half a tile
-        more than the mean fills, as of loads that are not even."""
+        """The roofline's microseconds [...] for tokens, active [...] float64; 0 without tokens. unread: bytes of the
+        active experts that a channel reader skips; its kernel needs no tiles. tiles: the whole tiles that the experts
+        fill, if each expert's tokens are known; otherwise half a tile more per expert than the mean fills, because
+        loads are uneven."""
         half, tile = (self.hardware.tile - 1) / 2, self.hardware.tile
         padded = torch.maximum(tokens + half * active, tile * active) if tiles is None else tile * tiles
         reading = self.b * active + self.a * tokens
@@ -163,7 +163,7 @@ class ExpertsTime:
 
     @property
     def tile(self) -> int:
-        """Rows of a tile, for loads to count tiles of (`Setting.tile`); 0 where they make no difference."""
+        """Rows of the tiles that loads should count (`Setting.tile`); 0 if times do not depend on them."""
         return 0 if self.table is None or self.table.fit is None else self.table.fit.rows
 
     def us(
@@ -173,8 +173,8 @@ class ExpertsTime:
         tiles: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens: assignments of a rank, active: its experts that have any, tiles: whole tiles of `self.tile` rows that
-        they fill, rows: that the rank receives, each None where not known; [...] float64 -> microseconds [...]."""
+        """Microseconds [...] for tokens: assignments of a rank, active: its experts with tokens, tiles: whole tiles of
+        `self.tile` rows that these fill, rows: received by the rank; [...] float64. tiles, rows: None if unknown."""
         if self.table is None:
             return self.roofline(tokens, active)
         rows = tokens / SLOTS_A_ROW if rows is None else rows
@@ -188,18 +188,18 @@ class ExpertsTime:
             time = self._by_cells(tokens, active)
         if self.decode is not None:
             few = (rows <= MOST_DECODED) & (active > 0)
-            if few.any():  # as at decode, and seldom else: looked up there alone
+            if few.any():  # mostly in decode: looked up only for these
                 small = self._small.us(tokens[few], active[few])
-                # At most the grouped products' time, so that a row more than it takes never costs less.
+                # At most the grouped products' time, so that one row above the kernel's limit never costs less.
                 time[few] = torch.minimum(small, time[few])
         return time * (active > 0)
 
     def _with_small(
         self, fit: TiledFit, time: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """time, but where small tiles are taken by their fit; large ones take at least what the most rows of such
-        tokens take by small ones: two fits may meet with a fall, which none of the measured calls shows. Slots without
-        tokens, which are groups too, are not known here."""
+        """`time`, replaced by the fit of small tiles where these are used. Large tiles take at least as long as the
+        most rows that small tiles take, because two fits may meet with a drop that no measurement shows. Slots without
+        tokens, which are also groups, are not known here."""
         columns = self.model.top_k + (self.model.shared_intermediate > 0)
         part = (most_small(columns, active) / rows.clamp(min=1e-300)).clamp(max=1)
         fewer = tokens * part
@@ -207,7 +207,7 @@ class ExpertsTime:
         return torch.where(is_small(rows, columns, active), few, torch.maximum(few, time))
 
     def dense_us(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A shared expert computed by itself on tokens [...] -> microseconds [...]."""
+        """Microseconds [...] of a shared expert that is computed separately on tokens [...]."""
         times = self.model.shared_cost
         time = torch.maximum(times * (self.b + 0 * tokens), times * self.computing * tokens)
         return (time + self.hardware.kernel_us) * (tokens > 0)
@@ -218,8 +218,8 @@ class ExpertsTime:
 
     @cached_property
     def _grid(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """sizes [N], active [m] and times [N, m]: the table with STEPS places from one size to the next, as the ratio
-        to the roofline goes on between them; no column falls."""
+        """sizes [N], active [m] and times [N, m]: the table with STEPS points between sizes, interpolated by the ratio
+        to the roofline; no column falls."""
         assert self.table is not None
         known = torch.tensor(self.table.tokens_per_expert, dtype=torch.float64)
         active = torch.tensor(self.table.active, dtype=torch.float64)
@@ -240,7 +240,7 @@ class ExpertsTime:
         return sizes, active, (between * self.roofline(sizes[:, None] * active, active)).cummax(0).values
 
     def _by_cells(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """tokens: assignments, experts: that have any -> microseconds."""
+        """Microseconds by interpolation of cells. tokens: assignments; experts: those with tokens."""
         sizes, active, times = self._grid
         y = experts.clamp(min=1)
         x = (tokens / y).clamp(min=1e-9)
@@ -248,7 +248,7 @@ class ExpertsTime:
         i, u = _place(sizes, inside)
         j, v = _place(active, most)
         after_i, after_j = (i + 1).clamp(max=len(sizes) - 1), (j + 1).clamp(max=len(active) - 1)
-        outside = not torch.equal(x, inside)  # most calls are of loads that the grid covers: no ratio is needed there
+        outside = not torch.equal(x, inside)  # the grid covers most loads, and these need no ratio
 
         def column(at: torch.Tensor) -> torch.Tensor:
             found = torch.lerp(times[i, at], times[after_i, at], u)
@@ -257,20 +257,20 @@ class ExpertsTime:
             return found
 
         time = torch.lerp(column(j), column(after_j), v)
-        # Of fewer experts than the first column's: what is above the fixed cost shrinks with them.
+        # With fewer experts than the first column: the time above the fixed cost shrinks with their number.
         time = time - (time - self.hardware.kernel_us).clamp(min=0) * (1 - most / active[0]).clamp(min=0)
         return time if torch.equal(most, y) else time * (self.roofline(x * y, y) / self.roofline(x * most, most))
 
 
 def _filled(axis: Sequence[float], values: torch.Tensor) -> torch.Tensor:
-    """values [n], NaN where not known -> [n]: there that of the nearest known place."""
+    """values [n] with each NaN replaced by the value of the nearest known point on the axis."""
     known = [place for place, value in enumerate(values.tolist()) if not math.isnan(value)]
     near = [min(known, key=lambda other: abs(axis[other] - at)) for at in axis]
     return values[near].clone()
 
 
 def _place(axis: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Interval of each value on an ascending axis, and where in it, 0 to 1."""
+    """The interval of each value on an ascending axis, and its position in the interval, 0 to 1."""
     if len(axis) == 1:
         return torch.zeros_like(at, dtype=torch.int64), torch.zeros_like(at)
     left = (torch.searchsorted(axis, at) - 1).clamp(0, len(axis) - 2)

@@ -1,4 +1,4 @@
-"""Time of a layer from its load: router, policy, dispatch, expert computation, combine, each the slowest rank's."""
+"""The time of a layer from its load: router, policy, dispatch, experts, combine, each on the slowest rank."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from epsim.policies.stack import PolicyStack
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Phases:
-    """Microseconds of a layer, [S, L] float64 each: what its router (0 where that was not measured, and is part of the
-    layer's rest), policies, dispatch, experts and combine take."""
+    """Microseconds of a layer's router, policies, dispatch, experts and combine, [S, L] float64 each. A router that was
+    not measured counts 0 here and is part of the rest of the layer."""
 
     route: torch.Tensor
     policy: torch.Tensor
@@ -38,10 +38,10 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class LayerTiming:
-    """experts: of one hardware and model. num_nodes: hosts of the expert-parallel group. kernels: of the exchange.
-    overlap: whether the two halves of a batch overlap, one's exchange beside the other's computation. measured: what a
-    calibration of this hardware holds; its exchange, policies and router are used where they fit. given: a trace tells
-    the experts, so that the router chooses none, as in runs of the runtime."""
+    """experts: times of a hardware and model. num_nodes: nodes of the expert-parallel group. kernels: of the exchange.
+    overlap: whether the exchange of one half of a batch overlaps the computation of the other. measured: a calibration
+    of this hardware; its exchange, policies and router are used where they match. given: whether the experts come from
+    a trace, so that the router does not choose, as in runs of the runtime."""
 
     experts: ExpertsTime
     num_nodes: int = 1
@@ -59,18 +59,18 @@ class LayerTiming:
         return self.experts.model
 
     def check(self, num_experts: int, top_k: int, num_ranks: int, num_nodes: int) -> None:
-        """Raises ValueError where a trace's experts or a cluster's ranks and nodes are not what is timed."""
+        """Raises ValueError if a trace's experts, or a cluster's ranks and nodes, differ from what is timed."""
         model = self.model
         if (num_experts, top_k) != (model.num_experts, model.top_k):
             raise ValueError(
-                f"the trace has {num_experts} experts, top-{top_k}, and {model.name} {model.num_experts}, "
+                f"the trace has {num_experts} experts, top-{top_k}, but {model.name} has {model.num_experts}, "
                 f"top-{model.top_k}: give the trace's --model, or a .toml file that describes it"
             )
         if num_nodes != self.num_nodes or num_ranks % num_nodes:
             raise ValueError(f"{num_ranks} ranks on {num_nodes} nodes: times need nodes of equally many ranks")
 
     def words(self) -> str:
-        """What times are of, for reports."""
+        """A description of how times are predicted, for reports."""
         table, measured = self.experts.table, self.measured
         experts = "roofline"
         if table is not None:
@@ -96,10 +96,9 @@ class LayerTiming:
         )
 
     def phases(self, load: Load, stack: PolicyStack, redundant: bool) -> Phases:
-        """load [S, L, R] under the stack; redundant: whether any expert has several copies.
+        """The phases of a load [S, L, R] under the stack. redundant: whether any expert has several copies.
 
-        A shared expert that stays local is computed by itself; one that is dispatched is one more expert of the grouped
-        computation.
+        A local shared expert is computed separately; a dispatched one is one more expert of the grouped computation.
         """
         routed, active = load.routed.double(), load.active.double()
         busy = load.assignments > 0
@@ -127,7 +126,7 @@ class LayerTiming:
         return Phases(*(torch.where(busy, part, 0.0) for part in (route, policy, dispatch, time, combine)))
 
     def routed_bytes(self, load: Load, stack: PolicyStack) -> torch.Tensor:
-        """[S, L, R] float64: bytes of routed experts that a rank reads under the stack's reader."""
+        """Bytes of routed experts that each rank reads under the stack's reader, [S, L, R] float64."""
         routed, active, model = load.routed.double(), load.active.double(), self.model
         return stack.reader.bytes_read(
             routed, active, model.hidden, model.intermediate, model.weight_bytes, model.top_k
@@ -142,7 +141,8 @@ class LayerTiming:
         tiles: torch.Tensor | None,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`ExpertsTime.us`, and under a reader its share that the roofline has: times are measured of whole experts."""
+        """`ExpertsTime.us`; with a reader, times the ratio of rooflines with and without it, because only whole experts
+        were measured."""
         time = self.experts.us(tokens, active, tiles, rows)
         if not stack.reader.acts:
             return time
@@ -152,8 +152,7 @@ class LayerTiming:
         return time * share.clamp(max=1)
 
     def layer_us(self, load: Load, stack: PolicyStack, redundant: bool, phases: Phases | None = None) -> torch.Tensor:
-        """[S, L] microseconds that the layer's experts add to the rest of the layer. phases: the load's, where they are
-        known already."""
+        """Microseconds that the experts add to the rest of the layer, [S, L]. phases: of the load, if already known."""
         phases = self.phases(load, stack, redundant) if phases is None else phases
         if not self.overlap:
             return phases.total
@@ -166,25 +165,24 @@ class LayerTiming:
         return torch.where(load.assignments > 0, both - self.rest_us(per_rank), 0.0)
 
     def rest_us(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Attention, norms and, where it was not measured, router of a layer, tokens [...] of a rank -> microseconds
-        [...]."""
+        """Microseconds [...] of a layer's attention, norms and unmeasured router, for tokens [...] per rank."""
         parameters = self.model.rest_parameters
         if self.router is not None:
             parameters = max(parameters - self.model.hidden * self.model.num_experts, 0.0)
         return self._dense_us(tokens, parameters) + self.model.rest_us
 
     def router_us(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The model's router as measured, tokens [...] of a rank -> microseconds [...]; 0 where it was not."""
+        """Measured microseconds [...] of the model's router for tokens [...] per rank; 0 if it was not measured."""
         return torch.zeros_like(tokens) if self.router is None else self.router.time(tokens, self.given)
 
     @property
     def router(self) -> RouterTable | None:
-        """The measured time of the model's router, None where there is none."""
+        """The measured table of the model's router, or None."""
         return None if self.measured is None else self.measured.router_for(self.model, self.given)
 
     def step_us(self, layer_us: torch.Tensor, tokens: torch.Tensor, num_ranks: int) -> torch.Tensor:
-        """A whole step: layer_us, tokens [S, L] -> [S] microseconds. Layers of the model that the trace lacks count as
-        the mean of those it holds, layers without experts as their parameters take."""
+        """Microseconds of a whole step, [S], from layer_us and tokens [S, L]. Layers that the trace lacks count as the
+        mean of its layers; layers without experts count by their parameters."""
         per_rank = tokens / num_ranks
         present = (tokens > 0).sum(-1).clamp(min=1)
         layers = ((layer_us + self.rest_us(per_rank)) * (tokens > 0)).sum(-1) / present * self.model.moe_layers
@@ -192,19 +190,19 @@ class LayerTiming:
         return layers + self.model.dense_layers * (dense + self.model.rest_us)
 
     def policy_us(self, stack: PolicyStack, redundant: bool, num_ranks: int, tokens: float) -> float:
-        """What a stack's policies add to a layer of so many tokens a rank: as measured, else as specified."""
+        """Microseconds that a stack's policies add to a layer for so many tokens per rank: measured, else specified."""
         known = None if self.measured is None else self.measured.policies
         each = torch.tensor(tokens, dtype=torch.float64)
         return float(policy_us(self.hardware.policy, known, stack, redundant, num_ranks, self.num_nodes, each))
 
     def measured_exchange(self, num_ranks: int, num_nodes: int) -> ExchangeTable | None:
-        """The table that tells the exchange's time, None where rates do."""
+        """The measured table that gives the exchange's time, or None if rates give it."""
         if self.measured is None or self.kernels != "normal":
             return None
         return self.measured.exchange_for(self.model, num_ranks, num_nodes)
 
     def _exchange_us(self, rows: Rows, num_ranks: int) -> torch.Tensor:
-        """[2, S, L]: by a measured table of normal kernels where there is one, else by rates."""
+        """Microseconds of dispatch and combine, [2, S, L], from a measured table of normal kernels or from rates."""
         table = self.measured_exchange(num_ranks, self.num_nodes)
         if table is not None:
             assert self.measured is not None
@@ -221,16 +219,16 @@ class LayerTiming:
         return Rows(rows.nvlink + self._kept(load), rows.rdma) if local else rows
 
     def _kept(self, load: Load) -> torch.Tensor:
-        """[S, L] rows of a rank that stay for its local shared expert alone, none of the token's experts being at home,
-        where that is one of the grouped ones."""
+        """Rows of a rank that it keeps only for its local shared expert, because none of the token's experts is on this
+        rank, [S, L]. Used if the shared expert is part of the grouped computation."""
         if not (self.hardware.shared_grouped and self.model.shared_intermediate):
             return torch.zeros_like(load.tokens)
         num_ranks = load.routed.shape[-1]
         return load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
 
     def _received(self, load: Load, served: torch.Tensor, local: bool) -> torch.Tensor | None:
-        """[S, L, R] rows that each rank's experts are given: tokens that visit it, as trace or expectation tell. None
-        where times do not depend on them."""
+        """Rows that each rank receives, [S, L, R]: tokens that visit it, from the trace or expected. None if times do
+        not depend on them."""
         if self.experts.table is None:
             return None
         if load.rank_rows is not None:
@@ -248,7 +246,7 @@ class LayerTiming:
 
 
 def _half(load: Load) -> Load:
-    """One of the two halves of every batch, by expectation: no more experts active than it has assignments."""
+    """The expected load of half of every batch, with at most as many active experts as assignments."""
     halves: dict[str, Any] = {
         name: getattr(load, name) / 2 for name in ("routed", "routed_real", "shared", "shared_tokens", "tokens")
     }
@@ -263,9 +261,9 @@ def _half(load: Load) -> Load:
 def load_timing(
     hardware: str, model: str, num_nodes: int, phase: str, overlap: bool = False, table: Path | None = None
 ) -> LayerTiming:
-    """hardware: a name, a file, or a folder of `epsim calibrate` (`load_calibration`); model: a name or file
-    (`load_model`); table: a JSON file of measured experts, before any of the calibration's. Decode steps use
-    low-latency kernels, all others normal ones. Raises ValueError in one line."""
+    """Loads the timing of a hardware and a model. hardware: see `load_calibration`; model: see `load_model`; table: a
+    JSON file of measured experts, which replaces the calibration's. Decode steps use low-latency kernels, all others
+    normal kernels. Raises ValueError with one line."""
     measured, spec = load_calibration(hardware), load_model(model)
     experts = measured.table_for(spec) if table is None else _expert_table(table)
     kernels: Kernels = "low-latency" if phase == "decode" else "normal"

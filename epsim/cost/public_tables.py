@@ -1,7 +1,7 @@
-"""Measured tables of the wheel aiconfigurator-core (extra `public-tables`), read where it is installed, never bundled.
+"""Reads measured tables from the installed wheel aiconfigurator-core (extra `public-tables`); they are not bundled.
 
-DeepSeek-V3's shape in FP8 (hidden 7168, experts of 2048, 256 of them, top-8): masked grouped GEMMs of SGLang as each
-rank of 2 to 256 runs them under even routing, and DeepEP's normal kernels on 1 to 8 nodes of 8.
+They are for DeepSeek-V3's shape in FP8 (hidden 7168, 256 experts of 2048, top-8): masked grouped GEMMs of SGLang as one
+of 2 to 256 ranks runs them under even routing, and DeepEP's normal kernels on 1 to 8 nodes with 8 GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPE = (7168, 2048, 256, 8)
 
 @dataclass(frozen=True, slots=True)
 class ExpertPoint:
-    """Measured: assignments of a rank, its active experts, microseconds."""
+    """One measurement: assignments of a rank, its active experts, microseconds."""
 
     tokens: float
     active: float
@@ -37,7 +37,7 @@ class ExpertPoint:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePoint:
-    """Measured: tokens a rank, microseconds of dispatch and of combine, without the exchange of counts before them."""
+    """One measurement: tokens per rank, microseconds of dispatch and combine, without the exchange of counts."""
 
     tokens: float
     dispatch_us: float
@@ -45,19 +45,20 @@ class ExchangePoint:
 
 
 def data_folder(device: str) -> Path:
-    """Where the wheel keeps a device's tables (`h100`, `h200`, `b200`). Raises ValueError where it is not installed,
-    or has none."""
+    """The folder of a device's tables (`h100`, `h200`, `b200`) in the wheel. Raises ValueError if the wheel is not
+    installed or has none."""
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("the public tables are not installed: pip install 'epsim[public-tables]'")
     folder = Path(next(iter(spec.submodule_search_locations))) / "systems" / "data" / f"{device.lower()}_sxm"
     if not folder.is_dir():
-        raise ValueError(f"the public tables hold no {device}: choose h100, h200 or b200")
+        raise ValueError(f"the public tables have no {device}: choose h100, h200 or b200")
     return folder
 
 
 def expert_points(device: str) -> list[ExpertPoint]:
-    """Of the newest version that has them. Where there are fewer assignments than experts, each is of another one."""
+    """The expert measurements of the newest version that has them. If assignments are fewer than experts, each expert
+    has at most one."""
     experts, top_k = SHAPE[2:]
     found = []
     for row in _rows(data_folder(device), "moe/sglang", "wideep_generation_moe_perf.parquet"):
@@ -69,14 +70,15 @@ def expert_points(device: str) -> list[ExpertPoint]:
 
 
 def exchange_points(device: str, nodes: int) -> list[ExchangePoint]:
-    """Of the version with most node counts, at the most SMs it was measured with. Raises ValueError for others."""
+    """The exchange measurements of the version with most node counts, at its largest number of SMs. Raises ValueError
+    if these nodes were not measured."""
     rows = [
         row
         for row in _rows(data_folder(device), "comm/sglang", "wideep_deepep_normal_perf.parquet", most="node_num")
         if row["node_num"] == nodes and (row["hidden_size"], row["num_experts"], row["num_topk"]) == (7168, 256, 8)
     ]
     if not rows:
-        raise ValueError(f"the public tables hold no exchange of {nodes} nodes of {device}")
+        raise ValueError(f"the public tables have no exchange on {nodes} nodes of {device}")
     sms = max(row["dispatch_sms"] for row in rows)
     return [
         ExchangePoint(row["num_token"], row["dispatch_transmit_us"], row["combine_transmit_us"])
@@ -86,8 +88,8 @@ def exchange_points(device: str, nodes: int) -> list[ExchangePoint]:
 
 
 def expert_table(points: Sequence[ExpertPoint], hardware: Hardware, model: ModelSpec) -> ExpertTable:
-    """The points of full ranks (every expert active) as a grid; cells without one have the measured-to-roofline ratio
-    of the nearest size of the same number of experts."""
+    """The points with all experts active as a grid. Cells without a point take the ratio measured / roofline of the
+    nearest size with the same number of experts."""
     roofline = ExpertsTime(hardware, model)
     columns: dict[float, dict[float, float]] = defaultdict(dict)
     for point in points:
@@ -116,7 +118,8 @@ def _shape(row: Mapping[str, Any], intermediate: str, top_k: str) -> tuple[int, 
 
 
 def _rows(folder: Path, under: str, name: str, most: str = "") -> list[dict[str, Any]]:
-    """The rows of a file, of the version with most values of a column, else the newest. Raises ValueError for none."""
+    """The rows of a file, from the version with most values of column `most`, else the newest. Raises ValueError if
+    there is none."""
     files = sorted((folder / under).glob(f"*/{name}"), key=lambda path: path.parent.name)
     if not files:
         raise ValueError(f"the public tables of {folder.name} lack {under}/*/{name}")

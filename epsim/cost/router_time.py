@@ -1,4 +1,4 @@
-"""Time of a model's own router: scores of all experts, the choice of a token's, their weights."""
+"""The time of a model's router: scores of all experts, the choice of each token's experts, and their weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from epsim.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class RouterTable:
-    """Measured on one device by `epsim calibrate`, with what the runtime's layer does around it for a token's weights.
+    """A router measured on one device by `epsim calibrate`, with the runtime layer's operations for tokens' weights.
 
     hidden, num_experts, top_k, groups, top_groups: of the model. us [n] at `tokens` [n] of a rank, ascending: the
     router chooses; given_us [n]: the experts come from a trace and the router computes their weights only, as in runs
@@ -44,11 +44,11 @@ class RouterTable:
             raise ValueError("us and given_us are empty: give one of them")
 
     def fits(self, model: ModelSpec, given: bool) -> bool:
-        """given: a trace tells the experts."""
+        """Whether the table is for this model's router. given: whether the experts come from a trace."""
         names = ("hidden", "num_experts", "top_k", "groups", "top_groups")
         same = all(getattr(self, name) == getattr(model, name) for name in names)
         return same and bool(self.given_us if given else self.us)
 
     def time(self, tokens: torch.Tensor, given: bool) -> torch.Tensor:
-        """tokens [...] of a rank -> microseconds [...]."""
+        """Microseconds [...] for tokens [...] per rank."""
         return curve(self.tokens, self.given_us if given else self.us, tokens)

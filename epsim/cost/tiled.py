@@ -1,13 +1,13 @@
-"""Time of a grouped GEMM by what it does: whole tiles of each expert's rows, so many at once, in waves.
+"""The time of a grouped GEMM from its tiles and waves.
 
-The two products of a layer's experts (gate and up together, down) are cut into tiles of `rows` x `columns`; the device
-works on `at_once` of them, and the last wave takes as long as a full one. Found on an H200 with PyTorch's grouped
-product: 256 x 256, 66 at once (pairs of its 132 multiprocessors); a sixth active expert of gpt-oss-20b costs 40% more
-there, since its 72 tiles of the second product no longer fit one wave.
+The two products of a layer's experts (gate and up together, down) are cut into tiles of `rows` x `columns`. The device
+computes `at_once` tiles at a time, and the last wave takes as long as a full one. On an H200 PyTorch's grouped product
+has tiles of 256 x 256, 66 at once (pairs of its 132 multiprocessors). There a sixth active expert of gpt-oss-20b costs
+40% more, because the 72 tiles of the second product no longer fit in one wave.
 
-PyTorch has two such products, and takes that of small tiles where the rows it is given are at most SMALL a group
-(aten/src/ATen/native/cuda/GroupMM.cu: 64 x 128, else 128 x 256 in pairs). The runtime gives it a row for each column of
-every row received, taken or not.
+PyTorch has two such products. It uses the one with small tiles if it gets at most SMALL rows per group
+(aten/src/ATen/native/cuda/GroupMM.cu: 64 x 128, else 128 x 256 in pairs). The runtime gives it one row for each column
+of every received row, used or not.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from epsim.models.spec import ModelSpec
 
 TERMS = 9
 SMALL = 128
-"""Rows a group, up to which the product of small tiles is taken."""
+"""The most rows per group for which small tiles are used."""
 
 
 def is_small(rows: torch.Tensor, columns: int, groups: torch.Tensor) -> torch.Tensor:
-    """rows received [...] of so many columns, groups [...] (a rank's slots) -> bool [...]."""
+    """Whether small tiles are used, [...] bool. rows: received, with so many columns; groups: slots of a rank."""
     return rows * columns < (SMALL + 1) * groups
 
 
 def most_small(columns: int, groups: torch.Tensor) -> torch.Tensor:
-    """groups [...] -> rows [...] from which on `is_small` is false."""
+    """The rows [...] from which `is_small` is false, for groups [...]."""
     return (SMALL + 1) * groups / columns
 
 
 @dataclass(frozen=True, slots=True)
 class TiledFit:
     """coefficients: microseconds of [a call, an assignment, an active expert, a tile of rows, a wave of the first
-    product, of the second, the whole of the first product's first wave, of the second's, a row received]: a wave that
-    is not full takes less, as its tiles share the memory's rate; a row is read and its sum written once, however many
-    of the rank's experts it goes to. Fitted by `epsim calibrate` on its cells alone. Fits without the last have all
-    rows of as many slots, and hold for such rows."""
+    product, a wave of the second, the filled share of the first product's first wave, of the second's, a received row].
+
+    A first wave that is not full takes less, because its tiles share the memory bandwidth. A row is read and its sum
+    written once, for any number of the rank's experts. `epsim calibrate` fits this to its cells. A fit without the last
+    coefficient comes from rows with equally many slots, and holds for such rows only."""
 
     rows: int
     columns: int
@@ -59,8 +60,8 @@ class TiledFit:
     def us(
         self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, rows: torch.Tensor, model: ModelSpec
     ) -> torch.Tensor:
-        """tokens: assignments, active: experts that have any, tiles: of `self.rows` rows, rows: that the rank received;
-        [...] float64 -> microseconds [...]; more of any never takes less."""
+        """Microseconds [...], which never fall. tokens: assignments, active: experts with tokens, tiles: of `self.rows`
+        rows, rows: received by the rank; [...] float64."""
         time = torch.zeros_like(tokens)
         for part, cost in zip(self.terms(tokens, active, tiles, rows, model), self.coefficients, strict=False):
             if cost:
@@ -70,13 +71,13 @@ class TiledFit:
     def terms(
         self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, rows: torch.Tensor, model: ModelSpec
     ) -> tuple[torch.Tensor, ...]:
-        """What the coefficients weigh."""
-        found = [torch.ones_like(tokens), tokens, active, tiles]
+        """The terms that the coefficients multiply."""
+        terms = [torch.ones_like(tokens), tokens, active, tiles]
         products = [
             tiles * -(-width // self.columns) / self.at_once for width in (2 * model.intermediate, model.hidden)
         ]
-        return (*found, *(waves.ceil() for waves in products), *(waves.clamp(max=1.0) for waves in products), rows)
+        return (*terms, *(waves.ceil() for waves in products), *(waves.clamp(max=1.0) for waves in products), rows)
 
     def expected_tiles(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
-        """Where the experts' own tokens are not known: half a tile more than the mean fills, at least one each."""
+        """Expected tiles if each expert's tokens are unknown: half a tile more than the mean fills, at least one."""
         return torch.maximum(active, tokens / self.rows + 0.5 * active)

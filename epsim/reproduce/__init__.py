@@ -1,1 +1,1 @@
-"""Published tables, reproduced from mechanism: recorded routing, the policies themselves and the layer-time model."""
+"""Reproduces published tables from recorded routing, the policies and the layer-time model."""

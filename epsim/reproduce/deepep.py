@@ -1,7 +1,7 @@
-"""DeepEP's published exchange figures beside the exchange model under their own conditions.
+"""Compares DeepEP's published exchange figures with the exchange model under the same conditions.
 
-Uniform random scores, as in DeepEP's own tests: each node is one group, a token takes the groups of the `MOST_GROUPS`
-best experts and its top-k among their experts.
+Scores are uniform random, as in DeepEP's tests. Each node is one group; a token takes the groups of the `MOST_GROUPS`
+best experts, and its top-k among the experts of these groups.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DRAWN = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One published figure (`unit`: GB/s of logical bytes, or us) and what the model says. own: whether a rate of the
-    hardware's specification was taken from this very figure."""
+    """One published figure (`unit`: GB/s of logical bytes, or us) and the model's prediction. own: whether the
+    hardware's specification took a rate from this figure."""
 
     kernels: Kernels
     ranks: int
@@ -41,7 +41,7 @@ class Figure:
 
 
 def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
-    """hardware: `h800`, for which the figures are; model: DeepSeek-V3's shape."""
+    """Predicts each published figure. hardware: `h800`, which DeepEP used; model: DeepSeek-V3's shape."""
     content = json.loads(resources.files("epsim.reproduce").joinpath("published/deepep-h800.json").read_text())
     found = []
     both: tuple[tuple[Kernels, str], ...] = (("normal", "normal"), ("low-latency", "low_latency"))
@@ -60,7 +60,7 @@ def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
 
 
 def uniform_rows(model: ModelSpec, ranks: int, nodes: int, kernels: Kernels) -> tuple[Rows, float]:
-    """Rows of the busiest rank (all are alike) at the published number of tokens a rank, and logical rows."""
+    """The rows of the busiest rank (all ranks are equal) at the published tokens per rank, and the logical rows."""
     tokens = TOKENS[kernels]
     away = (nodes - 1) / nodes
     if kernels == "low-latency":
@@ -74,7 +74,7 @@ def uniform_rows(model: ModelSpec, ranks: int, nodes: int, kernels: Kernels) -> 
 
 
 def visited(model: ModelSpec, ranks: int, nodes: int) -> tuple[float, float]:
-    """Mean nodes and ranks that a token is sent to, over DRAWN tokens of independent uniform scores."""
+    """The mean number of nodes and of ranks that a token is sent to, over DRAWN tokens with uniform random scores."""
     scores = torch.rand(DRAWN, model.num_experts, generator=torch.Generator().manual_seed(0))
     by_node = scores.view(DRAWN, nodes, -1)
     groups = by_node.amax(-1).topk(min(nodes, MOST_GROUPS)).indices

@@ -1,4 +1,4 @@
-"""Sizes of the public tables that were left out of a fit, predicted: gate (1), per call."""
+"""Predicts the sizes of the public tables that a fit leaves out, call by call."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from epsim.reproduce.deepep import visited
 
 MEDIAN, P95 = 0.05, 0.15
 FEW_TOKENS = 16
-"""Below so many tokens a rank an exchange is all fixed cost."""
+"""Below so many tokens per rank an exchange has only its fixed cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """errors of predicted / measured - 1 on `sizes` calls not used in the fit."""
+    """The errors (predicted / measured - 1) on `sizes` calls that the fit does not use."""
 
     what: str
     sizes: int
@@ -35,23 +35,23 @@ class Check:
 
 
 def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
-    """Every other size is fitted, the ones between are predicted; roofline without any fit beside it. Raises ValueError
-    where the tables are not installed."""
+    """Fits every other size and predicts those between; also compares the roofline without a fit. Raises ValueError
+    if the tables are not installed."""
     points = expert_points(device)
-    # Sizes are powers of two: those of even exponent make the table, and those between them are predicted.
+    # Sizes are powers of two. Even exponents make the table; odd ones are predicted.
     sizes = sorted({p.tokens / p.active for p in points})
     kept = set(sizes[::2]) | {sizes[-1]}
     table = expert_table([p for p in points if p.tokens / p.active in kept], hardware, model)
     left = [p for p in points if p.tokens / p.active not in kept]
     checks = []
     tokens, active, measured = _numbers(left)
-    found = ExpertsTime(hardware, model, table).us(tokens, active)
-    checks.append(check("expert GEMM, table of every other size", (found / measured).numpy()))
+    predicted_us = ExpertsTime(hardware, model, table).us(tokens, active)
+    checks.append(check("expert GEMM, table of every other size", (predicted_us / measured).numpy()))
     tokens, active, measured = _numbers(points)
-    # Routing is even there, so that whole tiles are known.
+    # These tables were measured under even routing, so the number of whole tiles is known.
     tiles = active * (tokens / active / hardware.tile).ceil()
-    found = ExpertsTime(hardware, model).roofline(tokens, active, tiles=tiles)
-    checks.append(check("expert GEMM, roofline alone", (found / measured).numpy()))
+    predicted_us = ExpertsTime(hardware, model).roofline(tokens, active, tiles=tiles)
+    checks.append(check("expert GEMM, roofline alone", (predicted_us / measured).numpy()))
     for nodes in (1, 2, 4, 8):
         try:
             calls = [p for p in exchange_points(device, nodes) if p.tokens >= FEW_TOKENS]
@@ -66,12 +66,12 @@ def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
 
 
 def _numbers(points: Sequence[ExpertPoint]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Assignments, active experts and microseconds, [n] float64 each."""
+    """Assignments, active experts and microseconds of the points, [n] float64 each."""
     tokens, active, us = (torch.tensor([getattr(p, n) for p in points]).double() for n in ("tokens", "active", "us"))
     return tokens, active, us
 
 
 def check(what: str, ratios: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Check:
-    """ratios: predicted / measured."""
+    """The check of a call. ratios: predicted / measured."""
     errors = np.abs(np.asarray(ratios) - 1)
     return Check(what, len(errors), float(np.median(errors)), float(np.percentile(errors, 95)))

@@ -21,33 +21,34 @@ MOST_WORKLOADS = 3
 
 
 def show_waterfill_lplb(recordings: Path, hardware: str, steps: int, layers: int, seed: int) -> None:
-    """Raises ValueError in one line where the folder or the hardware is none."""
+    """Prints the Waterfill and LPLB tables. Raises ValueError with one line for a wrong folder or hardware."""
     timings = {name: load_timing(hardware, name, NODES, "prefill") for name in TABLES}
     topics = read_topics(recordings, layers)
     console, noise = Console(width=130), Console(stderr=True)
     for name, title in TABLES.items():
         timing = timings[name]
-        # A table of one workload has few rows, whose order few batches leave to chance: as many as another has in all.
+        # With one workload a table has few rows, and few batches would leave their order to chance. So it gets as many
+        # batches as a table of several workloads has in total.
         number = len({row["workload"] for row in published_rows(name)})
         options = DrawOptions(num_steps=steps * (MOST_WORKLOADS // number), top_k=timing.model.top_k, seed=seed)
         with noise.status("reading") as status:
             found = reproduce(topics, timing, name, options, status.update)
-        console.print(_table(found, f"{title}, 16 {timing.hardware.name} on 2 nodes: tokens a second, gains"))
-        console.print(f"Fitted on the baselines alone: {found.fit}.", highlight=False)
+        console.print(_table(found, f"{title}, 16 {timing.hardware.name} on 2 nodes: tokens per second, gains"))
+        console.print(f"Fitted on the baselines only: {found.fit}.", highlight=False)
         for claim, holds, figures in found.scores:
             console.print(f"{'holds ' if holds else 'FAILS '} {claim}: {figures}", highlight=False)
-        console.print(f"Other tokens a step: {'; '.join(found.elsewhere)}.", highlight=False)
+        console.print(f"Other tokens per step: {'; '.join(found.elsewhere)}.", highlight=False)
         console.print()
 
 
 def show_deepep() -> None:
-    """Each published figure, what is predicted, and whether all lie within the tolerance."""
+    """Prints each published figure, its prediction, and whether all are within the tolerance."""
     figures = published_exchange(load_hardware("h800"), load_model("deepseek-v3"))
     table = Table(title="DeepEP on H800, published and predicted", title_justify="left")
     for heading in ("kernels", "ranks", "way", "unit", "published", "predicted", "error", ""):
         table.add_column(heading)
     for one in figures:
-        note = "its rate was taken from here" if one.own else "held out"
+        note = "used to set its rate" if one.own else "held out"
         values = (f"{one.published:g}", f"{one.predicted:.1f}", f"{one.error:+.1%}", note)
         table.add_row(one.kernels, str(one.ranks), one.way, one.unit, *values)
     console = Console(width=130)
@@ -63,7 +64,7 @@ def show_deepep() -> None:
 
 
 def show_held_out(hardware: str) -> None:
-    """Median and 95th percentile of the errors, and whether they are small enough."""
+    """Prints the median and 95th percentile of the errors, and whether they are small enough."""
     checks = held_out(hardware, load_hardware(hardware), load_model("deepseek-v3"))
     table = Table(title=f"Public tables of {hardware}: sizes not used in the fit", title_justify="left")
     for heading in ("call", "sizes", "median error", "p95", f"at most {MEDIAN:.0%} and {P95:.0%}"):

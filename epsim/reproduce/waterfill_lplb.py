@@ -1,7 +1,7 @@
-"""SGLang's published table of Waterfill and LPLB beside what the mechanism predicts.
+"""Compares SGLang's published table of Waterfill and LPLB with predictions.
 
-Free parameters, fitted on the published baseline columns alone: the number of requests in a batch (one for all rows),
-tokens a step (likewise), and for each workload the time of a step outside its expert layers.
+The free parameters are fitted on the published baseline columns only: the requests per batch and the tokens per step
+(one value for all rows), and for each workload the time of a step outside its expert layers.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ NODES = 2
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table. baseline, predicted_baseline: tokens a second. published, predicted, ours: gains of the
-    kinds of policy that the row has, as shares."""
+    """One row of the table. baseline, predicted_baseline: tokens per second. published, predicted, ours: gains, as
+    shares, by the policies of the row."""
 
     workload: str
     placement: str
@@ -49,9 +49,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """rows; fit: what the free parameters came out as; scores: (what is claimed, whether it holds, figures).
+    """rows; fit: the fitted parameters, in words; scores: (claim, whether it holds, figures).
 
-    elsewhere: what fails at the other numbers of tokens a step, which baselines hardly tell apart.
+    elsewhere: the claims that fail at other tokens per step, which fit the baselines almost as well.
     """
 
     rows: tuple[Row, ...]
@@ -61,14 +61,14 @@ class Reproduction:
 
 
 def published_rows(table: str) -> list[dict[str, Any]]:
-    """`deepseek-v3` or `deepseek-v4-flash`."""
+    """The published rows of a table: `deepseek-v3` or `deepseek-v4-flash`."""
     content = json.loads(resources.files("epsim.reproduce").joinpath("published/waterfill-lplb.json").read_text())
     return [dict(zip(content["columns"], row, strict=True)) for row in content[table]]
 
 
 def workloads(topics: Topics, requests: int) -> dict[str, Workload]:
-    """narrow: one topic, its 448 requests (as many as GPQA has) known; medium: batches of one topic each, of prompts,
-    placements planned on what was generated; broad: all topics evenly, known as such."""
+    """narrow: one topic with 448 known requests (as many as GPQA has); medium: batches of prompts of one topic each,
+    with placements planned on generated text; broad: all topics evenly, which the placements know."""
     prompts, generated = topics.pick("prefill"), topics.pick("decode")
     return {
         "narrow": Workload((prompts[-1],), requests, pool=448),
@@ -78,7 +78,7 @@ def workloads(topics: Topics, requests: int) -> dict[str, Workload]:
 
 
 class _Case:
-    """One workload under one number of requests: its tokens, its placements, and the layer times of stacks on them."""
+    """One workload with a number of requests per batch: its tokens, its placements, and the layer times of stacks."""
 
     def __init__(self, topics: Topics, workload: Workload, timing: LayerTiming, options: DrawOptions) -> None:
         self.block, known = draw(topics, workload, options)
@@ -96,7 +96,7 @@ class _Case:
         return self._placements[name]
 
     def layers_us(self, placement: str, split_and_shared: str, tokens: int) -> float:
-        """Mean time of a layer's experts, times the model's number of such layers, at `tokens` a step."""
+        """The mean time of a layer's experts times the number of such layers, at `tokens` per step."""
         key = (placement, split_and_shared)
         if key not in self._loads:
             self._loads[key] = self._load(placement, split_and_shared, self.block)
@@ -126,7 +126,7 @@ def reproduce(
     best: tuple[float, int, int, dict[str, float]] | None = None
     kept: dict[str, _Case] = {}
     for requests in REQUESTS:
-        progress(f"fitting baselines, {requests} requests a batch")
+        progress(f"fitting baselines, {requests} requests per batch")
         made = workloads(topics, requests)
         cases = {name: _Case(topics, made[name], timing, options) for name in names}
         for tokens in TOKENS:
@@ -145,7 +145,7 @@ def reproduce(
             failing = [claim for claim, holds, _ in _scores(found) if not holds]
             elsewhere.append(f"at {other} (baselines off by {other_error:.1%}) {', '.join(failing) or 'nothing'} fails")
     fit = (
-        f"{requests} requests and {tokens} tokens a step; outside expert layers "
+        f"{requests} requests and {tokens} tokens per step; outside expert layers "
         + ", ".join(f"{name} {value / 1e3:.0f} ms" for name, value in rest.items())
         + f"; baselines off by {error:.1%} (root mean square)"
     )
@@ -159,7 +159,7 @@ def reproduce(
 def _fit(
     cases: Mapping[str, _Case], published: Sequence[Mapping[str, Any]], tokens: int
 ) -> tuple[dict[str, float], float]:
-    """Per workload the time outside expert layers that meets its baselines best, and the error left over all rows."""
+    """For each workload the time outside expert layers that fits its baselines best, and the error over all rows."""
     rest, squares = {}, []
     for name, case in cases.items():
         rows = [row for row in published if row["workload"] == name]
@@ -230,14 +230,14 @@ def _regimes(
 
 
 def _scaled(load: Load, factor: float) -> Load:
-    """The same batch with `factor` times the tokens, its experts as active."""
+    """The same batch with `factor` times the tokens and the same active experts."""
     names = ("routed", "routed_real", "shared", "shared_tokens", "tokens", "rank_rows", "node_rows")
     parts: dict[str, Any] = {name: getattr(load, name) * factor for name in names}
     return dataclasses.replace(load, **parts)
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, ties broken by place."""
+    """Spearman's rank correlation; ties are broken by index."""
     a, b = (
         np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(np.float64) for values in (first, second)
     )

@@ -1,10 +1,10 @@
-"""Batches of requests drawn from recordings as topics.
+"""Draws batches of requests from recordings, each of which is a topic.
 
-A request's tokens share its preferences: per layer, expert shares drawn from a Dirichlet distribution around its
-topic's, of concentration CONCENTRATION. That figure is measured: by moments (Dirichlet-multinomial) on the 256
-generated sequences of gpt-oss-20b in AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, median over its 24 layers 33 for
-all sequences, 52 within a category of a data set. The share of a group of experts has the same concentration, so that
-it carries over to ranks. DeepSeek-V3's recordings hold no single requests.
+The tokens of a request share its preferences: for each layer, expert shares drawn from a Dirichlet distribution around
+the topic's shares, with concentration CONCENTRATION. Its value was measured by moments (Dirichlet-multinomial) on the
+256 generated sequences of gpt-oss-20b in AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting: the median over 24 layers is
+33 for all sequences and 52 within a category of a data set. The share of a group of experts has the same
+concentration, so it also holds for ranks. DeepSeek-V3's recordings do not separate requests.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from epsim.traces.trace import TokenBlock
 
 CONCENTRATION = 33.0
 SHARE_UNIT = 2.0**50
-"""Shares as whole numbers, as recorded counts are."""
+"""The unit in which shares become whole numbers, like recorded counts."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Topics:
-    """names [M]; shares [M, L, E] of each recording's assignments, a layer's adding up to 1; layers [L]: the model's
-    own numbers of those kept."""
+    """names [M]; shares [M, L, E] of each recording's assignments, summing to 1 per layer; layers [L]: the model's
+    numbers of the kept layers."""
 
     names: tuple[str, ...]
     shares: Floats
     layers: tuple[int, ...]
 
     def pick(self, word: str) -> list[int]:
-        """Places of the recordings whose name holds the word."""
+        """The indices of the recordings whose name contains the word."""
         return [place for place, name in enumerate(self.names) if word in name]
 
 
 def read_topics(folder: Path, num_layers: int) -> Topics:
-    """Every *.json of a folder as a topic, and of their layers num_layers evenly spaced ones.
+    """Reads every *.json of a folder as a topic, with num_layers evenly spaced layers.
 
-    Raises ValueError where the folder lacks prefill or decode recordings, or they are of different shapes.
+    Raises ValueError if prefill or decode recordings are missing, or if recordings differ in shape.
     """
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     names = tuple(file.stem for file in files)
@@ -64,9 +64,9 @@ def read_topics(folder: Path, num_layers: int) -> Topics:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """topics: places of those that requests are of. requests: in a batch. pool: of so many different requests that
-    recur, all known when placements are planned; 0 for requests never seen before. by_step: a batch's requests are all
-    of one topic, drawn anew for each batch, rather than of all evenly. known: topics that placements are planned on."""
+    """topics: indices of the requests' topics. requests: per batch. pool: number of different requests that recur and
+    are known when placements are planned; 0 if all requests are new. by_step: all requests of a batch have one topic,
+    drawn for each batch, instead of all topics evenly. known: topics that placements are planned on."""
 
     topics: tuple[int, ...]
     requests: int
@@ -85,7 +85,7 @@ class DrawOptions:
 
 
 def draw(topics: Topics, workload: Workload, options: DrawOptions) -> tuple[TokenBlock, Floats]:
-    """Token-level steps, and what placements are planned on: expected shares [L, E]."""
+    """Draws token-level steps, and the expected shares [L, E] that placements are planned on."""
     rng = np.random.default_rng(options.seed)
     num_tokens, number = options.tokens, workload.requests
     ids = np.empty((options.num_steps * num_tokens, topics.shares.shape[1], options.top_k), dtype=np.int16)
@@ -114,21 +114,21 @@ def draw(topics: Topics, workload: Workload, options: DrawOptions) -> tuple[Toke
 
 
 def _requests(shares: Floats, rng: np.random.Generator) -> Floats:
-    """[..., E] shares of topics -> those of a request each."""
+    """Draws the shares of one request for each topic's shares [..., E]."""
     drawn = rng.standard_gamma(np.maximum(shares * CONCENTRATION, 1e-9))
     own: Floats = drawn / drawn.sum(-1, keepdims=True)
     return own
 
 
 def _inclusion(shares: Floats, top_k: int) -> Floats:
-    """[N, L, E] -> probability that a token holds each expert (`epsim.traces.synthesize.inclusion`)."""
+    """The probability that a token has each expert, from shares [N, L, E] (`epsim.traces.synthesize.inclusion`)."""
     parts = np.rint(shares * SHARE_UNIT).astype(np.int64).reshape(-1, shares.shape[-1])
     return inclusion(parts, top_k)[0].reshape(shares.shape)
 
 
 def regimes(topics: Sequence[int], requests: int) -> tuple[tuple[str, Workload], ...]:
-    """From a batch of the very requests that placements were planned on, over ever more unknown ones, to batches so
-    large that these even out."""
+    """Named workloads: from batches of the requests that placements were planned on, over more and more unknown
+    requests, to batches so large that requests average out."""
     base = Workload(tuple(topics), requests)
     return (
         ("the same few requests", dataclasses.replace(base, pool=requests)),

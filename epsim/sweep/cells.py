@@ -1,4 +1,4 @@
-"""From a grid to its cells: every combination that makes sense, with a key by content, and why others are left out."""
+"""Turns a grid into cells: the valid combinations, each with a key by content, and why others are skipped."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ READING = ("top_k", "experts", "model", "phase", "shared_cost", "batch", "step_t
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay. key: hash of all that decides its results. axes: its place in the grid, None where a key does not
-    apply."""
+    """One replay. key: hash of everything that determines its results. axes: its values in the grid, None for keys that
+    do not apply."""
 
     key: str
     axes: Values
@@ -39,8 +39,8 @@ class Cell:
 
 @dataclass(slots=True)
 class Plan:
-    """cells: by key, in the grid's order. makings: traces that are to be made first, by their file. skipped: places
-    in the grid that are no cell, with the reason. excluded: how many [[except]] leaves out."""
+    """cells: by key, in the grid's order. makings: traces to make first, by file. skipped: combinations that are not
+    valid, with the reason. excluded: how many combinations [[except]] removes."""
 
     cells: dict[str, Cell] = field(default_factory=dict)
     makings: dict[Path, Making] = field(default_factory=dict)
@@ -49,10 +49,10 @@ class Plan:
 
 
 def plan_cells(grid: Grid, out: Path) -> Plan:
-    """out: the sweep's folder; foreign recordings are imported to a folder of it.
+    """Plans the cells of a grid. out: the sweep's folder, into which recordings of other systems are imported.
 
-    Raises FileNotFoundError or ValueError in one line for a file that cannot be read, a rule that matches nothing, or
-    a grid without a cell.
+    Raises FileNotFoundError or ValueError with one line if a file cannot be read, a rule matches nothing, or the grid
+    has no valid cell.
     """
     plan = Plan()
     traces = _Traces(grid, out, plan.makings)
@@ -79,19 +79,19 @@ def plan_cells(grid: Grid, out: Path) -> Plan:
             if other is cell:
                 continue
             written = "redundant" if "redundant" in point else "slots_per_rank"
-            reason = f"the same cell as another: {written} comes to {resolved['redundant']}"
+            reason = f"the same cell as another: {written} equals {resolved['redundant']}"
         plan.skipped.append((resolved, reason))
     idle = next((rule for rule in grid.rules if rule.where not in used), None)
     if idle is not None:
-        raise ValueError(f"{idle.where}: matches no cell of the grid: mend it or take it out")
+        raise ValueError(f"{idle.where}: matches no cell of the grid: correct or remove it")
     if not plan.cells:
-        why = f": {plan.skipped[0][1]}" if plan.skipped else ": [[except]] leaves none"
+        why = f": {plan.skipped[0][1]}" if plan.skipped else ": [[except]] removes all"
         raise ValueError(f"{grid.path}: the grid has no cell that can be replayed{why}")
     return plan
 
 
 def _resolved(point: Values, num_experts: int) -> Values:
-    """With the number of redundant experts."""
+    """The point with its number of redundant experts."""
     ranks = point["ranks"]
     redundant = -num_experts % ranks
     if "slots_per_rank" in point:
@@ -100,7 +100,7 @@ def _resolved(point: Values, num_experts: int) -> Values:
 
 
 def _misfit(point: Values, resolved: Values, num_experts: int) -> str:
-    """Why no cluster is like that, or nothing."""
+    """The reason why no cluster can have these values; empty if it can."""
     ranks, per_node = point["ranks"], point.get("ranks_per_node")
     if per_node is not None and ranks > per_node and ranks % per_node:
         return f"{ranks} ranks do not fill nodes of {per_node}"
@@ -121,7 +121,7 @@ def _cluster(point: Values) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """key: hash of all that the times are predicted from."""
+    """key: hash of everything that determines the predicted times."""
 
     timing: LayerTiming
     key: str
@@ -147,8 +147,8 @@ def _timings(grid: Grid) -> Timings:
         model = point.get("model") or meta.model
         if model == "unknown":
             raise ValueError(
-                f"{grid.path}: [[trace]] {point['trace']}: hardware needs to know the model, which the trace does not "
-                "tell: give it a model"
+                f"{grid.path}: [[trace]] {point['trace']}: hardware needs the model, and the trace does not name it: "
+                "add model to this [[trace]]"
             )
         phase = point.get("only") or meta.phase
         with _naming(grid, point):
@@ -158,7 +158,7 @@ def _timings(grid: Grid) -> Timings:
 
 
 class _Traces:
-    """The grid's traces as they are opened; each file is read, and each recording imported, once."""
+    """Opens the grid's traces; reads each file once and imports each recording once."""
 
     def __init__(self, grid: Grid, out: Path, makings: dict[Path, Making]) -> None:
         self._grid, self._out, self._makings = grid, out, makings
@@ -176,7 +176,7 @@ class _Traces:
         return [self.source(point, name) for name in point.get("draw") or [point["path"]]]
 
     def meta(self, point: Values) -> TraceMeta:
-        """Of what the point's trace is read from, as far as its model and phase go."""
+        """The meta of the point's sources, for their model and phase."""
         reading = _reading(point, drawing="draw" in point)
         found = []
         for source in self.sources(point):
@@ -226,7 +226,7 @@ class _Traces:
 
 @contextmanager
 def _naming(grid: Grid, point: Values) -> Iterator[None]:
-    """Errors of files name the trace of the grid that wants them."""
+    """Adds the name of the grid's trace to errors of its files."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -234,7 +234,7 @@ def _naming(grid: Grid, point: Values) -> Iterator[None]:
 
 
 def _reading(point: Values, drawing: bool = False) -> ImportOptions:
-    """What the options of `epsim replay`, or of `epsim traces synthesize`, say of a file."""
+    """The import options of a file, as for `epsim replay`, or for `epsim traces synthesize` if drawing."""
     keys = [key for key in READING if key in point and not ("draw" in point and key == "step_tokens")]
     if "draw" in point and not drawing:
         keys = [key for key in keys if key != "batch"]
@@ -291,7 +291,7 @@ def _cell(
 
 
 def command_of(point: Mapping[str, Any], policies: Sequence[str], trace_name: str) -> str:
-    """What gives this cell's results alone, in the grid's folder."""
+    """The command that gives the results of this cell alone, run in the grid's folder."""
     words: list[str] = []
 
     def say(*keys: str) -> None:

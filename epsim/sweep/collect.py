@@ -1,4 +1,4 @@
-"""What a sweep found, together: results.json in the project's schema, and a table of a row a cell, stack and metric."""
+"""Collects a sweep's results: results.json, and a table with one row per cell, stack and metric."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
 def collect(sweep: Sweep, command: str) -> Results | None:
-    """Writes results.json and results.parquet of the finished cells into the sweep's folder; None without any, and
-    then neither is there. Both depend on the cells alone, not on how and when they came to be.
+    """Writes results.json and results.parquet of the finished cells into the sweep's folder. Without any it writes
+    neither and returns None. Their content depends only on the cells, not on how or when they were computed.
 
     Raises CannotWriteError.
     """
@@ -67,14 +67,14 @@ def collect(sweep: Sweep, command: str) -> Results | None:
 
 
 def finished(sweep: Sweep) -> Iterator[Results]:
-    """The finished cells' results, in the grid's order, each with its place in the grid as `cell`."""
+    """The results of the finished cells in the grid's order; `cell` in each holds its values in the grid."""
     for key in sweep.plan.cells:
         if key not in sweep.failed:
             yield json.loads(cell_path(sweep.out, key).read_bytes())
 
 
 def varying(sweep: Sweep) -> dict[str, list[Any]]:
-    """What the grid's cells differ in, with its values in the grid's order, where it applies."""
+    """The keys in which the grid's cells differ, with their values in the grid's order."""
     values: dict[str, list[Any]] = {}
     for cell in sweep.plan.cells.values():
         for key in ("draw", *AXES):
@@ -86,7 +86,7 @@ def varying(sweep: Sweep) -> dict[str, list[Any]]:
 
 
 def tokens_of(results: Results) -> float | None:
-    """Mean tokens of a step: assignments of routed experts over top-k."""
+    """Mean tokens per step: assignments of routed experts / top-k."""
     metrics = results["stacks"][0]["metrics"]
     mean = metrics.get("routed_mean_load", metrics["mean_load"])["mean"]
     return None if mean is None else mean * results["setting"]["ranks"] / results["trace"]["top_k"]
@@ -120,8 +120,8 @@ def combined(sweep: Sweep, command: str) -> Results:
             stacks.append({**kept, **shown})
     assert first is not None
     note = (
-        f"a sweep of {len(cells)} cells: what is said of trace and cluster here is the first cell's, sweep.cells has "
-        "each one's; versus_first is against the first stack of the same cell"
+        f"a sweep of {len(cells)} cells: trace and cluster here are those of the first cell, sweep.cells has all; "
+        "versus_first compares with the first stack of the same cell"
     )
     trace = {**first["trace"], "notes": [note, *first["trace"].get("notes", [])] if len(cells) > 1 else []}
     unfinished = [(sweep.plan.cells[key], reason) for key, reason in sweep.failed.items()]
@@ -156,7 +156,7 @@ def _suffix(cell: Values, axes: Mapping[str, Any]) -> str:
 
 
 def _write_table(sweep: Sweep, path: Path) -> None:
-    """A row group a cell, so that no more than one is held."""
+    """Writes one row group per cell, so that only one cell is in memory."""
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         for results in finished(sweep):
             writer.write_table(pa.Table.from_pylist(list(_rows(results)), SCHEMA))

@@ -1,4 +1,4 @@
-"""The sweep: cells that are not finished go to workers, and every result is kept as soon as it is there."""
+"""Runs a sweep: gives unfinished cells to workers, and writes each result as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Advance: TypeAlias = Callable[[int], None]
 
 @dataclass(slots=True)
 class Sweep:
-    """What came of a plan. kept: cells finished before; computed: now; failed: keys with reasons, in the plan's order;
-    retried: jobs given out again because their worker died; foreign: finished cells of the folder that are not of this
-    grid."""
+    """The outcome of a plan. kept: cells finished earlier; computed: cells finished now; failed: keys with reasons, in
+    the plan's order; retried: jobs repeated because their worker died; foreign: finished cells in the folder that are
+    not part of this grid."""
 
     out: Path
     plan: Plan
@@ -50,11 +50,12 @@ def run_sweep(
     report: Report = lambda line: None,
     begin: Callable[[str, int], Advance] = lambda words, total: lambda number: None,
 ) -> Sweep:
-    """Computes the plan's cells that `out` lacks. The folder must be locked (`locked_folder`).
+    """Computes the plan's cells that are missing in `out`. The folder must be locked (`locked_folder`).
 
-    makers, workers: start the pools that make traces and replay cells; called only where there is work. report: takes
-    lines about failures and retries as they come; begin: takes what is done and how much of it, gives progress.
-    Raises CannotWriteError where a result cannot be kept, ValueError where the folder's cells are all of another grid.
+    makers, workers: start the pools that make traces and replay cells; called only if there is work. report: takes
+    lines about failures and retries as they happen; begin: takes the name and size of a stage, and returns a progress
+    function. Raises CannotWriteError if a result cannot be written, and ValueError if all cells in the folder are of
+    another grid.
     """
     sweep = Sweep(out, plan)
     finished = finished_cells(out)
@@ -63,8 +64,8 @@ def run_sweep(
     sweep.foreign = len(finished) - sweep.kept
     if finished and not sweep.kept:
         raise ValueError(
-            f"--out {out}: holds {len(finished)} finished cells, none of them of this grid (or of this epsim and these "
-            "files): give another folder"
+            f"--out {out}: holds {len(finished)} finished cells, none of them of this grid with these files and this "
+            "version of epsim: give another folder"
         )
     needed = [cell.trace.path for cell in missing] + [cell.history.path for cell in missing if cell.history]
     makings = [plan.makings[path] for path in dict.fromkeys(needed) if path in plan.makings and not path.exists()]
@@ -105,7 +106,7 @@ def run_sweep(
 def _work(
     jobs: Sequence[Job], pool_of: Callable[[], Pool], retries: int, sweep: Sweep, report: Report
 ) -> Iterator[tuple[Job, Done | Failed]]:
-    """Each job's outcome, as they come. A job whose worker dies goes to another at once, `retries` times at most."""
+    """Yields each job's outcome as it completes. A job whose worker dies is repeated at most `retries` times."""
     if not jobs:
         return
     pool = pool_of()
@@ -151,7 +152,7 @@ def cell_path(out: Path, key: str) -> Path:
 
 
 def keep_cell(out: Path, cell: Cell, results: Results) -> None:
-    """Writes one cell's results, whole or not at all. Raises CannotWriteError."""
+    """Writes one cell's results, completely or not at all. Raises CannotWriteError."""
     check_results(results)
     path = cell_path(out, cell.key)
     text = json.dumps({**results, "cell": {"key": cell.key, **cell.axes}}, indent=1, allow_nan=False) + "\n"
@@ -175,8 +176,8 @@ def finished_cells(out: Path) -> set[str]:
 
 
 def check_folder(out: Path) -> None:
-    """Before a sweep: raises ValueError in one line where the folder is no folder, cannot be written, or holds another
-    command's results."""
+    """Raises ValueError with one line if `out` is a file, cannot be written, or holds the results of another command.
+    Call it before a sweep."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: is a file; give a folder")
     if out.is_dir() and not (out / CELLS).is_dir() and (out / "results.json").exists():
@@ -187,8 +188,8 @@ def check_folder(out: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(out: Path) -> Iterator[None]:
-    """Makes the folder, and holds it until the block ends or the process dies. A block that fails before anything was
-    kept leaves no folder that was not there. Raises ValueError in one line."""
+    """Creates and locks the folder until the block ends or the process dies. If the block fails before a result is
+    written, a new folder is removed. Raises ValueError with one line."""
     made = not out.exists()
     try:
         (out / CELLS).mkdir(parents=True, exist_ok=True)
@@ -200,7 +201,7 @@ def locked_folder(out: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(
-                f"--out {out}: another sweep is at work there: wait for it, or give another folder"
+                f"--out {out}: another sweep is running in it: wait for it, or give another folder"
             ) from None
         for stale in [*(out / CELLS).glob(".*.part"), *(out / TRACES).glob(".*.part"), *out.glob(".*.part")]:
             stale.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a grid file may hold: keys, the kinds of their values, and one clear line for what does not fit."""
+"""Checks the keys and values of a grid file, with one clear line for each error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MOST_SLOTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """words: what a value must be; fits: whether it is that. crossed: whether a list of values is crossed with those of
-    other keys; else a list has a meaning of its own, or is refused."""
+    """words: what a value must be; fits: whether a value is valid. crossed: whether a list of values is crossed with
+    those of other keys; otherwise a list is one value, or an error."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -27,19 +27,19 @@ class Field:
 
 def whole(low: int, high: int = MOST_SLOTS, *, crossed: bool = True, words: tuple[str, ...] = ()) -> Field:
     """A whole number from low to high, or one of some words."""
-    said = f"a whole number from {low} to {high}" + "".join(f' or "{word}"' for word in words)
-    return Field(said, lambda value: (type(value) is int and low <= value <= high) or value in words, crossed)
+    expected = f"a whole number from {low} to {high}" + "".join(f' or "{word}"' for word in words)
+    return Field(expected, lambda value: (type(value) is int and low <= value <= high) or value in words, crossed)
 
 
 def number(low: float, high: float = math.inf, *, crossed: bool = True, open_ends: bool = False) -> Field:
-    said = f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else "")
+    expected = f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else "")
 
     def fits(value: Any) -> bool:
         if type(value) not in (int, float) or not math.isfinite(value):
             return False
         return bool(low < value < high if open_ends else low <= value <= high)
 
-    return Field(said + (", both excluded" if open_ends else ""), fits, crossed)
+    return Field(expected + (", both excluded" if open_ends else ""), fits, crossed)
 
 
 def text(*, crossed: bool = True, known: tuple[str, ...] = ()) -> Field:
@@ -61,8 +61,8 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> No
 def values_of(
     table: Mapping[str, Any], key: str, field: Field, where: str, default: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The value, or the list of values, of a key. Raises ValueError for a value that does not fit, an empty list, or a
-    value that stands twice."""
+    """The value, or the list of values, of a key. Raises ValueError for an invalid value, an empty list, or a repeated
+    value."""
     if key not in table:
         return default
     given = table[key]
@@ -70,20 +70,20 @@ def values_of(
         if not field.crossed:
             raise ValueError(f"{where}: {key} takes one value, not a list: give {field.words}")
         if not given:
-            raise ValueError(f"{where}: {key} is an empty list: give at least one value, or leave {key} out")
+            raise ValueError(f"{where}: {key} is an empty list: give at least one value, or omit {key}")
     values = tuple(given) if isinstance(given, list) else (given,)
     seen = set()
     for value in values:
         if not field.fits(value):
             raise ValueError(f"{where}: {key} {_shown(value)}: give {field.words}")
         if (type(value), value) in seen:
-            raise ValueError(f"{where}: {key} {_shown(value)} stands twice in its list: give it once")
+            raise ValueError(f"{where}: {key} {_shown(value)} is in its list twice: give it once")
         seen.add((type(value), value))
     return values
 
 
 def texts_of(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """A list of texts, or a single one, that is not crossed."""
+    """A list of texts, or a single text, that is not crossed."""
     given = table.get(key)
     if given is None:
         raise ValueError(f"{where}: key {key!r} is missing: give a list of texts")

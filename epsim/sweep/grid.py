@@ -1,4 +1,4 @@
-"""A grid file: which traces, clusters, policies and settings are crossed (docs/sweep.md)."""
+"""Reads a grid file: the traces, clusters, policies and settings of a sweep (docs/sweep.md)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ NameStack = Callable[[str], NamedStack]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One [[except]]: of each key the values it names; policies: texts of stacks that the cells do without."""
+    """One [[except]]. It matches cells with these values; policies: texts of stacks that such cells do not replay."""
 
     values: Mapping[str, tuple[Any, ...]]
     policies: tuple[str, ...]
@@ -92,7 +92,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """path: the file; traces: every trace with one value a key; axes: those of clusters and settings."""
+    """path: the file; traces: every trace with one value per key; axes: values of the other keys."""
 
     path: Path
     policies: tuple[tuple[str, NamedStack], ...]
@@ -101,11 +101,11 @@ class Grid:
     rules: tuple[Rule, ...]
 
     def file(self, name: str) -> Path:
-        """Names of files are relative to the grid's folder."""
+        """The path of a file, whose name is relative to the grid's folder."""
         return self.path.parent / name
 
     def points(self) -> Iterator[Values]:
-        """Every combination, those of one trace in a row."""
+        """Yields every combination, all those of one trace together."""
         for trace in self.traces:
             for values in product(*self.axes.values()):
                 yield {**trace, **dict(zip(self.axes, values, strict=True))}
@@ -118,9 +118,9 @@ class Grid:
 
 
 def read_grid(path: Path, name_stack: NameStack) -> Grid:
-    """name_stack: `[NAME=]STACK` -> (name or "", stack).
+    """Reads a grid file. name_stack: turns `[NAME=]STACK` into (name or "", stack).
 
-    Raises FileNotFoundError or ValueError in one line that names file and key and says what to give.
+    Raises FileNotFoundError or ValueError with one line, which names the file and the key and says what to give.
     """
     where = str(path)
     check_source(path)
@@ -137,17 +137,17 @@ def read_grid(path: Path, name_stack: NameStack) -> Grid:
         raise ValueError(f"{where}: key 'ranks' is missing: give numbers of ranks, such as ranks = [16, 32]")
     for one, other in (("nodes", "ranks_per_node"), ("redundant", "slots_per_rank")):
         if one in content and other in content:
-            raise ValueError(f"{where}: {one} and {other} say the same in two ways: give one of them")
+            raise ValueError(f"{where}: {one} and {other} both set the same value: give one of them")
     axes = _axes(content, axis_fields, where)
     if "hardware" not in axes and ("expert_table" in axes or axes["overlap"] != (False,)):
-        raise ValueError(f"{where}: overlap and expert_table say how times are predicted: give hardware")
+        raise ValueError(f"{where}: overlap and expert_table need predicted times: give hardware")
     if "ranks_per_node" not in axes:
         axes.setdefault("nodes", (1,))
     if "slots_per_rank" not in axes:
         axes.setdefault("redundant", (0,))
     grid = Grid(path, policies, _traces(content, where), axes, _rules(content, policies, where))
     if len(grid) > MAX_CELLS:
-        raise ValueError(f"{where}: {len(grid):,} combinations, at most {MAX_CELLS:,}: give fewer values")
+        raise ValueError(f"{where}: {len(grid):,} combinations, more than {MAX_CELLS:,}: give fewer values")
     return grid
 
 
@@ -161,14 +161,14 @@ def _policies(content: Values, name_stack: NameStack, where: str) -> tuple[tuple
     names = [name or str(stack) for _, (name, stack) in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        raise ValueError(f"{where}: policies: {twice!r} is there twice: name each with NAME=STACK")
+        raise ValueError(f"{where}: policies: {twice!r} is in the list twice: name each with NAME=STACK")
     return tuple(found)
 
 
 def _tables(content: Values, key: str, where: str) -> list[Values]:
     tables = content.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ValueError(f"{where}: {key} is no list of tables: begin each with [[{key}]]")
+        raise ValueError(f"{where}: {key} is not a list of tables: begin each with [[{key}]]")
     return tables
 
 
@@ -186,10 +186,12 @@ def _traces(content: Values, where: str) -> tuple[Values, ...]:
     for place, table in enumerate(tables):
         here = f"{where}: [[trace]] {place + 1}"
         if ("path" in table) == ("draw" in table):
-            raise ValueError(f'{here}: give path = "FILE", a recording, or draw = ["FILE", ...], to draw from some')
+            raise ValueError(
+                f'{here}: give path = "FILE" to read a recording, or draw = ["FILE", ...] to draw from some'
+            )
         for trace in _crossed(table, here):
             if trace in found:
-                raise ValueError(f"{here}: trace {trace['trace']!r} is there twice with all its values: give it once")
+                raise ValueError(f"{here}: trace {trace['trace']!r} is given twice with equal values: give it once")
             own = (place, trace.get("path", ""))
             if owner.setdefault(trace["trace"], own) != own:
                 raise ValueError(f"{here}: two traces are named {trace['trace']!r}: give each a [[trace]] and a name")
@@ -198,7 +200,7 @@ def _traces(content: Values, where: str) -> tuple[Values, ...]:
 
 
 def _crossed(table: Values, where: str) -> Iterator[Values]:
-    """The traces of one [[trace]], each with one value a key."""
+    """The traces of one [[trace]], each with one value per key."""
     fields = {**(DRAW_AXES if "draw" in table else PATH_AXES), **TRACE_AXES}
     check_keys(table, ("name", *(["draw"] if "draw" in table else []), *fields), where)
     name = values_of(table, "name", text(crossed=False), where, ("",))[0]
@@ -210,7 +212,7 @@ def _crossed(table: Values, where: str) -> Iterator[Values]:
         fixed["draw"] = texts_of(table, "draw", where)
         if len(fixed["draw"]) == 1 and len(axes["drift"]) > 1:
             raise ValueError(
-                f"{where}: drift moves the mixture of recordings, draw names one: give several to draw from"
+                f"{where}: drift changes the mixture of recordings, but draw has one: give several to draw from"
             )
     else:  # what has a default where traces are drawn is asked for by few recordings alone
         axes = {key: values for key, values in axes.items() if key in table}
@@ -227,12 +229,12 @@ def _rules(content: Values, policies: tuple[tuple[str, NamedStack], ...], where:
         here = f"{where}: [[except]] {place + 1}"
         check_keys(table, ("policies", *fields), here)
         if not table:
-            raise ValueError(f"{here}: is empty, and would leave nothing: name the values to leave out")
+            raise ValueError(f"{here}: is empty and would remove every cell: name the values to remove")
         values = {key: values_of(table, key, fields[key], here, ()) for key in table if key != "policies"}
         named = texts_of(table, "policies", here) if "policies" in table else ()
         known = [given for given, _ in policies] + [name for _, (name, _) in policies if name]
         strange = next((one for one in named if one not in known), None)
         if strange is not None:
-            raise ValueError(f"{here}: policies {strange!r} is none of the grid's: {', '.join(known)}")
+            raise ValueError(f"{here}: policies {strange!r} is not in the grid: give one of {', '.join(known)}")
         rules.append(Rule(values, named, here))
     return tuple(rules)

@@ -1,4 +1,4 @@
-"""Workers: processes of this machine. Each takes one job at a time; one that dies takes no other down."""
+"""Workers as processes of this machine. Each takes one job at a time; the others survive if one dies."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class Pool(Protocol):
     def num_workers(self) -> int: ...
 
     def give(self, worker: int, job: Job) -> None:
-        """To a worker without one; started first where it is not there."""
+        """Gives a job to an idle worker, which is started if needed."""
         ...
 
     def wait(self) -> list[tuple[int, Outcome]]:
-        """The next workers to be done with their jobs, or to die."""
+        """Waits for workers that finish their jobs or die, and returns their outcomes."""
         ...
 
     def close(self) -> None:
-        """Ends all workers, whatever they are at."""
+        """Ends all workers, even busy ones."""
         ...
 
 
 class Processes:
-    """Fresh interpreters, so that none inherits locks held by threads. threads: of each."""
+    """Workers as new interpreters, which inherit no locks held by threads. threads: per worker."""
 
     def __init__(self, num_workers: int, threads: int) -> None:
         self._num_workers, self._threads = num_workers, threads
@@ -60,7 +60,7 @@ class Processes:
             self._workers[worker] = (process, ours)
         _, pipe = self._workers[worker]
         self._busy[pipe] = worker
-        with suppress(OSError):  # It has died while idle: `wait` finds out, as it does of those that die later.
+        with suppress(OSError):  # It died while idle, which `wait` will report.
             pipe.send(job)
 
     def wait(self) -> list[tuple[int, Outcome]]:
@@ -91,12 +91,12 @@ class Processes:
         if code >= 0:
             return f"its worker ended with code {code}"
         name = signal.Signals(-code).name
-        why = ", as where memory runs out: give fewer workers" if name == "SIGKILL" else ""
+        why = ", perhaps because memory ran out: give fewer workers" if name == "SIGKILL" else ""
         return f"its worker was ended by {name}{why}"
 
 
 def thread_limits(threads: int) -> Mapping[str, str]:
-    """The environment of a process that is to use so many threads."""
+    """The environment variables that limit a process to so many threads."""
     return dict.fromkeys(("EPSIM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), str(threads))
 
 
@@ -115,8 +115,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _serve(pipe: Pipe, threads: int) -> None:
-    """The worker process: jobs in, outcomes out, until the sweep is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep's to answer
+    """The worker process: receives jobs and sends outcomes until the sweep ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles it
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
@@ -132,6 +132,6 @@ def _serve(pipe: Pipe, threads: int) -> None:
 
 
 def _follow(sentinel: int) -> None:
-    """Goes when the sweep goes, in mid-job too: its results have nobody to take them."""
+    """Ends this process when the sweep ends, even during a job, because nobody takes its result."""
     connection.wait([sentinel])
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Workers as Ray actors: on a cluster, or on a cluster of this machine alone that is made for the sweep."""
+"""Workers as Ray actors, on a cluster or on a local cluster that is started for the sweep."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from epsim.sweep.work import Died, Done, Failed, Job, Outcome, perform
 
 LOCAL = "local"
 CONNECTING = 10.0
-"""Seconds within which a cluster's host must answer."""
+"""Seconds to wait for a cluster's host to answer."""
 
 
 class SweepActor:
-    """One worker; a Ray actor by `ray.remote`."""
+    """One worker; `ray.remote` makes it an actor."""
 
     def __init__(self, threads: int) -> None:
         import torch
@@ -33,7 +33,7 @@ class SweepActor:
         self._here: dict[Path, Path] = {}
 
     def perform(self, job: Cell, files: list[Any]) -> Done | Failed:
-        """files: (path, content, an object of Ray's) of each trace, for machines that do not see the sweep's files."""
+        """Performs a job. files: (path, Ray object of the content) of each trace, for machines without these files."""
         import ray
 
         for path, content in files:
@@ -48,10 +48,10 @@ class SweepActor:
 
 
 class RayWorkers:
-    """Actors of one CPU each. num_workers: None for as many as the cluster has CPUs."""
+    """Actors with one CPU each. num_workers: None for the number of CPUs of the cluster."""
 
     def __init__(self, address: str, num_workers: int | None, threads: int = 1) -> None:
-        """Raises ValueError in one line where Ray or the cluster is not there, or the cluster is too small."""
+        """Raises ValueError with one line if Ray is not installed, or the cluster does not answer or is too small."""
         try:
             ray: Any = importlib.import_module("ray")
         except ImportError:
@@ -71,7 +71,7 @@ class RayWorkers:
                 line = message_line(str(error).splitlines()[0])
                 raise ValueError(f"--ray {address}: {line}: give a cluster's address, auto or local") from None
             there = int(ray.cluster_resources().get("CPU", 0))
-        # Ray prints what became of dead workers on stdout, which is the sweep's, and has no switch for it.
+        # Ray prints messages about dead workers to stdout, which belongs to the sweep, and cannot be told not to.
         printing: Any = importlib.import_module("ray._private.worker")
         if hasattr(printing, "_worker_logs_enabled"):
             printing._worker_logs_enabled = False
@@ -88,7 +88,7 @@ class RayWorkers:
         return self._num_workers
 
     def give(self, worker: int, job: Job) -> None:
-        assert isinstance(job, Cell), "traces are made where the sweep is"
+        assert isinstance(job, Cell), "traces are made on the machine of the sweep"
         if worker not in self._actors:
             made = self._ray.remote(SweepActor).options(num_cpus=1, max_restarts=0)
             self._actors[worker] = made.remote(self._threads)
@@ -112,7 +112,7 @@ class RayWorkers:
         self._ray.shutdown()
 
     def _content(self, opening: Opening) -> Any:
-        """Handed out once; on a machine of its own nothing is copied."""
+        """The Ray object of a trace's content, stored once; on a local cluster nothing is copied."""
         if len(self._ray.nodes()) < 2:
             return None
         if opening.path not in self._contents:
@@ -121,7 +121,7 @@ class RayWorkers:
 
 
 def _answers(address: str) -> None:
-    """Raises ValueError where nobody answers at HOST:PORT, for whom Ray waits for minutes."""
+    """Raises ValueError if nothing answers at HOST:PORT, for which Ray would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         return
@@ -136,4 +136,4 @@ def _why(error: Exception) -> str:
     if isinstance(cause, Exception):
         return message_line(f"its Ray worker failed: {type(cause).__name__}: {cause}")
     kind = type(error).__name__
-    return f"its Ray worker is gone ({kind}), as where memory or a machine fails, or epsim is not installed there"
+    return f"its Ray worker is gone ({kind}): out of memory, a machine failed, or epsim is not installed on it"

@@ -1,4 +1,4 @@
-"""What a sweep says on a terminal."""
+"""Prints a sweep to the terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_ROWS = 60
 
 
 def print_sweep(sweep: Sweep, results: Results | None) -> None:
-    """Prints a line a cell, and what was computed, kept, skipped and failed, to stdout."""
+    """Prints one line per cell, and what was computed, kept, skipped and failed, to stdout."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     if results is not None:
         console.print(_table(results))
@@ -39,11 +39,11 @@ def summary(sweep: Sweep) -> Iterator[str]:
     parts += [f"{len(sweep.failed)} failed"] if sweep.failed else []
     yield f"{number} cells: {', '.join(parts)}"
     if sweep.retried:
-        yield f"{sweep.retried} given out again after a worker died"
+        yield f"{sweep.retried} repeated after a worker died"
     if sweep.foreign:
-        yield f"{sweep.foreign} finished cells in {sweep.out} are not of this grid: kept, not shown"
+        yield f"{sweep.foreign} finished cells in {sweep.out} are not part of this grid: kept, not shown"
     if sweep.plan.excluded:
-        yield f"{sweep.plan.excluded} combinations left out by [[except]]"
+        yield f"{sweep.plan.excluded} combinations removed by [[except]]"
     for reason, times in Counter(reason for _, reason in sweep.plan.skipped).items():
         yield f"{times} combination{'s' if times > 1 else ''} skipped: {reason}"
     for reason, times in Counter(sweep.failed.values()).items():
@@ -51,7 +51,7 @@ def summary(sweep: Sweep) -> Iterator[str]:
 
 
 def _table(results: Results) -> Table:
-    """Peak over mean of every stack, and of the best its change from the first."""
+    """Peak / mean of every stack, and how much the best differs from the first."""
     axes = list(results["sweep"]["axes"]) or ["trace"]
     entries: dict[str, list[Values]] = {}
     for entry in results["stacks"]:

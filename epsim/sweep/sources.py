@@ -1,4 +1,4 @@
-"""Files that a grid names: what they hold as a digest, and the traces that are made of them in the sweep's folder."""
+"""The files of a grid: digests of their content, and the traces made from them in the sweep's folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRACES = "traces"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or folder. name: as the grid writes it; ours: whether it is a trace already, not a foreign recording."""
+    """A file or folder. name: as in the grid; ours: whether it is an epsim trace, not another system's recording."""
 
     name: str
     path: Path
@@ -32,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A trace of ours, and what is stated about it."""
+    """An epsim trace, and the options to open it with."""
 
     path: Path
     reading: ImportOptions | None = None
@@ -43,7 +43,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """A trace to be made: drawn from the sources, or the chosen steps of the only one."""
+    """A trace to make: drawn from the sources, or selected steps of a single source."""
 
     target: Path
     sources: tuple[Opening, ...]
@@ -52,7 +52,7 @@ class Making:
     min_tokens: int = 1
 
     def make(self) -> None:
-        """Writes the target, whole or not at all. Raises ValueError or OSError in one line."""
+        """Writes the target, completely or not at all. Raises ValueError or OSError with one line."""
         traces = [source.open() for source in self.sources]
         if self.drawing is not None:
             synthesize(traces, self.target, self.drawing)
@@ -61,7 +61,7 @@ class Making:
 
 
 def find_source(name: str, path: Path) -> Source:
-    """Raises FileNotFoundError or ValueError in one line."""
+    """The source at a path. Raises FileNotFoundError or ValueError with one line."""
     if name == SAMPLE and not path.exists():
         path = sample_path()
     if not path.exists():
@@ -77,13 +77,13 @@ def find_source(name: str, path: Path) -> Source:
 
 
 def content_key(content: Any) -> str:
-    """A short hash of what is made of plain values."""
+    """A short hash of plain values."""
     text = json.dumps(content, sort_keys=True, default=_plain, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def imported(source: Source, reading: ImportOptions, out: Path) -> Opening:
-    """The source as a trace of ours: itself, or imported into the sweep's folder `out`, once."""
+    """The source as an epsim trace: itself, or imported once into the sweep's folder `out`."""
     if source.ours:
         return Opening(source.path, reading)
     key = content_key({"digest": source.digest, "reading": asdict(reading), "version": VERSION})
@@ -108,5 +108,5 @@ def _is_ours(path: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists, paths as texts."""
+    """Converts arrays and tensors to lists, and paths to strings."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,4 +1,4 @@
-"""What a worker does: makes a trace, or replays a cell, and says in one line why it cannot."""
+"""The work of a worker: it makes a trace or replays a cell, or says in one line why it failed."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Job: TypeAlias = Making | Cell
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """results: of a cell; None for a trace made."""
+    """results: of a cell; None for a trace."""
 
     results: Results | None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """line: why, for people. The same job would fail again."""
+    """line: the reason. The same job would fail again."""
 
     line: str
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker is gone in mid-job; another may manage."""
+    """The worker died during the job; another worker may succeed."""
 
     line: str
 
@@ -44,7 +44,7 @@ Outcome: TypeAlias = Done | Failed | Died
 
 
 def perform(job: Job) -> Done | Failed:
-    """Never raises but for what ends a process: a job that fails is an outcome like others."""
+    """Performs a job. A failure is an outcome; only exceptions that end a process are raised."""
     try:
         if isinstance(job, Making):
             job.make()
@@ -53,7 +53,7 @@ def perform(job: Job) -> Done | Failed:
     except (ValueError, OSError) as error:
         return Failed(message_line(str(error)))
     except MemoryError as error:
-        return Failed(message_line(f"more than fits this machine's memory ({error}): give fewer workers or ranks"))
+        return Failed(message_line(f"does not fit in this machine's memory ({error}): give fewer workers or ranks"))
     except Exception as error:
         if os.environ.get("EPSIM_DEBUG"):
             traceback.print_exc(file=sys.stderr)
@@ -61,7 +61,7 @@ def perform(job: Job) -> Done | Failed:
 
 
 def replay_cell(cell: Cell) -> Results:
-    """What `epsim replay` with the cell's options writes. Raises as `replay`."""
+    """The results that `epsim replay` writes with the cell's options. Raises the errors of `replay`."""
     history = None if cell.history is None else _opened(cell.history)
     return replay(
         _opened(cell.trace), cell.options, history, trace_name=cell.trace_name, history_name=cell.history_name
@@ -70,5 +70,5 @@ def replay_cell(cell: Cell) -> Results:
 
 @lru_cache(maxsize=8)
 def _opened(opening: Opening) -> StoredTrace:
-    """Cells of one trace read its description once."""
+    """Opens a trace; cells of the same trace share it."""
     return opening.open()

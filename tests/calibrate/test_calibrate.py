@@ -172,7 +172,7 @@ def test_a_folder_of_this_machine_is_read_by_replay_and_kept(
 ) -> None:
     out = tmp_path / "here"
     lines = calibrate(Request(out, "cpu", (tiny,)), nothing, CPU)
-    assert any("exchange: not measured, there is one rank" in line for line in lines)
+    assert any("exchange: not measured, there is only one rank" in line for line in lines)
     found = load_calibration(str(out))
     table = found.table_for(load_model(tiny))
     assert table is not None
@@ -199,9 +199,7 @@ def test_what_cannot_be_measured_is_one_line(tmp_path: Path, tiny: str) -> None:
     assert not (tmp_path / "other").exists()
     with pytest.raises(ValueError, match="--part kernels: choose experts, exchange, all-reduce, router, policies"):
         Request(tmp_path, parts=("kernels",))
-    with pytest.raises(
-        ValueError, match=r"DeepSeek-V3 computes in fp8, .* give a model that does \(deepseek-v3-bf16\)"
-    ):
+    with pytest.raises(ValueError, match=r"DeepSeek-V3 computes in fp8, .* give a bf16 model \(deepseek-v3-bf16\)"):
         calibrate(Request(tmp_path / "x", "cpu", ("deepseek-v3",)), nothing, CPU)
     file = tmp_path / "file"
     file.write_text("")
@@ -230,7 +228,7 @@ def measured_elsewhere(**change: Any) -> str:
         ),
         ("notes.json", '{"a": 1}', "unknown key 'a'.*: remove it, or give another --out"),
         ("experts-tiny.json", measured_elsewhere()[:40], r"not JSON .*: remove it, or give another --out"),
-        ("experts-tiny.json", measured_elsewhere(hidden=128), "is no table of tiny's experts of 64 x 32: give"),
+        ("experts-tiny.json", measured_elsewhere(hidden=128), "is not a table of tiny's 64 x 32 experts: give"),
     ],
 )
 def test_what_is_in_the_folder_is_checked_before_anything_is_measured(
@@ -396,8 +394,8 @@ def test_what_the_first_rank_finds_wrong_every_rank_tells_and_other_groups_colle
     first, second = launch(2, programs.refused, str(tmp_path), tiny)
     assert first == second
     assert "was measured on another GPU" in first[0]
-    assert "is no table of tiny's router of 8 experts, top-2" in first[1]
-    assert "is no table of tiny's rows of 64" in first[2]
+    assert "is not a table of tiny's router, 8 experts, top-2" in first[1]
+    assert "is not a table of tiny's rows of 64" in first[2]
     assert first[3].endswith("all-reduce and all-gather of counts")
     found = read_table(tmp_path / "kept/collectives.json")
     assert isinstance(found, PolicyTable)

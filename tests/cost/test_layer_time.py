@@ -138,9 +138,11 @@ def test_tables_are_read_and_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"experts.json: active must be ascending"):
         read_table(path)
     path.write_text("[1]")
-    with pytest.raises(ValueError, match="an object of device"):
+    with pytest.raises(ValueError, match="expected an object with device"):
         read_table(path)
-    with pytest.raises(ValueError, match="the expert table is of 7168 x 2048, Qwen3-30B-A3B has experts of 2048 x 768"):
+    with pytest.raises(
+        ValueError, match="the expert table is for 7168 x 2048, but Qwen3-30B-A3B has experts of 2048 x 768"
+    ):
         ExpertsTime(H200, load_model("qwen3-30b-a3b"), table())
 
 
@@ -222,7 +224,7 @@ def test_a_layer_without_tokens_has_no_time() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     timing = LayerTiming(ExpertsTime(H200, V3), 2)
-    with pytest.raises(ValueError, match="the trace has 64 experts, top-8, and DeepSeek-V3 256, top-8"):
+    with pytest.raises(ValueError, match="the trace has 64 experts, top-8, but DeepSeek-V3 has 256, top-8"):
         timing.check(64, 8, 16, 2)
     with pytest.raises(ValueError, match="9 ranks on 2 nodes"):
         timing.check(256, 8, 9, 2)

@@ -145,7 +145,7 @@ def test_what_was_measured_is_used_where_it_fits(tmp_path: Path) -> None:
     timing = load_timing(made, "deepseek-v3-bf16", 1, "prefill")
     assert timing.experts.table == EXPERTS
     assert timing.measured is not None
-    assert "table measured on GPU (16 to 256 tokens an expert, 2 to 8 active experts" in timing.words()
+    assert "table measured on GPU (16 to 256 tokens per expert, 2 to 8 active experts" in timing.words()
     assert timing.measured.exchange_for(V3, 4, 1) == EXCHANGE
     assert timing.measured.exchange_for(V3, 8, 1) is None
     assert "normal exchange (as measured for 4 ranks on 1 nodes, bf16, by deep_ep, to 100 MB; beyond" in timing.words()
@@ -154,7 +154,7 @@ def test_what_was_measured_is_used_where_it_fits(tmp_path: Path) -> None:
     assert float(EXCHANGE.us(rows, V3)[0]) == pytest.approx(40.0)
     # Models of other shapes have the roofline, of other types an error.
     assert load_timing(made, "qwen3-30b-a3b", 1, "prefill").experts.table is None
-    with pytest.raises(ValueError, match="are of bf16, DeepSeek-V3 computes in fp8: give --model"):
+    with pytest.raises(ValueError, match="are in bf16, but DeepSeek-V3 computes in fp8: give --model"):
         load_timing(made, "deepseek-v3", 1, "prefill")
 
 
@@ -310,7 +310,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"us": [[100.0, float("nan")], [1.0, 1.0]]}, "nan is not finite"),
     ({"us": [[100.0], [1.0]]}, "us must be 2 x 2 numbers"),
     ({"us": [[10**400, 1.0], [1.0, 1.0]]}, "us: a whole number of 401 digits is too large"),
-    ({"us": [[100.0, None], [1.0, None]]}, "us has no time of 8 active experts"),
+    ({"us": [[100.0, None], [1.0, None]]}, "us has no time for 8 active experts"),
     ({"active": [8.0, 2.0]}, "active must be ascending"),
     ({"tokens_per_expert": [16.0, 16.0]}, "tokens_per_expert must be ascending"),
     ({"tokens_per_expert": []}, "tokens_per_expert must be ascending"),
@@ -319,7 +319,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"columns": -1}, "columns -1 and spread 0.0 must be 0 or more"),
     (
         {"small": {"rows": 1, "columns": 1, "at_once": 1, "coefficients": [1.0] * 9}},
-        "small is a fit of small tiles beside another of large ones: give fit too",
+        "small is a fit of small tiles and needs one of large tiles: give fit too",
     ),
     ({"fit": {"rows": 0, "columns": 1, "at_once": 1, "coefficients": [1.0] * 8}}, "must be at least 1"),
     ({"fit": {"rows": 1, "columns": 1, "at_once": 1, "coefficients": [-1.0] * 8}}, "9 (or 8) numbers of 0 or more"),

@@ -57,9 +57,9 @@ def test_points_are_those_of_even_routing_and_most_sms() -> None:
     ]
     found = public_tables.exchange_points("h200", 2)
     assert [(p.tokens, p.dispatch_us) for p in found] == [(16, 30 + 16 / 24), (256, 30 + 256 / 24)]
-    with pytest.raises(ValueError, match="hold no exchange of 4 nodes"):
+    with pytest.raises(ValueError, match="have no exchange on 4 nodes"):
         public_tables.exchange_points("h200", 4)
-    with pytest.raises(ValueError, match="hold no a100: choose h100, h200 or b200"):
+    with pytest.raises(ValueError, match="have no a100: choose h100, h200 or b200"):
         public_tables.data_folder("a100")
 
 

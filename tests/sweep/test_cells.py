@@ -45,9 +45,9 @@ def test_clusters_that_cannot_be_are_skipped_with_the_reason(write_grid: WriteGr
     plan = planned(write_grid(text.format('redundant = [0, 4, "fill"]')))
     assert places(plan, "ranks", "redundant") == [(2, 0), (2, 4), (3, 4), (3, 1), (4, 0), (4, 4), (16, 8)]
     assert [(place["ranks"], place["redundant"], reason) for place, reason in plan.skipped] == [
-        (2, 0, "the same cell as another: redundant comes to 0"),
+        (2, 0, "the same cell as another: redundant equals 0"),
         (3, 0, "8 experts + 0 redundant = 8 slots do not divide among 3 ranks: give redundant 1 or 4"),
-        (4, 0, "the same cell as another: redundant comes to 0"),
+        (4, 0, "the same cell as another: redundant equals 0"),
         (16, 0, "8 experts + 0 redundant = 8 slots do not divide among 16 ranks: give redundant 8 or 24"),
         (16, 4, "8 experts + 4 redundant = 12 slots do not divide among 16 ranks: give redundant 8 or 24"),
     ]
@@ -89,7 +89,7 @@ def test_rules_leave_out_cells_or_single_stacks(write_grid: WriteGrid, make_trac
     text += '[[trace]]\npath = "trace.parquet"\n'
     plan = planned(write_grid(text + "[[except]]\nranks = 2\nredundant = 0\n[[except]]\nseed = 1\nranks = [4, 5]"))
     assert places(plan, "ranks", "redundant", "seed") == [(2, 4, 0), (2, 4, 1), (4, 0, 0), (4, 4, 0)]
-    assert plan.excluded == 2 + 2 + 3  # "fill" comes to 0 redundant experts, and is left out with them
+    assert plan.excluded == 2 + 2 + 3  # "fill" equals 0 redundant experts, and is left out with them
     plan = planned(write_grid(text + '[[except]]\ntrace = "trace"\nranks = 2\npolicies = ["x", "eplb+lplb"]'))
     stacks = {
         cell.axes["ranks"]: [name or str(stack) for name, stack in cell.options.policies]

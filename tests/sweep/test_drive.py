@@ -167,7 +167,7 @@ def test_a_trace_that_cannot_be_made_fails_its_cells_alone(
     text = GRID + '[[trace]]\nname = "bad"\ndraw = ["trace.parquet", "more.parquet"]\nsteps = 2\n'
     sweep, lines = swept(write_grid(text), tmp_path / "out")
     assert (sweep.computed, len(sweep.failed)) == (6, 6)
-    assert all("topics must be of one model" in line for line in lines)
+    assert all("give sources of one model" in line for line in lines)
 
 
 def test_one_table_and_one_results_file(
@@ -269,7 +269,7 @@ def test_a_machine_without_the_files_is_given_them(
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
         locked_folder(tmp_path / "out"),
-        pytest.raises(ValueError, match="another sweep is at work there"),
+        pytest.raises(ValueError, match="another sweep is running in it"),
         locked_folder(tmp_path / "out"),
     ):
         raise AssertionError("the folder is held")

@@ -53,26 +53,26 @@ def test_lists_are_crossed_and_defaults_are_single_values(write_grid: WriteGrid)
 WRONG = {
     "rank = 4": "unknown key 'rank': known are policies, trace, ranks, nodes,",
     "ranks = 4": "not TOML: Cannot overwrite a value",
-    "seed = []": "seed is an empty list: give at least one value, or leave seed out",
-    "seed = [1, 1]": "seed 1 stands twice in its list: give it once",
+    "seed = []": "seed is an empty list: give at least one value, or omit seed",
+    "seed = [1, 1]": "seed 1 is in its list twice: give it once",
     "seed = -1": "seed -1: give a whole number from 0 to 9223372036854775807",
     "seed = 1.0": "seed 1.0: give a whole number from 0",
     "nodes = true": "nodes True: give a whole number from 1 to 65536",
     "nodes = [[1]]": "nodes [1]: give a whole number from 1 to 65536",
     "redundant = -1": 'redundant -1: give a whole number from 0 to 65536 or "fill"',
     'redundant = "full"': "redundant 'full': give a whole number from 0 to 65536 or \"fill\"",
-    "redundant = 1\nslots_per_rank = 2": "redundant and slots_per_rank say the same in two ways: give one of them",
-    "nodes = 1\nranks_per_node = 2": "nodes and ranks_per_node say the same in two ways: give one of them",
+    "redundant = 1\nslots_per_rank = 2": "redundant and slots_per_rank both set the same value: give one of them",
+    "nodes = 1\nranks_per_node = 2": "nodes and ranks_per_node both set the same value: give one of them",
     "plan_share = 1": "plan_share 1: give a number from 0 to 1, both excluded",
     "plan_share = nan": "plan_share nan: give a number from 0 to 1, both excluded",
-    "overlap = true": "overlap and expert_table say how times are predicted: give hardware",
+    "overlap = true": "overlap and expert_table need predicted times: give hardware",
     'overlap = "yes"': "overlap 'yes': give true or false",
     "hardware = 5": "hardware 5: give a text",
-    "except = 5": "except is no list of tables: begin each with [[except]]",
-    "[[except]]": "[[except]] 1: is empty, and would leave nothing: name the values to leave out",
+    "except = 5": "except is not a list of tables: begin each with [[except]]",
+    "[[except]]": "[[except]] 1: is empty and would remove every cell: name the values to remove",
     "[[except]]\nrank = 1": "[[except]] 1: unknown key 'rank'",
-    '[[except]]\npolicies = "lplb"': "[[except]] 1: policies 'lplb' is none of the grid's: eplb, best=eplb+lplb, best",
-    f"seed = [{', '.join(map(str, range(100_001)))}]": "200,002 combinations, at most 100,000: give fewer values",
+    '[[except]]\npolicies = "lplb"': "[[except]] 1: policies 'lplb' is not in the grid",
+    f"seed = [{', '.join(map(str, range(100_001)))}]": "200,002 combinations, more than 100,000: give fewer values",
 }
 
 
@@ -86,17 +86,17 @@ def test_what_is_wrong_is_said_with_file_and_key(write_grid: WriteGrid, more: st
 
 
 WRONG_TRACES = {
-    'draw = ["a"]': '[[trace]] 1: give path = "FILE", a recording, or draw = ["FILE", ...], to draw from some',
+    'draw = ["a"]': '[[trace]] 1: give path = "FILE" to read a recording, or draw = ["FILE", ...] to draw from some',
     "drift = 0.5": "[[trace]] 1: unknown key 'drift'",
     'only = "both"': "[[trace]] 1: only 'both': give one of prefill, decode, mixed, training",
     "top_k = 0": "[[trace]] 1: top_k 0: give a whole number from 1",
     'name = "a/b"': "[[trace]] 1: name 'a/b': give up to 60 characters without /",
     'name = ["a", "b"]': "[[trace]] 1: name takes one value, not a list: give a text",
-    '[[trace]]\npath = "trace.parquet"': "[[trace]] 2: trace 'trace' is there twice with all its values: give it once",
+    '[[trace]]\npath = "trace.parquet"': "[[trace]] 2: trace 'trace' is given twice with equal values: give it once",
     '[[trace]]\npath = "other/trace.json"': "[[trace]] 2: two traces are named 'trace': give each a",
     '[[trace]]\npath = ["x/t.json", "y/t.json"]': "[[trace]] 2: two traces are named 't': give each a [[trace]]",
     "[[trace]]\ndraw = []": "[[trace]] 2: draw is an empty list",
-    '[[trace]]\ndraw = "a"\ndrift = [0, 1]': "[[trace]] 2: drift moves the mixture of recordings, draw names one",
+    '[[trace]]\ndraw = "a"\ndrift = [0, 1]': "[[trace]] 2: drift changes the mixture of recordings, but draw has one",
     '[[trace]]\ndraw = ["a", "b"]\ndrift = 1.5': "[[trace]] 2: drift 1.5: give a number from 0 to 1",
 }
 
@@ -113,11 +113,11 @@ HEADS = {
     'ranks = 4\n[[trace]]\npath = "t"': "key 'policies' is missing: give a list of texts",
     'policies = []\nranks = 4\n[[trace]]\npath = "t"': "policies is an empty list",
     'policies = ["eplb+nonsense"]\nranks = 4': "policies: unknown policy 'nonsense' in 'eplb+nonsense', known are",
-    'policies = ["eplb", "x=eplb", "x=contiguous"]\nranks = 4': "policies: 'x' is there twice: name each",
+    'policies = ["eplb", "x=eplb", "x=contiguous"]\nranks = 4': "policies: 'x' is in the list twice: name each",
     'policies = "eplb"\n[[trace]]\npath = "t"': "key 'ranks' is missing: give numbers of ranks",
     'policies = "eplb"\nranks = 0\n[[trace]]\npath = "t"': "ranks 0: give a whole number from 1 to 65536",
     'policies = "eplb"\nranks = 4': 'no [[trace]]: give at least one, with path = "FILE" or draw',
-    'policies = "eplb"\nranks = 4\ntrace = "t"': "trace is no list of tables: begin each with [[trace]]",
+    'policies = "eplb"\nranks = 4\ntrace = "t"': "trace is not a list of tables: begin each with [[trace]]",
     "policies = ": "not TOML: Invalid value",
 }
 
@@ -149,9 +149,9 @@ def test_the_command_refuses_in_one_line(
     strange = write_grid(grid_text(trace='[[trace]]\npath = "noise.json"'), "strange.toml")
     assert refused(strange).startswith(f"{strange}: [[trace]] noise: {tmp_path}/noise.json")
     idle = write_grid(grid_text("[[except]]\nranks = 3"), "idle.toml")
-    assert refused(idle) == f"{idle}: [[except]] 1: matches no cell of the grid: mend it or take it out"
+    assert refused(idle) == f"{idle}: [[except]] 1: matches no cell of the grid: correct or remove it"
     nothing = write_grid(grid_text("[[except]]\nranks = [2, 4]"), "nothing.toml")
-    assert refused(nothing) == f"{nothing}: the grid has no cell that can be replayed: [[except]] leaves none"
+    assert refused(nothing) == f"{nothing}: the grid has no cell that can be replayed: [[except]] removes all"
     odd = write_grid(grid_text("redundant = 1"), "odd.toml")
     assert refused(odd).startswith(
         f"{odd}: the grid has no cell that can be replayed: 8 experts + 1 redundant = 9 slots"
@@ -161,7 +161,7 @@ def test_the_command_refuses_in_one_line(
     hardware = write_grid(grid_text('hardware = "h300"', 'model = "mine"'), "hardware.toml")
     assert "[[trace]] trace: --hardware h300: give one of" in refused(hardware)
     unknown = write_grid(grid_text('hardware = "h200"'), "unknown.toml")
-    assert refused(unknown).endswith("hardware needs to know the model, which the trace does not tell: give it a model")
+    assert refused(unknown).endswith("the trace does not name it: add model to this [[trace]]")
 
     (tmp_path / "file").write_text("")
     assert refused(good, tmp_path / "file") == f"--out {tmp_path}/file: is a file; give a folder"

@@ -100,7 +100,7 @@ def test_a_killed_sweep_and_a_killed_worker(grid: Path, tmp_path: Path) -> None:
         lines[0],
     )
     assert f"12 cells: {12 - len(before)} computed, {len(before)} kept from before" in printed
-    assert "1 given out again after a worker died" in printed
+    assert "1 repeated after a worker died" in printed
     after = stamps(out)
     assert len(after) == 12
     assert {name: after[name] for name in before} == before
@@ -136,10 +136,10 @@ def test_a_killed_worker_on_ray_and_the_same_results_without(
     lines = [line for line in err.splitlines() if line.startswith("epsim: ")]
     assert len(lines) == 1
     assert re.search(
-        r"its Ray worker is gone \(\w+\), as where memory or a machine fails, .*; again \(1 of 2\)$", lines[0]
+        r"its Ray worker is gone \(\w+\): out of memory, a machine failed, .*; again \(1 of 2\)$", lines[0]
     )
     assert "raylet" not in printed + err
-    assert "12 cells: 12 computed, 0 kept from before\n1 given out again after a worker died" in printed
+    assert "12 cells: 12 computed, 0 kept from before\n1 repeated after a worker died" in printed
     monkeypatch.setattr("epsim.sweep.pools.Processes", lambda workers, threads: Here())
     here = tmp_path / "here"
     assert epsim("sweep", grid, "--out", here)[0] == 0
