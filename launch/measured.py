@@ -146,7 +146,7 @@ class _Columns:
 
     def phases(self) -> Floats:
         """[S, L, R, phases] microseconds."""
-        return np.stack([self[f"{phase}_us"] for phase in PHASES], -1)
+        return np.stack([self[f"{phase}_us"] for phase in LAYER_PHASES], -1)
 
     def layer_times(self) -> Floats:
         """[S, L] microseconds of the slowest rank."""

@@ -1,4 +1,4 @@
-"""Who is at what: every rank beats into a store and leaves its place in a file; who reads them can tell who is lost."""
+"""Heartbeats: every rank writes its position to a store and to a file, from which others can tell that it is lost."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from epsim.runtime.phases import PHASES, PhaseClock
+from epsim.runtime.phases import LAYER_PHASES, PhaseClock
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PLACE_BYTES = 64
 State: TypeAlias = Literal["running", "closing", "finished"]
-"""closing: all steps done, results under way."""
+"""closing: all steps are done and results are being collected."""
 
 INTERVAL = 0.5
 SILENCE = 6.0
-"""Seconds without a beat after which a process is taken for dead or stopped, where it cannot be looked at."""
+"""Seconds without a beat after which a process on another machine counts as dead or stopped."""
 STARVED = 18.0
-"""The same for a process of this machine that is seen to run: a busy machine may keep it from beating for seconds."""
+"""The same for a process that runs on this machine: a busy machine may delay its beats by seconds."""
 HELD = 120.0
-"""The same in a dispatch that waits with the interpreter held; deep_ep itself gives up after 100 s."""
+"""The same in a dispatch that waits with the interpreter held; deep_ep gives up after 100 s."""
 FAULT, BAD_INPUT = 1, 2
 KEY = "fault"
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Where a rank is. order: (turn, place of the layer, place of the phase), which grows along the job; a turn is one
-    step under one stack, numbered by those done before it. stopping: it was told to stop. waiting: inside a
-    collective. pid: of its process; machine: where that number means it (`this_machine`). holds: its dispatch waits for
-    the others with Python's interpreter held, so that meanwhile it cannot beat."""
+    """The position of a rank. order: (turn, layer index, phase index), which grows during the job; a turn is one step
+    under one stack, numbered from 0. stopping: it got a stop signal. waiting: it is inside a collective. pid: its
+    process on `machine` (`this_machine`). holds: its dispatch waits for the others with Python's interpreter held, so
+    it cannot beat meanwhile."""
 
     count: int
     order: tuple[int, int, int]
@@ -57,20 +57,20 @@ class Beat:
 
     @property
     def begun(self) -> int:
-        """Turns begun so far. Between turns, while telemetry is written, none is under way."""
-        return self.order[0] + (self.phase in PHASES)
+        """The number of turns begun so far; between turns, while telemetry is written, none is running."""
+        return self.order[0] + (self.phase in LAYER_PHASES)
 
     @property
     def words(self) -> str:
         words = f"phase {self.phase}"
         if self.step >= 0 and self.phase != "setup":
             words += f", step {self.step}"
-        return words + (f", layer {self.layer}" if self.layer >= 0 and self.phase in PHASES else "")
+        return words + (f", layer {self.layer}" if self.layer >= 0 and self.phase in LAYER_PHASES else "")
 
 
 class JobClock(PhaseClock):
-    """Leaves a rank's place in a file as it goes, which other processes of its machine can read when it is dead; beats
-    alone are half a second old."""
+    """A clock that also writes a rank's position to a file, which processes of its machine can read after its death.
+    Beats are up to half a second old."""
 
     _page: mmap.mmap | None = None
 
@@ -93,7 +93,7 @@ def place_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a job ended. code: the exit status of every process; reporter: the rank that found it."""
+    """The reason why a job ended. code: the exit status of every process; reporter: the rank that found it."""
 
     line: str
     code: int
@@ -101,8 +101,8 @@ class Fault:
 
 
 def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict[int, Beat]:
-    """The last beat of each rank that has beaten; known: those that are known to have. Raises RuntimeError or OSError
-    where the store is gone."""
+    """The last beat of each rank that has beaten. known: ranks known to have. Raises RuntimeError or OSError if the
+    store is gone."""
     there = [rank for rank in range(num_ranks) if rank in known or store.check([f"beat/{rank}"])]
     texts = store.multi_get([f"beat/{rank}" for rank in there]) if there else []
     found = {}
@@ -113,7 +113,7 @@ def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict
 
 
 def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str:
-    """A job that its launcher is told to stop: where the rank furthest behind was."""
+    """The message of a job that a signal to its launcher stops: the position of the rank furthest behind."""
     beats = read_beats(store, num_ranks)
     if not beats:
         return f"stopped by {stopping.name} in phase setup, before ranks had met"
@@ -122,7 +122,7 @@ def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str
 
 
 def read_fault(store: Store) -> Fault | None:
-    """The fault that any rank has told the store, None where there is none or the store is gone."""
+    """The fault that a rank has written to the store; None if there is none or the store is gone."""
     try:
         return Fault(**json.loads(store.get(KEY))) if store.check([KEY]) else None
     except (RuntimeError, OSError):
@@ -130,10 +130,10 @@ def read_fault(store: Store) -> Fault | None:
 
 
 class Lookout:
-    """Listens to the beats of all ranks, and tells which of them is lost.
+    """Reads the beats of all ranks and finds those that are lost.
 
-    store: a connection that nothing else uses, since a waiting call holds it; None for a job of one process, which
-    has nobody to listen to. folder: where ranks leave their places. rank: who looks, -1 for a launcher.
+    store: a connection that nothing else uses, because a waiting call blocks it; None for a job of one process.
+    folder: of the ranks' position files. rank: this rank, -1 for a launcher.
     """
 
     def __init__(self, store: Store | None, num_ranks: int, folder: Path, rank: int = -1) -> None:
@@ -148,12 +148,12 @@ class Lookout:
         self._lost_since: float | None = None
 
     def look(self) -> Fault | None:
-        """For a launcher, every `INTERVAL`: the fault that a rank has told; or that a rank is lost, where for `SILENCE`
-        seconds none has said so: those that wait for it with the interpreter held cannot."""
+        """The fault, if any; a launcher calls this every `INTERVAL`. It reports a lost rank itself if no rank does so
+        for `SILENCE` seconds: ranks that wait for it with the interpreter held cannot."""
         assert self._store is not None
-        told = read_fault(self._store)
-        if told is not None:
-            return told
+        fault = read_fault(self._store)
+        if fault is not None:
+            return fault
         self._forgive()
         self._listen()
         now = time.monotonic()
@@ -167,7 +167,7 @@ class Lookout:
         return self._publish(f"{words} (the launcher reports)", FAULT)
 
     def place_of(self, rank: int) -> str:
-        """Where a rank was when it was last heard of."""
+        """The last known position of a rank, in words."""
         with contextlib.suppress(RuntimeError, OSError):
             self._listen()
         return self._last_place(rank).words if rank in self._known else "phase setup"
@@ -179,7 +179,7 @@ class Lookout:
         return None
 
     def _forgive(self) -> None:
-        """What this process did not look at, since it was kept from running itself, it holds against nobody."""
+        """Adds the time in which this process itself did not run to all deadlines."""
         now = time.monotonic()
         lost, self._looked = now - self._looked - INTERVAL, now
         if lost > INTERVAL:
@@ -198,8 +198,8 @@ class Lookout:
             self._known[rank] = beat
 
     def _lost(self, rank: int, beat: Beat, now: float) -> bool:
-        """Whether a rank is dead or stopped. On this machine the process itself tells: where it is gone at two looks
-        (between them its last beat can come), or where it does not run; else silence does."""
+        """Whether a rank is dead or stopped. On this machine its process shows it: it is lost if it is gone at two
+        checks (its last beat may arrive between them) or stopped. On other machines only silence does."""
         silent = now - self._heard[rank]
         if not beat.machine or beat.machine != this_machine():
             return silent > (HELD if beat.holds else SILENCE)
@@ -214,12 +214,12 @@ class Lookout:
         return again
 
     def _held(self, rank: int, now: float) -> bool:
-        """Whether it is silent because it waits for the others' tokens with the interpreter held."""
+        """Whether a rank is silent because it waits for the others' tokens with the interpreter held."""
         silent = now - self._heard[rank] > 2 * INTERVAL
         return silent and self._known[rank].holds and self._last_place(rank).phase == "dispatch"
 
     def _last_place(self, rank: int) -> Beat:
-        """The place that a silent rank left, if this machine has it and it is later than its last beat."""
+        """The position in a silent rank's file, if this machine has the file and it is later than the last beat."""
         beat = self._known[rank]
         try:
             phase, step, layer = place_file(self.folder, rank).read_text().split()
@@ -229,7 +229,7 @@ class Lookout:
         return later if later.step >= beat.step else beat
 
     def _publish(self, line: str, code: int) -> Fault:
-        """The first fault told is the one that all ranks end with."""
+        """Writes a fault to the store and returns the first one written, with which all ranks end."""
         assert self._store is not None
         fault = Fault(line, code, self.rank)
         try:
@@ -241,7 +241,7 @@ class Lookout:
 
 @functools.cache
 def this_machine() -> str:
-    """Where process numbers mean the same processes: a host and its namespace of them."""
+    """A name for the host and its process namespace: processes with equal names share process ids."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -250,7 +250,7 @@ def this_machine() -> str:
 
 
 def process_state(pid: int) -> str:
-    """Of a process of this machine: R, S, D, T (stopped) as in /proc/PID/stat, empty where it has ended."""
+    """The state of a process of this machine: R, S, D or T (stopped) as in /proc/PID/stat; empty if it has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

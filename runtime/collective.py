@@ -1,4 +1,4 @@
-"""The few collectives that balancing needs, counted, in the forms that a device offers."""
+"""The collectives that balancing needs, with counters of calls."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 
 class Collective:
-    """Sums and gathers small int64 tensors over the expert-parallel group; without a group, a group of one.
+    """Sums and gathers small int64 tensors over the expert-parallel group; without a group, over this process alone.
 
-    calls: how often each was called, so that tests can hold that a policy which needs none makes none.
+    calls: the number of calls of each collective, with which tests check that policies make no needless calls.
     """
 
     name = "torch"
@@ -23,25 +23,26 @@ class Collective:
         self.calls: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Gives back what it holds of peers' memory. Collective; before the process group is destroyed."""
+        """Releases shared memory. Collective; call it before the process group is destroyed."""
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """int64 [...] -> the sum over ranks, in place where it can be."""
+        """The sum of int64 [...] over ranks, in place if possible."""
         self.calls["all_reduce"] += 1
         if self.size > 1:
             dist.all_reduce(values, group=self.group)
         return values
 
     def loads_and_tokens(self, loads: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """loads [R] int64, what this rank's tokens put on each rank, and their number [] -> the loads' sum [R] over
-        source ranks, and every rank's number [R], in one all-reduce."""
+        """The sum [R] of loads over source ranks, and every rank's number of tokens [R], in one all-reduce.
+
+        loads [R] int64: the load that this rank's tokens put on each rank; tokens []: their number."""
         both = loads.new_zeros(2, self.size)
         both[0], both[1, self.rank] = loads, tokens
         both = self.all_reduce(both)
         return both[0], both[1]
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        """int64 [...] -> [R, ...]."""
+        """All ranks' values [R, ...] of int64 [...]."""
         self.calls["all_gather"] += 1
         gathered = values.new_empty(self.size, *values.shape)
         if self.size > 1:

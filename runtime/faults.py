@@ -1,7 +1,7 @@
-"""Who has stopped: every rank beats into a store, and a thread on each rank watches all of them (beats.py).
+"""Detects ranks that stop: every rank writes heartbeats to a store, and a thread on each rank watches them (beats.py).
 
-Collectives wait for minutes or for ever when a rank is gone, and then say little. Here the first rank that notices
-names the rank, phase, step and layer in one line, and every process ends at once, finished steps safe on disk.
+Without this, collectives wait for minutes or forever when a rank is gone, and then say little. Here the first rank that
+notices names the rank, phase, step and layer in one line. Then all processes end at once; finished steps are on disk.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from epsim.runtime.beats import (
     read_fault,
     this_machine,
 )
-from epsim.runtime.phases import PHASES, PhaseError
+from epsim.runtime.phases import LAYER_PHASES, PhaseError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 VERDICT = SILENCE + 8 * INTERVAL
-"""Seconds that a rank whose collective failed, or that was told to stop, leaves the others to find out who is gone."""
+"""Seconds that a rank with a failed collective, or a stop signal, waits for the others to find the lost rank."""
 START_PATIENCE = 300.0
-"""Seconds that a rank may take to its first beat."""
+"""Seconds until a rank's first beat must arrive."""
 UNTIMED = ("setup", "results")
-"""Phases that may take as long as they like, as long as the process beats."""
+"""Phases without a time limit, as long as the process beats."""
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 """Signals that ask a job to stop; the second is a terminal's Ctrl-C."""
 
 
 class Watch(Lookout):
-    """Beats for one rank and watches the others from a thread of its own.
+    """Beats for one rank and watches the others, in a separate thread.
 
-    patience: seconds that the rank furthest behind may stay in
-    one phase, six times as many while warming up. The owner sets `turn` (-1: warming up), `layer_place` (of each
-    layer's number) and `state` as it goes, and `holds` (`Exchange.holds_interpreter`).
+    patience: seconds that the rank furthest behind may stay in one phase, six times as many while warming up. The owner
+    keeps `turn` (-1: warming up) and `state` up to date, and sets `layer_index` (from layer numbers) and `holds`
+    (`Exchange.holds_interpreter`).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Watch(Lookout):
         super().__init__(store, num_ranks, folder, rank)
         self.clock, self.patience = clock, patience
         self.turn = -1
-        self.layer_place: dict[int, int] = {}
+        self.layer_index: dict[int, int] = {}
         self.state: State = "running"
         self.holds = False
         if store is not None:
@@ -79,8 +79,8 @@ class Watch(Lookout):
         self._thread = threading.Thread(target=self._run, name="epsim-watch", daemon=True)
 
     def start(self, signals: bool = True) -> None:
-        """signals: those that stop a job are taken by this thread, since the main one may be inside a collective; in a
-        job of one process by itself, until it ends."""
+        """Starts the thread. signals: it also handles the signals that stop a job, because the main thread may be
+        inside a collective. A job of one process handles them in the main thread."""
         if self._store is None:
             if signals and threading.current_thread() is threading.main_thread():
                 self._handlers = {stopping: signal.signal(stopping, self._stop_alone) for stopping in STOPPING}
@@ -97,16 +97,16 @@ class Watch(Lookout):
         self._thread.start()
 
     def finish(self, holds_store: bool = False) -> None:
-        """The job is over; faults of others no longer concern this rank. holds_store: the store ends with this process,
-        which waits for the others' last beat, a moment at most."""
+        """Ends the watch: faults of others no longer end this rank. holds_store: the store ends with this process, so
+        wait briefly for the others' last beats."""
         self._over.set()
         if self._store is None:
             self._give_signals_back()
             return
         if self._thread.is_alive():
             self._thread.join()
-        with contextlib.suppress(RuntimeError, OSError):  # whoever holds the store may have ended
-            self._beat()  # the last: this process ends by itself
+        with contextlib.suppress(RuntimeError, OSError):  # the process that holds the store may have ended
+            self._beat()  # the last beat, which says that this process finishes
             deadline = time.monotonic() + SILENCE
             while holds_store and time.monotonic() < deadline:
                 self._listen()
@@ -146,10 +146,11 @@ class Watch(Lookout):
 
     def beat(self) -> Beat:
         clock, turn = self.clock, self.turn
-        phase = clock.phase  # after the turn: together they are never ahead of the rank
-        # "idle" follows a layer's last phase: between layers, and where a rank waits for its GPU at a step's end.
-        place = PHASES.index(phase) + 1 if phase in PHASES else (0 if phase == "setup" else len(PHASES) + 1)
-        order = (turn, self.layer_place.get(clock.layer, -1), place)
+        phase = clock.phase  # read after the turn, so that the pair is never ahead of the rank
+        # "idle" follows a layer's last phase: between layers, and when a rank waits for its GPU after a step.
+        last = len(LAYER_PHASES) + 1
+        position = LAYER_PHASES.index(phase) + 1 if phase in LAYER_PHASES else (0 if phase == "setup" else last)
+        order = (turn, self.layer_index.get(clock.layer, -1), position)
         return Beat(
             count=self._count,
             order=order,
@@ -180,7 +181,7 @@ class Watch(Lookout):
             except (RuntimeError, OSError) as error:
                 if self._over.is_set() or self.state == "finished":
                     return
-                # Whoever started the job, or held the store, is gone.
+                # The launcher, or the process that holds the store, is gone.
                 gone = f"rank {self.rank} lost the job's store in {self.beat().words} ({message_line(str(error))[:80]})"
                 fault = Fault(gone, FAULT, self.rank)
             if fault is not None and not self._over.is_set():
@@ -198,9 +199,9 @@ class Watch(Lookout):
 
     def _verdict(self) -> Fault | None:
         assert self._store is not None
-        told = read_fault(self._store)
-        if told is not None:
-            return told
+        fault = read_fault(self._store)
+        if fault is not None:
+            return fault
         now = time.monotonic()
         known = self._known
         words = self._lost_words(now)
@@ -213,7 +214,7 @@ class Watch(Lookout):
         missing = [rank for rank in range(self.num_ranks) if rank not in known]
         if missing:
             if now - self._begun > START_PATIENCE:
-                return self._publish(f"rank {missing[0]} never came to phase setup (rank {self.rank} reports)", FAULT)
+                return self._publish(f"rank {missing[0]} never reached phase setup (rank {self.rank} reports)", FAULT)
             return None
         own = known[self.rank]
         for rank, beat in known.items():
@@ -224,28 +225,28 @@ class Watch(Lookout):
                     FAULT,
                 )
         running = {rank: beat for rank, beat in known.items() if beat.state == "running"}
-        # Who waits with the interpreter held is further on than its last beat, and not to blame.
+        # A rank that waits with the interpreter held is ahead of its last beat and not the cause.
         running = {rank: beat for rank, beat in running.items() if not self._held(rank, now)} or running
         behind = [rank for rank in running if running[rank].order == min(b.order for b in running.values())]
-        # Of those at the same place, the ones that wait for others are not to blame either.
+        # Of the ranks at the same position, those inside a collective wait for others and are not the cause.
         behind = [rank for rank in behind if not running[rank].waiting] or behind
         if behind and running[behind[0]].phase not in UNTIMED:
             beat = running[behind[0]]
             patience = self.patience * (6 if beat.order[0] < 0 else 1)
             if all(now - self._moved[rank] > patience and self._beats_since(rank) >= patience for rank in behind):
                 who = f"rank {behind[0]} hangs" if len(behind) == 1 else f"ranks {', '.join(map(str, behind))} hang"
-                line = f"{who} in {beat.words} for {patience:g} s (rank {self.rank} reports); --timeout gives more"
+                line = f"{who} in {beat.words} for {patience:g} s (rank {self.rank} reports); --timeout allows more"
                 return self._publish(line, FAULT)
         return None
 
     def _beats_since(self, rank: int) -> float:
-        """Seconds that a rank's beats since its last move stand for; on a busy machine they come late, and a rank that
-        is kept from running is not one that hangs."""
+        """Seconds counted by a rank's beats since it last moved. On a busy machine beats are late, and a rank that gets
+        no CPU time does not hang."""
         return 2 * INTERVAL * (self._known[rank].count - self._still[rank])
 
     def _stopped(self, now: float) -> Fault | None:
-        """Told to stop: as soon as all others are too, it is the job that was stopped; if not, one rank was, or it is
-        the launcher's answer to a rank's death, which the beats will show."""
+        """The fault after a stop signal. If all other ranks are stopping too, the job was stopped. If not, only this
+        rank was, or the launcher stops it after another rank's death, which the beats will show."""
         assert self._stopped_at is not None
         by = self._stopped_by
         others = [beat for rank, beat in self._known.items() if rank != self.rank]
@@ -256,18 +257,18 @@ class Watch(Lookout):
         return None
 
     def _end(self, fault: Fault) -> NoReturn:
-        """One line a node: from whoever found the fault, and on other nodes from the first rank. Leaves without the
-        interpreter's own end, which would wait for the main thread and its collective."""
+        """Prints one line per node (by the rank that found the fault, on other nodes by the first rank) and exits
+        without the interpreter's shutdown, which would wait for the main thread and its collective."""
         self._ending.acquire()
         first_here = os.environ.get("LOCAL_RANK", "0") == "0" and not _same_node(self.rank, fault.reporter)
         if fault.reporter == self.rank or first_here:
             print(f"epsim: {fault.line}", file=sys.stderr, flush=True)
-        time.sleep(2 * INTERVAL)  # lets the others read the fault before this process's end causes new ones
+        time.sleep(2 * INTERVAL)  # the others can read the fault before this process's end causes new ones
         os._exit(fault.code)
 
 
 def _in_collective() -> bool:
-    """Whether the main thread is inside torch.distributed."""
+    """Whether the main thread is inside a call of torch.distributed."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return frame is not None and f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename
 

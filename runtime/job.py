@@ -1,4 +1,4 @@
-"""The loop that one rank of a job runs: its share of a trace's tokens, step by step, through several policy stacks."""
+"""The loop of one rank of a job: it runs its share of a trace's tokens, step by step, through several policy stacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epsim.policies.routing.block import ROUTED_ANEW, scores_by_expert
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.faults import Watch
 from epsim.runtime.layer import ExpertParallelMoE, LayerRecord, build_layer
-from epsim.runtime.phases import PHASES, PhaseClock
+from epsim.runtime.phases import LAYER_PHASES, PhaseClock
 from epsim.runtime.seeds import generator
 from epsim.runtime.telemetry import COUNTS, TelemetryWriter
 from epsim.runtime.trial import Trial
@@ -27,7 +27,7 @@ from epsim.traces.trace import Array, Phase, TokenBlock
 
 @dataclass(frozen=True, slots=True)
 class JobStack:
-    """placement: of all layers. notes: on it, for a reader of the results."""
+    """A policy stack of a job. placement: of all layers. notes: what a reader of the results should know about it."""
 
     name: str
     stack: PolicyStack
@@ -37,11 +37,11 @@ class JobStack:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank of a job runs.
+    """The job that every rank runs.
 
-    layers: the model's numbers. blocks(first): the trace's steps from place `first` of those to run, source ranks those
-    of the job; num_steps of them. max_tokens: most tokens of a rank in a step. num_nodes: for the remote shares.
-    phase, num_scores: the trace's, for router policies.
+    layers: the model's layer numbers. blocks(first): the steps to run, from index `first` of num_steps, with the source
+    ranks of the job. max_tokens: the most tokens of a rank in a step. num_nodes: for the remote shares. phase,
+    num_scores: of the trace, for router policies.
     """
 
     shape: LayerShape
@@ -58,7 +58,7 @@ class Job:
 
     @property
     def setting(self) -> Setting:
-        """What the stacks need to know, as in a replay."""
+        """The setting of the stacks, as in a replay."""
         shape = self.shape
         return Setting(
             seed=self.seed,
@@ -74,8 +74,8 @@ class Job:
 class Tokens:
     """This rank's tokens of one step, on its device.
 
-    ids [T, L, k] int64: the recorded experts. scores [T, L, E] float32 or None: the recorded scores, where a router
-    policy of the job needs them. decode [T] bool: which tokens such a policy may route anew. phase: of the step.
+    ids [T, L, k] int64: the recorded experts. scores [T, L, E] float32: the recorded scores, None if no router policy
+    of the job needs them. decode [T] bool: tokens that such a policy may reroute. phase: of the step.
     """
 
     ids: torch.Tensor
@@ -86,7 +86,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank's part runs. group: None for a job of one process without torch.distributed."""
+    """The rank, group and device of this process. group: None for a job of one process without torch.distributed."""
 
     rank: int
     num_ranks: int
@@ -96,25 +96,25 @@ class Place:
 
 
 class Model(Protocol):
-    """Runs a step of this rank's tokens through all layers under one stack. text: what it is fed with, in words."""
+    """Runs a step of this rank's tokens through all layers under one stack. text: a description of its input."""
 
     layers: list[list[ExpertParallelMoE]]
     """[stack][layer]."""
     text: str
 
     def begin(self, step: int, tokens: Tokens) -> None:
-        """Before the step is run under the stacks: what is alike for all of them. Collective, not timed."""
+        """Prepares a step once for all stacks. Collective, not timed."""
         ...
 
     def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
-        """poison: hidden states become NaN (a trial)."""
+        """Runs the step under a stack. poison: set hidden states to NaN (an injected fault)."""
         ...
 
 
 class RandomLayers:
-    """Layers of a shape with random weights, each fed the same random hidden states; recorded experts force the router.
+    """Layers with random weights; all take the same random hidden states, and the recorded experts replace the choice.
 
-    Weights differ by layer and logical expert, so that every stack computes the same outputs.
+    Weights depend only on layer and logical expert, so every stack computes the same outputs.
     """
 
     text = "random hidden states"
@@ -141,8 +141,8 @@ class RandomLayers:
 
 
 def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -> list[list[ExpertParallelMoE]]:
-    """[stack][layer]; model: `ModelWeights`, or None for random ones. Collective."""
-    exchanges: dict[int, Any] = {}  # by the slots of a rank
+    """The expert-parallel layers, [stack][layer]. model: `ModelWeights`, or None for random weights. Collective."""
+    exchanges: dict[int, Any] = {}  # by the number of slots of a rank
     collective: Any = "auto"
     built = []
     for of_job in job.stacks:
@@ -190,12 +190,13 @@ def run_job(
     trial: Trial | None = None,
     progress: Callable[[int], None] = lambda steps: None,
 ) -> None:
-    """Runs the steps from place `first` on, stacks in turn within each, beginning with another one each time so that a
-    drift of the machine touches all alike. The first step is run once more beforehand, untold, to warm up. Collective.
+    """Runs the steps from index `first`. In each step the stacks take turns, and each step begins with the next stack,
+    so that a drift of the machine affects all equally. The first step also runs once before, untimed, to warm up.
+    Collective.
 
-    Raises PhaseError where scores are not numbers, OSError where telemetry cannot be written.
+    Raises PhaseError if scores are NaN or infinite, and OSError if telemetry cannot be written.
     """
-    watch.layer_place = {layer: number for number, layer in enumerate(job.layers)}
+    watch.layer_index = {layer: number for number, layer in enumerate(job.layers)}
     nodes = node_of_rank(place.num_ranks, job.num_nodes).to(place.device)
     rows = _Rows(place, nodes)
     num_stacks = len(job.stacks)
@@ -231,9 +232,9 @@ def run_job(
 
 
 def tokens_of(block: TokenBlock, number: int, job: Job, place: Place) -> Tokens:
-    """This rank's tokens of the block's step at place `number`."""
+    """This rank's tokens of the block's step with index `number`."""
     mine = np.flatnonzero((block.token_step == number) & (block.source_rank == place.rank))
-    # A layer's are one piece.
+    # Contiguous per layer.
     by_layer = np.ascontiguousarray(block.expert_ids[mine].transpose(1, 0, 2), dtype=np.int64)
     ids = torch.from_numpy(by_layer).to(place.device).transpose(0, 1)
     phase = job.phase if block.phase is None else block.phase[number]
@@ -245,7 +246,7 @@ def tokens_of(block: TokenBlock, number: int, job: Job, place: Place) -> Tokens:
 
 
 class _Rows:
-    """One step's telemetry; counts are fetched from the device in one piece."""
+    """The telemetry of one step; counts are copied from the device in one transfer."""
 
     def __init__(self, place: Place, node_of_rank: torch.Tensor) -> None:
         self._place, self._nodes = place, node_of_rank
@@ -258,7 +259,7 @@ class _Rows:
     ) -> None:
         self._heads.append((record.step, stack, record.layer))
         self._counts.append(count_row(record, self._place.rank, self._nodes, slots_per_rank))
-        self._times.append([times.get((record.step, record.layer, phase), 0.0) for phase in PHASES])
+        self._times.append([times.get((record.step, record.layer, phase), 0.0) for phase in LAYER_PHASES])
 
     def take(self) -> dict[str, Sequence[Any] | Array]:
         counts = torch.stack(self._counts).cpu().numpy()
@@ -269,13 +270,13 @@ class _Rows:
         columns |= {name: counts[:, number] for number, name in enumerate(COUNTS)}
         columns["rank"] = np.full(len(heads), self._place.rank, dtype=np.int32)
         columns["rows_to"] = counts[:, len(COUNTS) :].astype(np.int32)
-        columns |= {f"{phase}_us": times[:, number] for number, phase in enumerate(PHASES)}
+        columns |= {f"{phase}_us": times[:, number] for number, phase in enumerate(LAYER_PHASES)}
         self._heads, self._counts, self._times = [], [], []
         return columns
 
 
 def count_row(record: LayerRecord, rank: int, node_of_rank: torch.Tensor, slots_per_rank: int) -> torch.Tensor:
-    """[len(COUNTS) + R] int64 on the record's device: the counts of telemetry in their order, then rows_to."""
+    """The counts of telemetry in order, then rows_to: [len(COUNTS) + R] int64 on the record's device."""
     num_ranks = len(node_of_rank)
     served = torch.where(record.physical >= 0, record.physical // slots_per_rank, num_ranks)
     shared = record.shared_rank

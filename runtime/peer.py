@@ -1,7 +1,7 @@
-"""The collectives of balancing over peer memory: one small kernel, no NCCL, no NVLink multicast.
+"""The collectives of balancing over peer memory: one small kernel, without NCCL and NVLink multicast.
 
-For the GPUs of one host that reach each other's memory. Memory by `torch.distributed._symmetric_memory`, the kernel by
-CuPy (NVRTC); it can be captured in a CUDA graph.
+It works for GPUs of one host that can access each other's memory, and can be captured in a CUDA graph. The memory comes
+from `torch.distributed._symmetric_memory`; CuPy (NVRTC) compiles the kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ARGUMENTS = np.dtype(
     + [(name, np.int32) for name in ("rank", "ranks", "words", "capacity", "sum")],
     align=True,
 )
-"""peer.cu's Arguments."""
+"""The struct Arguments of peer.cu."""
 
 
 @functools.cache
@@ -36,26 +36,26 @@ def _kernel(device: int) -> Any:
 
 
 def obstacle(device: torch.device, group: dist.ProcessGroup | None) -> str | None:
-    """Why peer memory cannot serve, or None."""
+    """The reason why peer memory cannot be used, or None."""
     if device.type != "cuda":
         return "it needs GPUs"
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed (pip install epsim[gpu])"
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     if not 2 <= size <= MOST_RANKS:
-        return f"{size} ranks, and it serves 2 to {MOST_RANKS}"
+        return f"{size} ranks, but it supports 2 to {MOST_RANKS}"
     if size > torch.cuda.device_count():
         return f"{size} ranks on {torch.cuda.device_count()} GPUs of this host"
     own = device.index if device.index is not None else torch.cuda.current_device()
     if not all(torch.cuda.can_device_access_peer(own, peer) for peer in range(size) if peer != own):
-        return "the GPUs do not reach each other's memory"
+        return "the GPUs cannot access each other's memory"
     return None
 
 
 class PeerCollective(Collective):
-    """As `Collective`, for at most `capacity` numbers of a rank; what a call returns lasts until the next one.
+    """A `Collective` for at most `capacity` numbers per rank. A call's result is valid until the next call.
 
-    All calls of one object must follow one another on a stream, in the same order on every rank. Collective to make.
+    All calls of one object must be on one stream, in the same order on every rank. The constructor is collective.
     """
 
     name = "peer"
@@ -83,7 +83,7 @@ class PeerCollective(Collective):
         for name, value in {**fixed, "rank": self.rank, "ranks": self.size, "capacity": capacity}.items():
             self._arguments[name] = value
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))  # Compiled now, not in the first request.
+        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))  # Compile now, not in the first request.
         torch.cuda.synchronize(device)
         self.calls.clear()
 
@@ -96,7 +96,7 @@ class PeerCollective(Collective):
         return self._share(values, sums=False).view(self.size, *values.shape)
 
     def close(self) -> None:
-        """No peer may still read this rank's memory when it goes, nor any graph that was captured be replayed."""
+        """Frees the memory, which no peer may still read; captured graphs must not be replayed afterwards."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         del self._handle, self._buffer
@@ -118,17 +118,18 @@ class PeerCollective(Collective):
 def choose_collective(
     name: str, group: dist.ProcessGroup | None, device: torch.device, capacity: int
 ) -> tuple[Collective, str]:
-    """`torch`, `peer`, or `auto`: peer memory where it can serve, else torch's collectives; and why. Collective.
+    """The collective of a name, and the reason for the choice. Collective.
 
-    capacity: numbers of a rank, such as E + 1. Raises ValueError where peer memory is asked for and cannot serve.
+    name: `torch`, `peer`, or `auto` (peer memory if possible, else torch). capacity: numbers per rank, such as E + 1.
+    Raises ValueError for `peer` if peer memory cannot be used.
     """
     if name not in ("auto", "peer", "torch"):
-        raise ValueError(f"collective {name!r} is none of auto, peer, torch")
+        raise ValueError(f"collective {name!r} is not one of auto, peer, torch")
     if name == "torch":
         return Collective(group), "asked for"
     why_not = obstacle(device, group)
     if why_not is None:
         return PeerCollective(group, device, capacity), "asked for" if name == "peer" else "GPUs of one host"
     if name == "peer":
-        raise ValueError(f"collective peer cannot serve here: {why_not}; use torch")
+        raise ValueError(f"collective peer cannot be used here: {why_not}: use torch")
     return Collective(group), f"no peer memory: {why_not}"

@@ -1,4 +1,4 @@
-"""What a layer is at, how long each part takes, and errors that name both."""
+"""The phases of a layer, a clock that times them, and errors that name rank, step, layer and phase."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import torch
 
-PHASES = ("route", "balance", "dispatch", "experts", "combine")
-"""In this order in every layer. A running relocation has the phase `relocate` of its own, between steps."""
+LAYER_PHASES = ("route", "balance", "dispatch", "experts", "combine")
+"""The phases of every layer, in order. A relocation is a separate phase `relocate` between steps."""
 Mark: TypeAlias = "torch.cuda.Event | float"
 
 
 class PhaseError(ValueError):
-    """Something that went wrong on one rank: its text begins `rank R, step S, layer L, phase P: `."""
+    """An error on one rank. Its text begins `rank R, step S, layer L, phase P: `."""
 
     def __init__(self, rank: int, step: int, layer: int, phase: str, what: str) -> None:
         super().__init__(f"rank {rank}, step {step}, layer {layer}, phase {phase}: {what}")
@@ -21,10 +21,10 @@ class PhaseError(ValueError):
 
 
 class PhaseClock:
-    """Follows one rank through its phases; several layers share one.
+    """Tracks the current phase of one rank, shared by its layers.
 
-    phase, step, layer: what it is at now, readable from any thread ("idle" between layers).
-    timed: whether times are kept: by events on the current CUDA stream (no synchronisation), else by the host's clock.
+    phase, step, layer: the current ones ("idle" between layers), readable from any thread. timed: whether to record
+    times, by events on the current CUDA stream (without synchronization) or by the host's clock.
     """
 
     def __init__(self, rank: int, device: torch.device, timed: bool = False) -> None:
@@ -33,7 +33,7 @@ class PhaseClock:
         self._marks: list[tuple[int, int, str, Mark]] = []
 
     def enter(self, phase: str, step: int | None = None, layer: int | None = None) -> None:
-        """The next phase begins (or "idle", after the last one)."""
+        """Begins the next phase, or "idle" after the last one."""
         if step is not None:
             self.step = step
         if layer is not None:
@@ -46,7 +46,7 @@ class PhaseClock:
         return PhaseError(self.rank, self.step, self.layer, self.phase, what)
 
     def times(self) -> dict[tuple[int, int, str], float]:
-        """(step, layer, phase) -> microseconds since the last call; on CUDA this waits for the device."""
+        """Microseconds by (step, layer, phase) since the last call. On CUDA it waits for the device."""
         if self._marks and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         found: dict[tuple[int, int, str], float] = {}

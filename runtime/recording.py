@@ -1,4 +1,4 @@
-"""What a run routed, as a trace's tokens: it replays to the load that the run had."""
+"""Records the routing of a run as tokens of a trace. Its replay gives the same load as the run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Own: TypeAlias = tuple[Array, Array | None]
 
 
 class RoutingRecorder:
-    """Keeps the routed ids of every call of `layers`, in their order, on this rank; on CPUs at `block`, not before.
+    """Keeps the routed ids of every call of `layers`, in order, on this rank; `block` moves them to the CPU.
 
-    scores: where the layers' stack has a router policy: what the model chose and by which scores, of which the policy
-    makes the same again in a replay.
+    scores: for a stack with a router policy: keep the model's choice and its scores instead, from which the policy
+    gives the same routing in a replay.
     """
 
     def __init__(self, layers: Sequence[ExpertParallelMoE], scores: bool = False) -> None:
@@ -30,17 +30,17 @@ class RoutingRecorder:
             layer.observers.append(self._see)
 
     def _see(self, record: LayerRecord) -> None:
-        # Copied: a captured graph writes the same tensor again in the next step.
+        # Copied, because a captured graph overwrites the tensor in the next step.
         ids = (record.chosen if self.scores else record.ids).to(torch.int16, copy=True)
         self._seen[record.step, record.layer] = (ids, record.scores.clone() if self.scores else None)
 
     def steps(self) -> list[int]:
-        """Whole steps seen so far, ascending."""
+        """Complete steps recorded so far, ascending."""
         numbers = sorted({step for step, _ in self._seen})
         return [step for step in numbers if all((step, layer) in self._seen for layer in self.layers)]
 
     def own(self) -> dict[int, Own]:
-        """Of this rank: step -> ids [T, L, k], scores [T, L, E] float32 or None."""
+        """This rank's recording: step -> ids [T, L, k], scores [T, L, E] float32 or None."""
         found: dict[int, Own] = {}
         for step in self.steps():
             ids, scores = zip(*(self._seen[step, layer] for layer in self.layers))
@@ -51,9 +51,9 @@ class RoutingRecorder:
     def block(
         self, group: dist.ProcessGroup | None = None, phase_of: Mapping[int, Phase] | None = None
     ) -> TokenBlock | None:
-        """All ranks' tokens, on rank 0; None elsewhere. Collective. Raises ValueError where ranks saw other steps.
+        """All ranks' tokens on rank 0, else None. Collective. Raises ValueError if ranks recorded different steps.
 
-        phase_of: of each step, where the block is to tell.
+        phase_of: the phase of each step, to be stored in the block.
         """
         own = self.own()
         if not dist.is_initialized():
@@ -64,7 +64,7 @@ class RoutingRecorder:
 
 
 def joined(by_rank: list[dict[int, Own]], phase_of: Mapping[int, Phase] | None = None) -> TokenBlock:
-    """Each rank's `RoutingRecorder.own`, ranks in order."""
+    """Joins each rank's `RoutingRecorder.own` into a block, ranks in order."""
     steps = sorted(by_rank[0])
     for rank, seen in enumerate(by_rank):
         if sorted(seen) != steps:
@@ -72,7 +72,7 @@ def joined(by_rank: list[dict[int, Own]], phase_of: Mapping[int, Phase] | None =
     parts = [(place, rank, by_rank[rank][step]) for place, step in enumerate(steps) for rank in range(len(by_rank))]
     sizes = [len(ids) for _, _, (ids, _) in parts]
     if not parts:
-        raise ValueError("nothing recorded: no step was run")
+        raise ValueError("nothing recorded: run at least one step")
     return TokenBlock(
         np.array(steps, dtype=np.int64),
         np.repeat(np.array([place for place, _, _ in parts], dtype=np.int64), sizes),

@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with what weights: the rules of the models that the layer shapes stand for."""
+"""Routers of the models behind the layer shapes: they choose each token's experts and weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class Routing:
 
 
 class Router(torch.nn.Module):
-    """A linear layer's logits, scored, the best k chosen, and those weighed. Rules override `score` and `choose`.
+    """A linear layer gives logits, which are scored; the k best experts are chosen and weighted. Subclasses define
+    `score` and `choose`.
 
-    weight [E, H]; bias [E] float32: added to the scores for choosing only; gate [H] or None: of the shared expert.
+    weight [E, H]; bias [E] float32: added to the scores only for the choice; gate [H] or None: of the shared expert.
     """
 
     def __init__(self, shape: LayerShape, weight: torch.Tensor, gate: torch.Tensor | None = None) -> None:
@@ -47,15 +48,15 @@ class Router(torch.nn.Module):
         self.register_buffer("_one", weight.new_ones(1, dtype=torch.float32), persistent=False)
 
     def score(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits [T, E] float32 -> scores [T, E] float32 >= 0, which weights are made of."""
+        """The scores [T, E] float32 >= 0 of logits [T, E] float32; weights are proportional to them."""
         raise NotImplementedError
 
     def chosen_by(self, scores: torch.Tensor) -> torch.Tensor:
-        """scores [T, E] -> [T, E]: what experts are compared by."""
+        """The values [T, E] by which experts are compared, from their scores [T, E]."""
         return scores
 
     def choose(self, scores: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
-        """What experts are compared by [T, E], token_ids [T] int64 -> [T, k] int64."""
+        """The chosen experts [T, k] int64, from the result of `chosen_by` [T, E] and token_ids [T] int64."""
         return scores.topk(self.shape.top_k, dim=-1).indices
 
     def forward(
@@ -65,14 +66,14 @@ class Router(torch.nn.Module):
         forced_ids: torch.Tensor | None = None,
         forced_scores: torch.Tensor | None = None,
     ) -> Routing:
-        """hidden [T, H] -> Routing. forced_ids [T, k] take the place of the choice, and are weighed by the scores;
-        forced_scores [T, E] float32 (-inf where not known) take the place of these."""
+        """The routing of hidden [T, H]. forced_ids [T, k] replace the choice and are weighted by the scores;
+        forced_scores [T, E] float32 (-inf where unknown) replace the scores."""
         if forced_scores is None:
             scores = self.score(F.linear(hidden, self.weight).float())
             compared = self.chosen_by(scores)
         else:
             scores, compared = forced_scores.clamp(min=0), forced_scores
-        # As few operations as will do: in small batches a GPU waits for the host to launch them.
+        # As few operations as possible: with small batches the GPU waits for the host to launch them.
         if forced_ids is None:
             ids = self.choose(compared, token_ids)
             weights = scores.gather(1, ids)
@@ -91,16 +92,17 @@ class Router(torch.nn.Module):
 
 
 class SoftmaxTopK(Router):
-    """Probabilities, the k largest (Qwen, OLMoE, Mixtral)."""
+    """The k largest softmax probabilities (Qwen, OLMoE, Mixtral)."""
 
     def score(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.softmax(-1)
 
 
 class SigmoidGroups(Router):
-    """DeepSeek-V3 (modeling_deepseek.py, MoEGate "noaux_tc"): chosen by sigmoid plus bias, weighed by the sigmoid.
+    """DeepSeek-V3 (modeling_deepseek.py, MoEGate "noaux_tc"): chosen by sigmoid plus bias, weighted by the sigmoid.
 
-    Of `groups` equal groups of experts those `top_groups` stay whose two largest biased scores have the largest sum.
+    Experts are in `groups` equal groups. Only the `top_groups` groups whose two best biased scores have the largest sum
+    are eligible.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class SigmoidGroups(Router):
 
 
 class TokenHash(Router):
-    """DeepSeek-V4's first layers: a table tells each token id's experts; scores sqrt(softplus) only weigh them.
+    """DeepSeek-V4's first layers: a table gives each token id's experts; scores sqrt(softplus) only weight them.
 
     table [vocabulary, k] int64.
     """
@@ -152,7 +154,7 @@ class TokenHash(Router):
             raise ValueError("a router that hashes the token's id needs token_ids [T]")
         if token_ids.shape[0] != scores.shape[0]:
             raise ValueError(f"{token_ids.shape[0]} token ids given for {scores.shape[0]} tokens")
-        if token_ids.is_cuda:  # To look would wait for the device, which checks the index itself.
+        if token_ids.is_cuda:  # A check would wait for the device, which checks the index itself.
             return self.table[token_ids]
         outside = (token_ids < 0) | (token_ids >= len(self.table))
         if bool(outside.any()):
@@ -162,7 +164,7 @@ class TokenHash(Router):
 
 
 def hash_table(vocabulary: int, shape: LayerShape, seed: int, layer: int) -> torch.Tensor:
-    """[vocabulary, k] int64: k different experts for every token id, all equally likely."""
+    """k distinct experts for every token id, all equally likely: [vocabulary, k] int64."""
     source = generator(torch.device("cpu"), "hash table", seed, layer)
     parts = [
         torch.rand(size, shape.num_experts, generator=source).topk(shape.top_k, dim=1).indices
@@ -174,7 +176,7 @@ def hash_table(vocabulary: int, shape: LayerShape, seed: int, layer: int) -> tor
 def make_router(
     shape: LayerShape, layer: int, seed: int, device: torch.device, dtype: torch.dtype, vocabulary: int = 4096
 ) -> Router:
-    """The shape's router with weights drawn from (seed, layer), the same on every rank."""
+    """The router of a shape, with weights drawn from (seed, layer), equal on every rank."""
     source = generator(torch.device("cpu"), "router", seed, layer)
     weight = torch.randn(shape.num_experts, shape.hidden, generator=source) / shape.hidden**0.5
     weight = weight.to(device, dtype)

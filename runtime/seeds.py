@@ -1,4 +1,4 @@
-"""Seeds of what is drawn for a purpose."""
+"""Random generators that are seeded by their purpose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def generator(device: torch.device, *purpose: int | str) -> torch.Generator:
-    """Seeded by what it is for, such as ("expert", seed, layer, expert)."""
-    # 32 bits: PyTorch's generator on CPUs takes no more of a seed.
+    """A generator seeded by its purpose, such as ("expert", seed, layer, expert)."""
+    # 32 bits, because PyTorch's CPU generator uses no more of a seed.
     seed = int.from_bytes(hashlib.sha256(repr(purpose).encode()).digest()[:4], "little")
     return torch.Generator(device).manual_seed(seed)

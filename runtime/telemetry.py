@@ -1,7 +1,7 @@
-"""What a run did, per step, stack, layer and rank: safe on disk as soon as a step is finished, Parquet in the end.
+"""Telemetry of a run per step, stack, layer and rank, on disk as soon as a step is finished.
 
-While the job runs, a rank appends each finished step to an Arrow stream, which is readable up to the last whole step
-whatever becomes of the process; at the end the stream becomes a Parquet file of the same name.
+While the job runs, each rank appends finished steps to an Arrow stream. If the process dies, the stream is readable up
+to the last complete step. At the end it is converted to a Parquet file of the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from epsim.files import CannotWriteError, reason, whole_file
-from epsim.runtime.phases import PHASES
+from epsim.runtime.phases import LAYER_PHASES
 
 FORMAT = "1"
 
@@ -33,11 +33,12 @@ COUNTS = {
     "shared_left_rank": "its tokens whose shared expert was served on another rank",
     "shared_left_node": "on another node",
 }
-"""Whole numbers of each row, and what they count."""
+"""The integer columns of each row, and what they count."""
 
 
 def schema_of(num_ranks: int) -> pa.Schema:
-    """rows_to: rows of hidden states sent to each rank (a token goes to a rank once). PHASE_us: microseconds."""
+    """The columns. rows_to: rows of hidden states sent to each rank (a token goes to a rank once). PHASE_us:
+    microseconds."""
 
     def column(name: str, kind: pa.DataType) -> pa.Field:
         return pa.field(name, kind, nullable=False)
@@ -50,7 +51,7 @@ def schema_of(num_ranks: int) -> pa.Schema:
             column("rank", pa.int32()),
             *(column(name, pa.int64()) for name in COUNTS),
             column("rows_to", pa.list_(pa.field("item", pa.int32(), nullable=False), num_ranks)),
-            *(column(f"{phase}_us", pa.float64()) for phase in PHASES),
+            *(column(f"{phase}_us", pa.float64()) for phase in LAYER_PHASES),
         ]
     )
 
@@ -60,9 +61,9 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 class TelemetryWriter:
-    """One rank's telemetry. description: what a reader should know of the job; it becomes the file's metadata.
+    """Writes one rank's telemetry. description: of the job, for the file's metadata.
 
-    first_step: rows of an earlier attempt before this step are kept, later ones dropped. Raises CannotWriteError.
+    first_step: rows of an earlier attempt are kept up to this step and dropped from it on. Raises CannotWriteError.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TelemetryWriter:
         kept: list[pa.RecordBatch] = []
         if first_step is not None and (self.path.exists() or self._stream.exists()):
             kept = read_rank(folder, rank).filter(pc.field("step") < first_step).to_batches()
-        # What is kept is in the new file before the old one goes: a disk may be full, a process may end here.
+        # Kept rows are in the new file before the old one is removed: the disk may be full, the process may end here.
         begun = self._stream.with_suffix(".begun")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,12 +93,12 @@ class TelemetryWriter:
             raise CannotWriteError(self._stream, error) from None
 
     def append(self, columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> None:
-        """The rows of one finished step."""
+        """Appends the rows of one finished step."""
         arrays = [_array(columns[field.name], field.type) for field in self._schema]
         self._write(pa.record_batch(arrays, schema=self._schema).serialize())
 
     def close(self) -> None:
-        """Makes the Parquet file."""
+        """Converts the stream to the Parquet file."""
         os.close(self._file)
         table = read_stream(self._stream)
         try:
@@ -113,12 +114,12 @@ class TelemetryWriter:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError as error:
-            why = f"{self._stream}: cannot be written: {reason(error)}; the steps finished before are kept"
+            why = f"{self._stream}: cannot be written: {reason(error)}; earlier finished steps are kept"
             raise OSError(why) from None
 
 
 def read_stream(path: Path) -> pa.Table:
-    """An unfinished rank's rows, up to its last whole step."""
+    """The rows of an unfinished rank, up to its last complete step."""
     batches = []
     with pa.memory_map(os.fspath(path)) as source, pa.ipc.open_stream(source) as stream:
         schema = stream.schema
@@ -126,12 +127,12 @@ def read_stream(path: Path) -> pa.Table:
             try:
                 batches.append(stream.read_next_batch())
             except (StopIteration, pa.ArrowInvalid, OSError):
-                break  # a write that was cut short
+                break  # an incomplete write
     return pa.Table.from_batches(batches, schema=schema).combine_chunks()
 
 
 def read_rank(folder: Path, rank: int) -> pa.Table:
-    """Raises FileNotFoundError or ValueError."""
+    """The rows of a rank. Raises FileNotFoundError or ValueError."""
     path = rank_file(folder, rank)
     try:
         if path.exists():
@@ -140,7 +141,7 @@ def read_rank(folder: Path, rank: int) -> pa.Table:
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: no telemetry of rank {rank}") from None
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: no telemetry, or damaged: {message(error)}") from None
+        raise ValueError(f"{path}: not telemetry, or damaged: {message(error)}") from None
 
 
 def message(error: BaseException) -> str:
@@ -148,9 +149,9 @@ def message(error: BaseException) -> str:
 
 
 def read_telemetry(folder: str | os.PathLike[str]) -> pa.Table:
-    """All ranks' rows of a run that ended or broke off, sorted by step, stack, layer and rank.
+    """All ranks' rows of a complete or interrupted run, sorted by step, stack, layer and rank.
 
-    Of a broken run only those steps are given that every rank has finished. Raises FileNotFoundError or ValueError.
+    An interrupted run has only the steps that every rank finished. Raises FileNotFoundError or ValueError.
     """
     paths = sorted(Path(folder).glob("rank-*.*"))
     ranks = sorted({int(path.stem.split("-")[1]) for path in paths if path.suffix in (".parquet", ".arrows")})
@@ -160,7 +161,7 @@ def read_telemetry(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """The rows of all ranks' tables, of the steps that all have."""
+    """The rows of all ranks' tables for the steps that all of them have."""
     steps = set(tables[0]["step"].to_pylist())
     for table in tables[1:]:
         steps &= set(table["step"].to_pylist())
@@ -170,7 +171,7 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def described(table: pa.Table) -> dict[str, Any]:
-    """The job's description that the writer was given."""
+    """The job's description in the file's metadata."""
     found: dict[str, Any] = json.loads(table.schema.metadata[b"epsim.job"])
     return found
 

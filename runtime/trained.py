@@ -1,4 +1,4 @@
-"""The project's own trained model with its expert layers made expert-parallel: text, router and attention real."""
+"""Runs the model of `epsim model train` with expert-parallel layers, on real text with its own router and attention."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from epsim.traces.model.train import read_model
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What the model is fed with. text: a file, or None for held-out text of the corpus. sequence: most tokens of one
-    in a step that is no decode step, None for as many as the model reads. context: tokens read before a decode step."""
+    """The model's input. text: a file, or None for held-out text of the corpus. sequence: the most tokens per sequence
+    in a step that is not decode, None for the model's limit. context: tokens read before a decode step."""
 
     text: Path | None = None
     sequence: int | None = None
@@ -29,12 +29,11 @@ class Reading:
 
 
 class TrainedModel:
-    """A Qwen2-MoE-like model; each rank reads its own text, as many tokens of it in a step as the trace has there.
+    """A model like Qwen2-MoE. Each rank reads its own text, with as many tokens per step as the trace has on this rank.
 
-    A decode step's tokens are one of each of as many sequences, which have read `context` tokens before: those were
-    read by the model's own experts on this rank, once for all stacks, and are not timed. The tokens of any other step
-    are sequences of their own. text: where it comes from, in words. Raises ValueError where model, job and reading do
-    not fit together. Collective.
+    The tokens of a decode step belong to as many sequences, each with a context of `context` tokens. The model's own
+    experts read the context on this rank, once for all stacks and untimed. The tokens of another step form new
+    sequences. text: a description of the source. Raises ValueError if model, job and reading do not match. Collective.
     """
 
     def __init__(self, folder: Path, job: Job, place: Place, clock: PhaseClock, reading: Reading) -> None:
@@ -42,14 +41,14 @@ class TrainedModel:
         weights = ModelWeights(self._model)
         if weights.layers != job.layers:
             raise ValueError(
-                f"--model {folder} has expert layers {list(weights.layers)}, the job {list(job.layers)}: "
+                f"--model {folder} has expert layers {list(weights.layers)}, but the job has {list(job.layers)}: "
                 "give a trace of this model, without --layers"
             )
         positions = self._model.config.max_position_embeddings
         self._length, self._context = reading.sequence or positions, reading.context
         for option, length in (("sequence", self._length), ("context", self._context + 1)):
             if length > positions:
-                raise ValueError(f"--{option}: {length} tokens of a sequence, and {folder} reads {positions}")
+                raise ValueError(f"--{option}: {length} tokens per sequence, but {folder} has {positions} positions")
         self.layers = build_layers(job, place, clock, weights)
         for number, block in enumerate(block for block in self._model.layers if hasattr(block.mlp, "gate")):
             block.mlp = _Switch(self, number, block.mlp)
@@ -64,7 +63,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def begin(self, step: int, tokens: Tokens) -> None:
-        """tokens tell how many there are, and the step's phase, no more: the model's router chooses."""
+        """Prepares a step. Only the number of tokens and the phase are used, because the model's router chooses."""
         self._step, self._num_tokens, self._cache = step, len(tokens.ids), None
         place = (step * self._place.num_ranks + self._place.rank) * max(self._job.max_tokens, 1)
         if self._num_tokens and tokens.phase == "decode":
@@ -77,10 +76,10 @@ class TrainedModel:
         elif self._num_tokens:
             length = min(self._length, self._num_tokens)
             ids = self._read(place, self._num_tokens)
-            # What fills the last sequence up follows its tokens, which do not look ahead; no layer's experts see it.
+            # Padding follows the last sequence's tokens, which cannot attend to it, and no layer's experts see it.
             self._ids = F.pad(ids, (0, -len(ids) % length)).view(-1, length)
         if self._place.group is not None:
-            dist.barrier(self._place.group)  # else the first layer's time would hold the wait for the longest context
+            dist.barrier(self._place.group)  # else the first layer's time includes the wait for the longest context
 
     @torch.no_grad()
     def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
@@ -89,15 +88,15 @@ class TrainedModel:
             cached = self._cache is not None
             self._model(input_ids=self._ids, use_cache=cached, past_key_values=self._cache)
             if cached:
-                self._cache.crop(-1)  # the step's own token, which other stacks read too
+                self._cache.crop(-1)  # drop this step's token, because other stacks read it too
             return
-        # The collectives are still to be made.
+        # A rank without tokens still takes part in the collectives.
         nothing = torch.empty(0, self._job.shape.hidden, device=self._place.device, dtype=self._place.dtype)
         for layer in self.layers[stack]:
             layer(nothing, step=step, decode=tokens.decode)
 
     def experts(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [B, N, H] of the model's place `number` of its expert layers -> the same shape."""
+        """The output of expert layer `number` (an index) for hidden [B, N, H], in the same shape."""
         flat = hidden.reshape(-1, hidden.shape[-1])
         real = flat[: self._num_tokens]
         if self._poison:
@@ -106,17 +105,17 @@ class TrainedModel:
         return F.pad(output, (0, 0, 0, len(flat) - len(real))).view(hidden.shape)
 
     def _read(self, start: int, num_tokens: int) -> torch.Tensor:
-        """[num_tokens] of the text from a place on, over and over."""
+        """[num_tokens] of the text from offset `start`, repeated if it ends."""
         at = (start + torch.arange(num_tokens)) % len(self._stream)
         return self._stream[at].to(self._place.device)
 
 
 class _Switch(torch.nn.Module):
-    """Takes the place of a block of experts; `own`: what it was, for what is read apart from the job."""
+    """Replaces a block of experts. own: the original block, which reads the untimed context."""
 
     def __init__(self, model: TrainedModel, number: int, own: torch.nn.Module) -> None:
         super().__init__()
-        self._model, self._number, self._own = [model], number, own  # in a list: it is no part of this module
+        self._model, self._number, self._own = [model], number, own  # in a list, so that it is not a submodule
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         model = self._model[0]
@@ -125,7 +124,7 @@ class _Switch(torch.nn.Module):
 
 
 def _text(folder: Path, file: Path | None, seed: int, vocabulary: int) -> tuple[torch.Tensor, str]:
-    """[N] int64 token ids, and where they come from. The corpus is the one beside the model, or the cache's."""
+    """Token ids [N] int64 and a description of their source. The corpus is beside the model, or in the cache."""
     corpus = None
     for cache in (folder.resolve().parent, None):
         try:
@@ -135,7 +134,7 @@ def _text(folder: Path, file: Path | None, seed: int, vocabulary: int) -> tuple[
             continue
     if file is None and corpus is None:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randint(vocabulary, (1 << 16,), generator=generator), "random token ids, as no corpus is prepared"
+        return torch.randint(vocabulary, (1 << 16,), generator=generator), "random token ids (no corpus prepared)"
     if corpus is None:
         raise ValueError("--text needs the tokenizer of the model's corpus: run `epsim model corpus` first")
     parts = list(corpus.heldout.values())
@@ -150,5 +149,5 @@ def _text(folder: Path, file: Path | None, seed: int, vocabulary: int) -> tuple[
             raise ValueError(f"--text {file}: cannot be read ({error.strerror})") from None
     stream = torch.cat([torch.from_numpy(ids.astype("int64")) for ids in parts])
     if not len(stream) or int(stream.max()) >= vocabulary:
-        raise ValueError(f"{words} has {len(stream)} tokens, of a vocabulary that is not the model's {vocabulary}")
+        raise ValueError(f"{words} has {len(stream)} tokens and does not match the model's vocabulary of {vocabulary}")
     return stream, words

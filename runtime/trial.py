@@ -1,4 +1,4 @@
-"""Faults made on purpose, to see what becomes of them."""
+"""Injects faults on purpose, for tests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Kind: TypeAlias = Literal["kill", "stop", "sleep", "hold", "nan", "short"]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A fault made on purpose, to see what becomes of it: `KIND:rank=R,step=S,layer=L,phase=P`, from the environment's
-    EPSIM_TRIAL_FAULT. kill, stop (SIGSTOP), sleep, hold (sleep with the interpreter held): at that place; nan: the
-    step's hidden states; short: no step from that one on."""
+    """An injected fault, `KIND:rank=R,step=S,layer=L,phase=P` in EPSIM_TRIAL_FAULT. kill, stop (SIGSTOP), sleep and
+    hold (sleep with the interpreter held) act at that position; nan sets the step's hidden states to NaN; short runs
+    no step from that one on."""
 
     kind: Kind
     rank: int
@@ -44,7 +44,7 @@ class Trial:
 
 
 class TrialClock(JobClock):
-    """A clock that fails at a given place."""
+    """A clock that injects the fault at its position."""
 
     trial: Trial | None = None
 

@@ -165,7 +165,7 @@ def test_a_trained_models_router_chooses(make_trace: TraceMaker, tmp_path: Path)
         assert done.code == 0, done.err
     results = read_results(out / "results.json")
     assert results["run"]["equals_replay"] is True
-    words = "random token ids, as no corpus is prepared, decode steps after 5 tokens of context"
+    words = "random token ids (no corpus prepared), decode steps after 5 tokens of context"
     assert results["run"]["input"] == words
     assert results["stacks"][2]["metrics"]["kept_mass"]["mean"] < 1
     given = trace.blocks(3)

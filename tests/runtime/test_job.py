@@ -17,7 +17,7 @@ from epsim.runtime.beats import JobClock, place_file
 from epsim.runtime.faults import Watch
 from epsim.runtime.job import Place, RandomLayers, count_row, run_job
 from epsim.runtime.layer import LayerRecord
-from epsim.runtime.phases import PHASES, PhaseError
+from epsim.runtime.phases import LAYER_PHASES, PhaseError
 from epsim.runtime.telemetry import COUNTS, TelemetryWriter, read_telemetry
 from epsim.runtime.trial import Trial
 from epsim.traces.store import StoredTrace
@@ -88,7 +88,7 @@ def test_a_job_of_one_rank(make_trace: TraceMaker, tmp_path: Path) -> None:
     assert table.num_rows == 4 * 3 * 2
     assert set(table["tokens"].to_pylist()) == {20}
     assert set(table["routed"].to_pylist()) == {40}
-    assert all(min(table[f"{phase}_us"].to_pylist()) > 0 for phase in PHASES)
+    assert all(min(table[f"{phase}_us"].to_pylist()) > 0 for phase in LAYER_PHASES)
     measured = measure(table, job, ([block] * len(job.stacks) for block in job.blocks(0)), 4, seed=0)
     assert measured.differing == []
     entry = measured.measured["stacks"][1]["metrics"]

@@ -14,7 +14,7 @@ from epsim.runtime.exchange.base import Received
 from epsim.runtime.experts import Experts, mlp
 from epsim.runtime.layer import ExpertParallelMoE, build_layer
 from epsim.runtime.peer import choose_collective
-from epsim.runtime.phases import PHASES, PhaseClock, PhaseError
+from epsim.runtime.phases import LAYER_PHASES, PhaseClock, PhaseError
 from epsim.runtime.reference import reference_output
 from epsim.runtime.weights import RandomWeights
 
@@ -59,9 +59,9 @@ def test_phases_follow_one_another_and_are_timed() -> None:
     clock.enter = noted  # type: ignore[method-assign]
     layer(torch.randn(4, 16), step=7)
     layer(torch.randn(4, 16), step=8)
-    assert seen == [*PHASES, "idle"] * 2
+    assert seen == [*LAYER_PHASES, "idle"] * 2
     times = clock.times()
-    assert list(times) == [(step, 5, phase) for step in (7, 8) for phase in PHASES]
+    assert list(times) == [(step, 5, phase) for step in (7, 8) for phase in LAYER_PHASES]
     assert all(value > 0 for value in times.values())
     assert clock.times() == {}
 
@@ -106,7 +106,7 @@ def test_what_does_not_fit_together_is_told_when_built() -> None:
             device=CPU,
             dtype=torch.float32,
         )
-    with pytest.raises(ValueError, match="collective peer cannot serve here: it needs GPUs"):
+    with pytest.raises(ValueError, match="collective peer cannot be used here: it needs GPUs"):
         build(collective="peer")
     assert choose_collective("auto", None, CPU, 7)[1] == "no peer memory: it needs GPUs"
 
