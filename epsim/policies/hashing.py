@@ -1,11 +1,11 @@
-"""Random draws as a function of what they are for: the same token draws the same number on every machine and device.
+"""Random draws by hash: the same token draws the same number on every machine and device.
 
 A draw is finalise(token key + slot key), all arithmetic modulo 2^64:
     token key = chain(seed, step number, source rank, local token index)
-    slot key = chain(layer number, slot), slot = place in the top-k, or k for the shared expert
+    slot key = chain(layer number, slot), slot = index in the top-k, or k for the shared expert
     chain(a, b, ...) = finalise(... finalise(finalise(a + GOLDEN) ^ b + GOLDEN) ^ ... + GOLDEN)
-    finalise: SplitMix64's (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)
-A draw depends on nothing else in the batch, so one rank's tokens alone draw what they draw among all tokens.
+    finalise: that of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)
+A draw depends on nothing else in the batch, so one rank's tokens draw the same numbers alone and among all tokens.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
-    # torch shifts int64 arithmetically: the mask takes the copies of the sign bit away.
+    # torch shifts int64 arithmetically; the mask removes the copies of the sign bit.
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def finalise(bits: torch.Tensor) -> torch.Tensor:
-    """int64 [...] -> int64 [...]: SplitMix64's finaliser, a bijection on 64 bits."""
+    """SplitMix64's finaliser of int64 [...], a bijection on 64 bits."""
     bits = (bits ^ _shift_right(bits, 30)) * MULTIPLIER_1
     bits = (bits ^ _shift_right(bits, 27)) * MULTIPLIER_2
     return bits ^ _shift_right(bits, 31)
 
 
 def chain(*parts: torch.Tensor) -> torch.Tensor:
-    """int64 parts that broadcast together -> int64: a key in which the order of the parts matters."""
+    """An int64 key of int64 parts, which are broadcast; their order matters."""
     key = finalise(parts[0] + GOLDEN)
     for part in parts[1:]:
         key = finalise((key ^ part) + GOLDEN)
@@ -44,15 +44,15 @@ def chain(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def token_key(seed: int, step: torch.Tensor, source_rank: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """int64 [...]: step numbers, source ranks and local token indices broadcast together; any Python int as seed."""
+    """The token key, int64 [...], of broadcast step numbers, source ranks and local token indices. seed: any int."""
     return chain(torch.full_like(local, _signed(seed)), step, source_rank, local)
 
 
 def slot_key(layer: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """int64 [...]: the model's layer numbers and places in the top-k broadcast together."""
+    """The slot key, int64 [...], of the model's layer numbers and indices in the top-k, which are broadcast."""
     return chain(layer, slot)
 
 
 def draw(token: torch.Tensor, slot: torch.Tensor, bits: int) -> torch.Tensor:
-    """int64 [...] in [0, 2^bits): the highest bits of the draw of these keys, which broadcast together; bits <= 63."""
+    """The highest bits (<= 63) of the draw of these keys, which are broadcast: int64 [...] in [0, 2^bits)."""
     return _shift_right(finalise(token + slot), 64 - bits)

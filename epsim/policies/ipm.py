@@ -1,10 +1,10 @@
-"""The published split (deepseek-ai/LPLB, SGLang's `lp`): an affine-scaling interior point method cut off after 5 steps.
+"""The published split (deepseek-ai/LPLB, SGLang's `lp`): an affine-scaling interior point method with 5 steps.
 
-Kept as a baseline. The program of a layer: least M subject to
-    for every rank: loads x of its replicated experts' copies + slack - M = -(load of its other experts)
-    for every replicated expert: loads x of its copies = load of the expert
-with x, slack, M >= 0. Big-M start: all variables 1, and one artificial variable of cost BIG_M that takes the
-infeasibility of that start. fp32, loads in units of the mean rank load. Differences to the published code: the step
+It is a baseline. The linear program of a layer minimises M subject to
+    for every rank: sum of loads x of its replicated experts' copies + slack - M = -(load of its other experts)
+    for every replicated expert: sum of loads x of its copies = load of the expert
+with x, slack, M >= 0. Big-M start: all variables are 1, and one artificial variable of cost BIG_M takes the
+infeasibility. It uses fp32, with loads in units of the mean rank load. Differences from the published code: the step
 length takes the true maximum over all variables, all-zero counts are safe, and fractions are clamped to [0, 1].
 """
 
@@ -47,7 +47,7 @@ class Program:
 
 
 def program(copies: Copies) -> Program:
-    """The constraints of a placement, of which at least one layer has an expert with several copies."""
+    """The constraints of a placement in which at least one layer has an expert with several copies."""
     placement, device = copies.placement, copies.slot.device
     num_layers, num_ranks = placement.num_layers, placement.num_ranks
     several = copies.number > 1
@@ -76,9 +76,8 @@ def program(copies: Copies) -> Program:
 def interior_point(
     matrix: torch.Tensor, unused: torch.Tensor, target: torch.Tensor, cost: torch.Tensor
 ) -> torch.Tensor:
-    """matrix [B, m, n], unused [B, m], right sides [B, m], cost [n + 1] -> variables [B, n + 1], artificial one last.
-
-    All float32. Not finite where the method breaks down.
+    """The variables [B, n + 1], the artificial one last, for matrix [B, m, n], unused [B, m], right sides [B, m] and
+    cost [n + 1]. All are float32. They are not finite if the method breaks down.
     """
     artificial = target - matrix.sum(2)
     matrix = torch.cat([matrix, artificial[:, :, None]], dim=2)
@@ -116,7 +115,7 @@ class LplbIpm(Sampled):
 
 
 def _fractions(counts: torch.Tensor, layer: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """counts [B, E] float64, layer [B] -> [B, P] float64."""
+    """The fractions [B, P] float64 of counts [B, E] float64 in layers [B]."""
     lp = copies.once(program)
     expert, column = copies.held[layer], lp.column[layer]
     counts, alone = copies.padded(counts), column < 0

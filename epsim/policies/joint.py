@@ -1,8 +1,9 @@
-"""Waterfill with the split, as one problem: shared-expert tokens fill up what the exact split leaves, whole.
+"""Waterfill and split as one problem: whole shared-expert tokens fill the room that the exact split leaves.
 
-Over splits and shared placements together the least total peak is max(M*, mean total load), M* the least routed peak
-(docs/contract.md section 1): the split reaches its part, and shared tokens poured exactly around it reach the other,
-to within one token's cost. Nothing is drawn: numbers by source and serving rank follow from loads that all ranks know.
+Over splits and shared placements together the least total peak is max(M*, mean total load), where M* is the least
+routed peak (docs/contract.md section 1). The split reaches M*, and shared tokens placed exactly around it reach the
+mean to within one token's cost. There are no random draws: the numbers by source and serving rank follow from loads
+that all ranks know.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class WaterfillJoint(SharedDispatch):
     def served(self, work: SharedWork) -> torch.Tensor:
         most = None
         if self.candidates == "visited":
-            # A router policy may give tokens more experts than the model does.
+            # A router policy may give tokens more experts than the model's top-k.
             width = 0 if work.batch is None else work.batch.expert_ids.shape[-1]
             most = work.routed_by_source // max(work.top_k, width)
         return pour(work.routed, work.tokens, work.cost, work.node_of_rank, most)[0]
 
     def token_ranks(self, work: SharedWork) -> torch.Tensor:
-        """As `SharedDispatch.token_ranks`; a token goes where it visits as far as `served` allows."""
+        """Implements `SharedDispatch.token_ranks`; tokens go to ranks they visit anyway, as far as `served` allows."""
         batch, present = work.batch, work.present()
         assert batch is not None
         token, layer = present.nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""The work that a block of steps puts on every rank, after all policies have spoken."""
+"""The work that a block of steps puts on each rank, after all policies have been applied."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """S steps, L layers, R ranks; docs/contract.md section 1.
+    """The load of S steps, L layers and R ranks (docs/contract.md section 1).
 
-    routed [S, L, R]: (token, expert) assignments that a rank serves; int64 where rounded, float64 where real-valued.
+    routed [S, L, R]: (token, expert) assignments that a rank serves; int64 if rounded, float64 if real-valued.
     routed_real [S, L, R] float64: the same before rounding or drawing.
-    shared_tokens [S, L, R]: tokens whose shared expert a rank serves; int64 where rounded, else float64.
+    shared_tokens [S, L, R]: tokens whose shared expert a rank serves; int64 if rounded, else float64.
     shared [S, L, R] float64: shared_tokens times the shared expert's cost in routed assignments.
     tokens [S, L] float64: tokens of the layer. assignments [S, L] int64.
     active [S, L, R] int64: a rank's physical routed experts with load.
@@ -50,12 +50,12 @@ class Load:
 
     @property
     def total(self) -> torch.Tensor:
-        """[S, L, R] float64: routed + shared."""
+        """routed + shared, [S, L, R] float64."""
         return self.routed + self.shared
 
 
 def joined(loads: list[Load]) -> Load:
-    """One after the other along the steps; all of the same stack and level."""
+    """Concatenates loads of one stack and level along the steps."""
     if len(loads) == 1:
         return loads[0]
     parts: dict[str, Any] = {"rounded": loads[0].rounded}

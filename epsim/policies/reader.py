@@ -1,4 +1,4 @@
-"""Readers: which channels of a token's experts are read (kernels/reader), and how many bytes that makes of a rank."""
+"""Reader policies: they choose the channels of a token's experts to read (kernels/reader), and count a rank's bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Channels(Reader):
         return (every,) if self.quota == "batch" else (every, INDEPENDENT)
 
     def sizes(self, hidden: int, intermediate: int, weight_bytes: float = 2, rank: int = 32) -> ReadBytes:
-        """What its reads are made of. rank: of the map."""
+        """The byte counts of its reads. rank: of the map."""
         rank = rank if self.restore == "on" else 0
         return ReadBytes(hidden, intermediate, weight_bytes, self.coordinates, rank, self.score)
 
@@ -74,10 +74,11 @@ class Channels(Reader):
         weight_bytes: float,
         top_k: int,
     ) -> torch.Tensor:
-        """tokens [...]: assignments of a rank; active [...]: its experts with any -> bytes [...] float64.
+        """Expected bytes [...] float64 that a rank reads. tokens [...]: its assignments; active [...]: its experts with
+        any.
 
-        Expected, for choices that are independent from token to token, of experts with tokens / active assignments
-        each; not more than reading them whole. Raises ValueError where the budget does not pay for the screen.
+        Tokens are assumed to choose independently, and each expert to have tokens / active assignments. At most the
+        bytes of whole experts. Raises ValueError if the screen exceeds the budget.
         """
         sizes = self.sizes(hidden, intermediate, weight_bytes)
         kept = sizes.kept(self.budget, top_k) / (top_k * intermediate)
@@ -101,7 +102,7 @@ class Channels(Reader):
         return torch.minimum(read, all_kept)
 
     def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
-        """Sketch and map, or what other scores are made from; nothing where all is read."""
+        """Bytes of the sketch and map, or of what other scores need; 0 if all channels are read."""
         return 0 if self.budget >= 1 else self.sizes(hidden, intermediate).resident(num_experts)
 
 

@@ -15,7 +15,7 @@ from epsim.traces.trace import Level
 
 @dataclass(frozen=True, slots=True)
 class Local(SharedDispatch):
-    """On the token's own rank."""
+    """Computes the shared expert on the token's own rank."""
 
     name: ClassVar[str] = "local"
     level: ClassVar[Level] = "counts"

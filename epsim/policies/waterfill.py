@@ -1,10 +1,10 @@
-"""Waterfill: the shared expert of each token goes where routed load leaves room.
+"""Waterfill: sends each token's shared expert to a rank with little routed load.
 
-SGLang's Waterfill for DeepEP, from its published description. A source rank sees loads L_r and N waiting tokens; the
-waterline is H = ceil((sum of L + N * cost) / R), the slack of a rank max(H - L_r, 0). Each token draws a rank among its
-candidates in proportion to slack, other ranks than its own weighing 10/11. Where no candidate has slack, the lightest
-takes the token if the own rank's load is above 1.1 times its load; a source rank with few tokens keeps them. The cost
-is rounded to 2^-20; all else is integer arithmetic.
+SGLang's Waterfill for DeepEP, from its published description. A source rank sees loads L_r and N waiting tokens. The
+waterline is H = ceil((sum of L + N * cost) / R), and the slack of a rank is max(H - L_r, 0). Each token draws a rank
+from its candidates in proportion to slack, where ranks other than its own have weight 10/11. If no candidate has slack,
+the least loaded one takes the token if the own rank's load is above 1.1 times its load. A source rank with few tokens
+keeps them. The cost is rounded to 2^-20; all else is integer arithmetic.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Waterfill(SharedDispatch):
         return {"sglang": f"waterfill(candidates={self.candidates},load={self.load})"}
 
     def token_ranks(self, work: SharedWork) -> torch.Tensor:
-        """As `SharedDispatch.token_ranks`; `visited` also needs the ranks of the tokens' routed experts."""
+        """Implements `SharedDispatch.token_ranks`; `visited` also needs the ranks of the tokens' routed experts."""
         batch = work.batch
         assert batch is not None
         present = work.present()
@@ -102,7 +102,7 @@ class Waterfill(SharedDispatch):
         local: torch.Tensor,
         visited: torch.Tensor | None,
     ) -> torch.Tensor:
-        """place: step, layer and source rank of N tokens, local [N], visited [N, k] or None for all -> ranks [N]."""
+        """The ranks [N] of N tokens. place: their step, layer and source rank; local [N]; visited [N, k], None: all."""
         loads, weights = self._scales(work)
         rank = place[2].clone()
         row = _flat(place, work.tokens.shape)
@@ -116,7 +116,7 @@ class Waterfill(SharedDispatch):
         return rank
 
     def _scales(self, work: SharedWork) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loads and weights of all ranks as each source rank sees them, both [S * L * R, R] int64."""
+        """The loads and weights of all ranks that each source rank sees, both [S * L * R, R] int64."""
         num_ranks = work.tokens.shape[-1]
         if self.counts == "global":
             waiting = work.tokens.sum(-1, keepdim=True).expand_as(work.tokens)
@@ -142,7 +142,7 @@ def _pick(
     weights: torch.Tensor,
     visited: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Draws number [N], own ranks [N], loads and weights [N, R], visited [N, k] (-1 for none) -> ranks [N]."""
+    """The drawn ranks [N]. number [N]: random; own ranks [N]; loads, weights [N, R]; visited [N, k], -1 for none."""
     own_load = loads.gather(1, source[:, None])[:, 0]
     if visited is not None:
         candidate = torch.zeros(*loads.shape[:1], loads.shape[1] + 1, dtype=torch.bool, device=loads.device)

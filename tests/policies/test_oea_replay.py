@@ -130,7 +130,7 @@ def test_what_a_trace_must_hold() -> None:
     block = dataclasses.replace(drawn(2), scores=None)
     placement = random_placement(np.random.default_rng(1), 2, 12, 0, 2, 1)
     bound = bind(parse_stack("contiguous+oea(k0=1)"), placement, Setting(0, 0.0, 4, (0, 1)))
-    with pytest.raises(ValueError, match="router oea needs router scores, and the trace holds none for step 5"):
+    with pytest.raises(ValueError, match="router oea needs router scores, but the trace has none for step 5"):
         bound.load(block)
     prefill = bind(parse_stack("contiguous+oea(k0=1)"), placement, Setting(0, 0.0, 4, (0, 1), phase="prefill"))
     with pytest.raises(ValueError, match="acts on decode steps, but the trace is of phase prefill"):

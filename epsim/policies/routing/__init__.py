@@ -1,1 +1,1 @@
-"""Routers: which experts a token takes, given what the other tokens of its batch take."""
+"""Router policies: they choose a token's experts depending on the experts that other tokens of the batch take."""

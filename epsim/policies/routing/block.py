@@ -1,4 +1,4 @@
-"""A router policy on recorded tokens: a block of a trace as the policy would have routed it."""
+"""Applies a router policy to the recorded tokens of a block."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from epsim.traces.trace import Phase, TokenBlock
 
 ROUTED_ANEW = ("decode", "unknown")
 CELLS = 1 << 21
-"""Elements of the largest intermediate tensor, unless one batch alone has more."""
+"""The most elements of an intermediate tensor, unless a single batch has more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rerouted:
-    """block: with the policy's expert ids. kept_mass [S, L] float64: recorded scores of the experts that tokens take
-    over those of the experts that the model chose, sums over the tokens; 1 where a step is left as it is."""
+    """block: with the policy's expert ids. kept_mass [S, L] float64: the summed recorded scores of the experts that
+    tokens take, divided by those of the experts that the model chose; 1 for a step that is not rerouted."""
 
     block: TokenBlock
     kept_mass: torch.Tensor
@@ -28,17 +28,17 @@ class Rerouted:
 def reroute_block(
     router: Router, block: TokenBlock, phase: Phase, num_experts: int, num_ranks: int, holds: torch.Tensor
 ) -> Rerouted:
-    """Steps of phase decode (or unknown) routed anew, each a batch, or each source rank's tokens of one.
+    """Reroutes the steps of phase decode (or unknown). A batch is a step, or one source rank's tokens of a step.
 
-    phase: of the trace, for blocks that do not tell their steps'. holds [L, E, R] bool: which rank holds which expert;
-    on its device the work is done. Weights are taken in proportion to the scores, which is what they are in models
-    that weigh by what they choose by. Raises ValueError where no step may be routed anew, or scores are missing.
+    phase: of the trace, for blocks without phases per step. holds [L, E, R] bool: which rank holds which expert; the
+    work runs on its device. Weights are assumed proportional to the scores, which is exact for models that choose and
+    weight by the same scores. Raises ValueError if no step may be rerouted, or if scores are missing.
     """
     num_steps, num_layers = len(block.steps), block.expert_ids.shape[1]
     if block.phase is None and phase not in ROUTED_ANEW:
         raise ValueError(
-            f"router {router.name} acts on decode steps, but the trace is of phase {phase} and does not tell its steps "
-            "apart: record with phases, or import with --phase decode if its steps are decode steps"
+            f"router {router.name} acts on decode steps, but the trace is of phase {phase} and has no phase per step: "
+            "record with phases, or import with --phase decode if its steps are decode steps"
         )
     anew = np.isin(block.phase, ROUTED_ANEW) if block.phase is not None else np.ones(num_steps, dtype=bool)
     tokens = np.flatnonzero(anew[block.token_step])
@@ -47,7 +47,7 @@ def reroute_block(
         return Rerouted(block, kept_mass)
     if block.scores is None:
         raise ValueError(
-            f"router {router.name} needs router scores, and the trace holds none for step "
+            f"router {router.name} needs router scores, but the trace has none for step "
             f"{int(block.steps[block.token_step[tokens[0]]])}: record with num_scores='all', or import a recording "
             "that has them"
         )
@@ -85,7 +85,7 @@ def _route(
     shape: tuple[int, int],
     holds: torch.Tensor,
 ) -> torch.Tensor:
-    """ids [n, L, k], scores [n, L, E] of tokens at (batch, place) [n] of `shape` batches -> [n, L, k'] int64."""
+    """The policy's ids [n, L, k'] int64 for ids [n, L, k] and scores [n, L, E] of tokens at (batch, index) [n]."""
 
     def batched(values: torch.Tensor, empty: float) -> torch.Tensor:
         padded = torch.full((*shape, *values.shape[1:]), empty, dtype=values.dtype)
@@ -102,7 +102,7 @@ def _route(
 
 
 def scores_by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) -> torch.Tensor:
-    """[n, L, E] float32: scores of the tokens, -inf where the trace holds none."""
+    """The scores of the tokens by expert, [n, L, E] float32; -inf where the trace has none."""
     assert block.scores is not None
     scores = torch.from_numpy(block.scores[tokens].astype(np.float32))
     if scores.shape[-1] == num_experts and block.score_ids is None:
@@ -114,13 +114,13 @@ def scores_by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) ->
 
 
 def kept_scores(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """scores [n, L, E], ids [n, L, k] -> [n, L] float64: the sum over the token's experts."""
+    """The sum of scores [n, L, E] over each token's experts ids [n, L, k], as [n, L] float64."""
     found = scores.gather(-1, ids.clamp(min=0)).to(torch.float64)
     return found.masked_fill(ids < 0, 0.0).clamp(min=0).sum(-1)
 
 
 def _parts(sizes: np.ndarray, per_token: int) -> list[tuple[int, int]]:
-    """Consecutive batches that, padded to their largest, are at most CELLS elements, or one batch."""
+    """Groups consecutive batches that have at most CELLS elements when padded to their largest, or one batch."""
     parts, first = [], 0
     largest = 0
     for number, size in enumerate(sizes.tolist()):

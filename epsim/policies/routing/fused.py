@@ -1,4 +1,4 @@
-"""A router policy's rule by kernels, in place of its tensor operations."""
+"""Runs a router policy with kernels instead of tensor operations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from epsim.policies.base import Routed, RouterWork, alone
 
 
 def by_kernel(work: RouterWork, plan: router.Plan) -> Routed | None:
-    """The same experts, weights to rounding; None where the kernels do not serve: on a CPU, without CuPy, for sizes
-    that they do not cover.
+    """The same experts as the tensor operations, and weights equal up to rounding. None if the kernels cannot run: on a
+    CPU, without CuPy, or for sizes that they do not cover.
 
-    `union` with all tokens here is one launch. Any other plan is two, with one call of `work.total` between, of the
-    same numbers that the policy's tensor operations sum, so that ranks may differ in the form that they take; a settled
-    plan is one, and calls nothing.
+    A settled plan, and `union` with all tokens on this rank, take one launch. Other plans take two, with one call of
+    `work.total` between them. It sums the same numbers as the tensor operations, so some ranks may use kernels and
+    others not.
     """
     if not work.scores.is_cuda or not router.available(work.scores.device.index):
         return None

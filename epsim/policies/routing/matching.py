@@ -1,9 +1,9 @@
-"""Which rank serves which active expert, so that the busiest rank has as few as possible.
+"""Assigns active experts to ranks so that the busiest rank has as few active experts as possible.
 
-Each expert takes a rank that holds a copy, at most M a rank: a bipartite matching with capacities, grown one expert at
-a time along augmenting paths. M rises only where no path is left, so that it is least; experts that fit into M ranks
-are a transversal matroid's independent sets, so that adding them by falling want is best (Edmonds and Fulkerson 1965,
-"Transversals and matroid partition").
+Each expert takes a rank that holds a copy, with at most M experts per rank. This is a bipartite matching with
+capacities, grown one expert at a time along augmenting paths. M rises only if no path is left, so it is minimal. The
+sets of experts that fit with capacity M are the independent sets of a transversal matroid, so adding experts in order
+of decreasing want is optimal (Edmonds and Fulkerson 1965, "Transversals and matroid partition").
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 
 
 def active_ranks(must: torch.Tensor, want: torch.Tensor, holds: torch.Tensor) -> torch.Tensor:
-    """must [..., E] bool: experts that are active; want [..., E] int64 >= 0: what others are worth, 0 for nothing;
-    holds [..., E, R] bool: which rank has a copy -> [..., E] int64: the serving rank, -1 for an inactive expert.
+    """The rank that serves each expert, [..., E] int64, -1 for an inactive expert.
 
-    The largest number of `must` on a rank, M, is least; others are added while no rank exceeds M, the most total want
-    first, ties by expert id. Batches whose experts have one copy each stay on their device.
+    must [..., E] bool: experts that must be active; want [..., E] int64 >= 0: the value of activating others, 0 for
+    none; holds [..., E, R] bool: which rank has a copy. The most `must` experts on a rank, M, is minimal. Others are
+    added as long as no rank exceeds M, so that their total want is largest, ties by expert id. Batches whose experts
+    have one copy each stay on their device.
     """
     if holds.shape[-1] == 1 or bool((holds.sum(-1) == 1).all()):
         return _single_copies(must, want, holds)
@@ -43,7 +44,7 @@ def _single_copies(must: torch.Tensor, want: torch.Tensor, holds: torch.Tensor) 
     worth = torch.where(must, -1, want)
     order = worth.sort(dim=-1, descending=True, stable=True).indices
     ordered_holds = holds.gather(-2, order[..., None].expand_as(holds)) & (worth.gather(-1, order) > 0)[..., None]
-    # The number of wanted experts of the rank up to and including each, in that order.
+    # For each expert, in this order, the number of the rank's wanted experts up to and including it.
     turn = ordered_holds.cumsum(-2).gather(-1, ranks.gather(-1, order)[..., None])[..., 0]
     slack = (most - active).gather(-1, ranks.gather(-1, order))
     added = torch.zeros_like(must).scatter_(-1, order, (turn <= slack) & (worth.gather(-1, order) > 0))
@@ -66,7 +67,7 @@ def _match(must: Any, want: Any, holds: Any, rank_of: Any) -> None:
         if must[expert] and not _augment(expert, holds, rank_of, active, most):
             most += 1
             _augment(expert, holds, rank_of, active, most)
-    # Of equal want the lower expert id first.
+    # Ties in want: the lower expert id first.
     for expert in np.argsort(-want, kind="mergesort"):
         if want[expert] <= 0:
             break
@@ -76,7 +77,7 @@ def _match(must: Any, want: Any, holds: Any, rank_of: Any) -> None:
 
 @numba.njit(cache=True)
 def _augment(expert: Any, holds: Any, rank_of: Any, active: Any, most: Any) -> bool:
-    """Gives the expert a rank, moving others to other copies if need be; False if all that it can reach are full."""
+    """Assigns the expert to a rank, moving others to other copies if needed; False if all reachable ranks are full."""
     num_experts, num_ranks = holds.shape
     via = np.full(num_ranks, -1, np.int64)  # the expert that would move to this rank
     queue = np.empty(num_ranks, np.int64)

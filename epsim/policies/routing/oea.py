@@ -1,4 +1,4 @@
-"""Opportunistic expert activation and its first phase alone (arXiv 2511.02237, Algorithm 1)."""
+"""Opportunistic expert activation, and its first phase by itself (arXiv 2511.02237, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ DECODE_ONLY = "acts on decode tokens alone: prefill keeps the model's choice, wh
 
 @dataclass(frozen=True, slots=True)
 class Pruned(Router):
-    """Every token keeps its k0 best experts alone: phase 1. k0: a number, or by batch size (`parse_schedule`), which
-    takes one all-reduce of that size; a number takes none."""
+    """Every token keeps only its k0 best experts (phase 1). k0: a number, or by batch size (`parse_schedule`), which
+    needs one all-reduce of the batch size; a number needs none."""
 
     k0: str
     name: ClassVar[str] = "pruned"
@@ -45,7 +45,7 @@ class Pruned(Router):
         if (routed := by_kernel(work, plan)) is not None:
             return routed
         wish = preference(work)
-        size = wish.there.sum(-1, keepdim=True)
+        size = wish.active.sum(-1, keepdim=True)
         place = schedule.place(size if plan.settled else work.total(size))[..., None]
         base = wish.own
         for number, k0 in enumerate(schedule.values, 1):
@@ -55,16 +55,16 @@ class Pruned(Router):
 
 @dataclass(frozen=True, slots=True)
 class Oea(Router):
-    """Every token keeps its k0 best experts and adds, best first, experts that are read for others anyway.
+    """Every token keeps its k0 best experts (its base) and adds, best first, experts that are read for other tokens.
 
     k0: a number, or by batch size (`parse_schedule`); a batch of one token keeps the model's k.
-    p: a token's base is no more experts than have this share of its scores. kmax: experts a token takes in all, by
-    default the model's k; in batches below k0's first step not less than k. maxp: it looks no further than its
-    maxp best, by default at all of known score.
-    union: `batch`, over the tokens of the whole step, which takes one small all-reduce ahead of the exchange; `rank`,
-    over those of each source rank, which takes none: k0 then follows from the rank's own number of tokens. Under the
-    same k0 the experts read are the same either way, as a union of unions; with `rank` a token finds fewer to add.
-    Raises ValueError where arguments do not go together.
+    p: the base ends at the experts that reach this share of the token's scores. kmax: the most experts per token, by
+    default the model's k; in batches below k0's first step at least k. maxp: a token considers only its maxp best
+    experts, by default all with known scores.
+    union: `batch`, over the tokens of the whole step, which needs one small all-reduce before the exchange; `rank`,
+    over the tokens of each source rank, which needs none, and k0 follows from the rank's number of tokens. With equal
+    k0 both read the same experts in total, but with `rank` a token finds fewer experts to add.
+    Raises ValueError if arguments contradict each other.
     """
 
     k0: str

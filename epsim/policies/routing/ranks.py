@@ -1,4 +1,4 @@
-"""Opportunistic expert activation under expert parallelism, where the rank with the most active experts is slowest."""
+"""Opportunistic expert activation for expert parallelism, where the rank with the most active experts is slowest."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from epsim.policies.routing.schedule import parse_schedule
 from epsim.policies.routing.union import union
 
 UNITS = 1 << 24
-"""A weight of 1 in whole numbers, whose sums do not depend on their order."""
+"""A weight of 1 as an integer: integer sums do not depend on their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class OeaEp(Router):
-    """`oea`, and ranks with slack also read the experts that tokens want most, up to the busiest rank's number.
+    """`oea` in which ranks with slack also read the most wanted experts, up to the number of the busiest rank.
 
-    Tokens' k0 best experts are the base. With one copy an expert, the busiest rank has M of them; every other rank adds
-    its most wanted experts until it has M as well. With several copies each active expert is served by one, chosen so
-    that M is least, and the added experts are those of greatest want in all that still fit M a rank (the `one-copy`
-    split makes the same choice from the counts alone). Want: an expert's weight in the model's own choices, summed
-    over the tokens to route anew; an expert that none chose is never added. Tokens take their k best of all that is
-    read. So M is `oea`'s at most, and a token's experts are a superset or better.
+    The tokens' k0 best experts are the base. With one copy per expert, the busiest rank has M of them, and every other
+    rank adds its most wanted experts until it also has M. With several copies, one copy serves each active expert,
+    chosen so that M is minimal, and the added experts have the largest total want that fits M per rank (the `one-copy`
+    split makes the same choice from the counts alone). An expert's want is its weight in the model's own choices,
+    summed over the tokens to reroute; an expert that none chose is never added. Tokens take their k best of all experts
+    that are read. So M is at most that of `oea`, and a token's experts are at least as good.
 
-    k0: as in `oea`. Takes one all-reduce of [len(schedule) + 2, E + 1] whole numbers.
+    k0: as in `oea`. Needs one all-reduce of [len(schedule) + 2, E + 1] integers.
     """
 
     k0: str
@@ -65,8 +65,8 @@ class OeaEp(Router):
 
 
 def _want(work: RouterWork, wish: Preference) -> torch.Tensor:
-    """[..., E] int64"""
-    chosen = (work.expert_ids >= 0) & wish.there[..., None]
+    """The want of each expert, [..., E] int64."""
+    chosen = (work.expert_ids >= 0) & wish.active[..., None]
     units = (work.weights.double() * UNITS).round().to(torch.int64)
     *lead, _, num_experts = work.scores.shape
     want = torch.zeros(*lead, num_experts, dtype=torch.int64, device=units.device)

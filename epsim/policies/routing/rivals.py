@@ -1,4 +1,4 @@
-"""Routers that begin with the whole union and take experts away, to compare with."""
+"""Routers to compare with, which start from the whole union and remove experts."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ LEFT = "left with none of known score it takes none at all"
 
 
 def _demand(work: RouterWork, wish: Preference) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> two of [..., E] int64, by one call of `work.total`: how many tokens to route anew chose an expert, and how
-    many others."""
-    by_phase = [(wish.own & there[..., None]).sum(-2) for there in (wish.there, ~work.decode)]
+    """How many tokens to reroute chose each expert, and how many others, [..., E] int64 each, by one call of
+    `work.total`."""
+    by_phase = [(wish.own & tokens[..., None]).sum(-2) for tokens in (wish.active, ~work.decode)]
     both = work.total(torch.stack(by_phase, -2))
     return both[..., 0, :], both[..., 1, :]
 
 
 def _take_of(work: RouterWork, wish: Preference, left: torch.Tensor) -> Routed:
-    """Every token takes its k best of what is left [..., E] bool."""
+    """Every token takes its k best of the experts left [..., E] bool."""
     allowed = left[..., None, :].expand_as(wish.known)
     return take(work, wish, allowed, work.expert_ids.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Lynx(Router):
-    """Of the union of all choices the `keep` most popular experts stay, ties by expert id; tokens take their k best of
+    """Keeps the `keep` most popular experts of the union of all choices, ties by expert id; tokens take their k best of
     these (after Lynx, arXiv 2411.08982, which drops the least popular experts of a batch's union).
 
-    What prefill tokens chose stays as well. Nothing is guaranteed to a token.
+    The experts of prefill tokens also stay. A token has no guaranteed experts.
     """
 
     keep: int
@@ -58,9 +58,9 @@ class Lynx(Router):
 
 @dataclass(frozen=True, slots=True)
 class MaskLowDemand(Router):
-    """Experts that fewer than `least` tokens chose are masked out; tokens take their k best of the others.
+    """Masks experts that fewer than `least` tokens chose; tokens take their k best of the others.
 
-    Where no expert has that many, all that were chosen stay.
+    If no expert has that many tokens, all chosen experts stay.
     """
 
     least: int

@@ -12,9 +12,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """steps: (least batch size, k0), ascending; smaller batches take the model's own k.
+    """steps: (smallest batch size, k0), ascending; smaller batches take the model's own k.
 
-    first: the batch size from which a bare number holds.
+    first: the batch size from which a plain number applies.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -30,20 +30,20 @@ class Schedule:
         return tuple(k0 for _, k0 in self.steps)
 
     def place(self, sizes: torch.Tensor) -> torch.Tensor:
-        """[...] int64 batch sizes -> [...] int64: 0 for the model's own k, i for the i-th step's k0."""
-        # Compared number by number: a table of them would be copied from the host, which no CUDA graph can hold.
+        """For batch sizes [...] int64: 0 for the model's own k, i for the k0 of step i, as [...] int64."""
+        # One comparison per step: a tensor of the steps would be copied from the host, which a CUDA graph cannot hold.
         return torch.stack([sizes >= least for least, _ in self.steps], -1).sum(-1)
 
     def check(self, top_k: int, item: str) -> None:
-        """Raises ValueError where a k0 is more than the model's k."""
+        """Raises ValueError if a k0 exceeds the model's k."""
         if max(self.values) > top_k:
             raise ValueError(f"{item}: k0 is {max(self.values)}, but a token has {top_k} experts: give at most {top_k}")
 
 
 @lru_cache
 def parse_schedule(text: str, name: str, first: int) -> Schedule:
-    """Raises ValueError: one line with what is wrong and what is known. first: the smallest batch size that may stand
-    after an @, and the one from which a bare number holds."""
+    """Parses a schedule. first: the smallest batch size allowed after an @, and the one from which a plain number
+    applies. Raises ValueError with one line that says what is wrong and what is allowed."""
     steps = []
     for part in text.split("/"):
         found = re.fullmatch(r"(\d{1,4})(?:@(\d{1,9}))?", part.strip())
