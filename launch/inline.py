@@ -1,4 +1,4 @@
-"""A job of one rank in this very process: to look, to debug, to profile."""
+"""A job of one rank in this process, for debugging and profiling."""
 
 from __future__ import annotations
 

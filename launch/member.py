@@ -1,4 +1,4 @@
-"""A process's place in a job: which rank it is, where it meets the others, what it computes on."""
+"""A process's place in a job: its rank, the store where it meets the other ranks, and its device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from epsim.launch.store import connect, serve
 class Member:
     """A process's place in the job.
 
-    local_rank, local_size: among the ranks of its machine; it computes on the GPU of that number. host, port: of the
-    store that all reach. attempt: restarts before this one. signals: whether it takes SIGTERM.
+    local_rank, local_size: its number among the ranks of its machine, which is also that of its GPU, and how many there
+    are. host, port: address of the store. attempt: number of restarts so far. signals: whether it handles SIGTERM.
     """
 
     rank: int = 0
@@ -32,7 +32,7 @@ class Member:
 
     @classmethod
     def from_environment(cls) -> Member:
-        """As torchrun sets it. EPSIM_STORE=HOST:PORT: a store that the launcher holds."""
+        """Reads the variables that torchrun sets, and EPSIM_STORE=HOST:PORT if the launcher holds the store."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in os.environ]
         if missing:
@@ -60,14 +60,14 @@ class Member:
         )
 
     def store(self, serves: bool = False) -> Any:
-        """A connection of its own to the job's store; serves: this process holds it. None in a job of one process."""
+        """A new connection to the job's store; None in a job of one process. serves: this process holds the store."""
         if self.num_ranks == 1:
             return None
         return serve(self.host, self.port) if serves else connect(self.host, self.port)
 
 
 def _whole(name: str, default: int | None = None) -> int:
-    """A number of the environment."""
+    """The whole number in an environment variable. Raises ValueError if it is none."""
     text = os.environ.get(name, str(default))
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{name} is {text!r}, not a whole number: start this by torchrun, or use `epsim run`")
@@ -75,7 +75,7 @@ def _whole(name: str, default: int | None = None) -> int:
 
 
 def choose_device(asked: str, member: Member) -> torch.device:
-    """auto: a GPU where there is one for every rank of this node."""
+    """The device to compute on. auto: a GPU if this node has one for each of its ranks, else the CPU."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cpu" or (asked == "auto" and count < member.local_size):
         return torch.device("cpu")
@@ -85,7 +85,7 @@ def choose_device(asked: str, member: Member) -> torch.device:
 
 
 def choose_dtype(asked: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 on GPUs, else float32."""
+    """The type to compute in. auto: bfloat16 on GPUs, else float32."""
     if device.type == "cuda" and asked == "float32":
         raise ValueError(f"--dtype float32: {ONLY_BFLOAT16}")
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""From options to what every rank runs; all that can be wrong with them is said here, before a process is started."""
+"""From options to the job that every rank runs. Mistakes in the options are found here, before a process is started."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ WIDTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """meta: of the trace with its tokens on the job's ranks and the layers that are run. first, last: places of the
-    steps that are run; those before are planned on where there is no history. notes: what a reader should know.
-    own_router: the model's own router chooses, the trace tells how many tokens there are. timing: of predictions."""
+    """What a job is made from.
+
+    meta: of the trace, with its tokens on the job's ranks and only the layers that are run. first, last: the steps that
+    are run, last excluded; placements are planned on those before `first` if there is no history. notes: for the
+    results. own_router: the model's own router chooses experts, and the trace only tells the number of tokens.
+    """
 
     options: RunOptions
     trace: StoredTrace
@@ -53,7 +56,7 @@ class Prepared:
     timing: LayerTiming | None
 
     def blocks(self, start: int = 0) -> Iterator[TokenBlock]:
-        """The steps to run from place `start` of them on, as the ranks have them."""
+        """The steps to run, from number `start` of them on, with tokens on the ranks of this job."""
         scored = not self.own_router and self.meta.num_scores > 0
         yield from _blocks(self.trace, self.meta, self.first + start, self.last, scored)
 
@@ -86,20 +89,20 @@ class Prepared:
 
 
 def prepare(options: RunOptions, num_ranks: int) -> Prepared:
-    """Raises ValueError or FileNotFoundError in one line for all that a user can have wrong."""
+    """Checks the options against trace, model and cluster. Raises ValueError or FileNotFoundError in one line."""
     if options.ranks not in (None, num_ranks):
         raise ValueError(f"--ranks {options.ranks}, but {num_ranks} processes were started: give --ranks {num_ranks}")
     policies = named_stacks(options.policies)
     for _, stack in policies:
         if stack.reader.acts:
-            raise ValueError(f"{str(stack)!r}: a run reads experts whole: leave {stack.reader.name} out")
+            raise ValueError(f"{str(stack)!r}: a run reads whole experts: leave {stack.reader.name} out")
     cluster = Cluster(num_ranks, options.nodes, options.redundant, options.groups)
     trace = open_trace([Path(options.trace)])
     history = None if options.history is None else open_trace([Path(options.history)])
     if trace.meta.level != "tokens":
         raise ValueError(
-            f"{options.trace}: a run needs tokens, the trace holds {trace.meta.level.replace('_', ' ')} only: "
-            "draw tokens with the recorded marginals by `epsim traces synthesize`"
+            f"{options.trace}: a run needs tokens, but the trace holds only {trace.meta.level.replace('_', ' ')}: "
+            "draw a trace of tokens from it with `epsim traces synthesize`"
         )
     acting = next((stack.router.name for _, stack in policies if stack.router.acts), None)
     own_router = is_folder(options.model)
@@ -107,7 +110,7 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
         _check_routed_anew(acting, trace.meta, options, own_router)
     if not own_router and (options.text, options.sequence, options.context) != (None, None, CONTEXT):
         raise ValueError(
-            f"--text, --sequence and --context say what a trained model reads; {options.model} is no model's folder"
+            f"--text, --sequence and --context are for a trained model; {options.model} is not the folder of one"
         )
     meta = _first_layers(regrouped_meta(trace.meta, num_ranks), options.layers)
     num_scores = meta.num_experts if own_router else meta.num_scores
@@ -149,8 +152,9 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
 def layer_timing(
     hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Cluster, given: bool = True
 ) -> LayerTiming:
-    """Of the layers that are run, and of nothing beside them: steps are measured without attention too. given: a trace
-    tells the experts, the router chooses none."""
+    """The time model of the layers that are run. Attention is left out, as it is in what is measured.
+
+    given: the experts come from a trace, so that no router is computed."""
     model = dataclasses.replace(spec_of(shape), moe_layers=meta.num_layers)
     measured = load_calibration(hardware)
     experts = ExpertsTime(measured.hardware, model, measured.table_for(model), measured.decode_for(model))
@@ -160,7 +164,7 @@ def layer_timing(
 
 
 def spec_of(shape: LayerShape) -> ModelSpec:
-    """What times are told of: one layer of the shape, in bf16."""
+    """One layer of the shape, in bf16, for the time model."""
     return ModelSpec(
         name=shape.name,
         source="the layers that are run",
@@ -181,9 +185,9 @@ def spec_of(shape: LayerShape) -> ModelSpec:
 
 
 def _check_routed_anew(router: str, meta: TraceMeta, options: RunOptions, own_router: bool) -> None:
-    """Whether a router policy finds what it acts on."""
+    """Raises ValueError if the trace lacks what a router policy needs."""
     if meta.phase in ("prefill", "training"):
-        raise ValueError(f"router {router} acts on decode steps, and {options.trace} is of phase {meta.phase}")
+        raise ValueError(f"router {router} acts on decode steps, and {options.trace} has phase {meta.phase}")
     if not own_router and not meta.num_scores:
         raise ValueError(
             f"router {router} needs router scores, and {options.trace} holds none: record with num_scores='all', or "
@@ -192,11 +196,11 @@ def _check_routed_anew(router: str, meta: TraceMeta, options: RunOptions, own_ro
 
 
 def fitting_shape(model: str, meta: TraceMeta) -> tuple[LayerShape, tuple[str, ...]]:
-    """The layer to run for a trace, and notes. `tiny` takes any trace's number of experts, top-k and shared expert."""
+    """The layer to run for a trace, and notes. `tiny` takes experts, top-k and shared expert from the trace."""
     if model == TINY:
         tiny = SHAPES[TINY]
         cost = meta.shared_cost or 0.0
-        # Widths of whole sixteen bytes: what grouped products on GPUs take.
+        # Grouped products on GPUs need widths that are multiples of 16 bytes.
         shared = max(round(cost * tiny.intermediate / WIDTH), 1) * WIDTH if cost else 0
         fitted = dataclasses.replace(
             tiny, num_experts=meta.num_experts, top_k=meta.top_k, shared_intermediate=shared, num_layers=meta.num_layers
@@ -218,7 +222,7 @@ def _cost_notes(model: str, shape: LayerShape, meta: TraceMeta) -> tuple[str, ..
 
 
 def is_folder(model: str) -> bool:
-    """Whether --model names a trained model's folder rather than a shape."""
+    """Whether --model is the folder of a trained model and not a shape's name."""
     return model not in SHAPES and (Path(model) / "config.json").is_file()
 
 
@@ -228,7 +232,7 @@ def model_shape(folder: Path) -> LayerShape:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}/config.json: damaged ({str(error)[:80]}): give another folder") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{folder}/config.json: holds no settings by their names: give another folder")
+        raise ValueError(f"{folder}/config.json: not a table of settings: give another folder")
     return shape_of_config(config, str(folder))
 
 
@@ -252,7 +256,7 @@ def _blocks(trace: StoredTrace, meta: TraceMeta, first: int, last: int, scored: 
 
 
 def _survey(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> tuple[int, str]:
-    """The most tokens of a rank in a step, and a hash of what is run, by which ranks tell that they run the same."""
+    """The most tokens of a rank in a step, and a hash of what is run, which ranks compare."""
     most = 0
     digest = hashlib.sha256(json.dumps([meta.num_layers, meta.num_experts, meta.top_k, first, last]).encode())
     for block in _blocks(trace, meta, first, last, scored=False):

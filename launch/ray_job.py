@@ -1,6 +1,6 @@
-"""Ranks as Ray actors: a placement group, one actor a GPU (or CPU), and the whole gang again after a fault.
+"""Ranks as Ray actors: a placement group with one actor for each GPU (or CPU). After a fault all are started again.
 
-Without a cluster's address (RAY_ADDRESS, or inside a Ray job) a cluster of this machine alone is made for the run.
+If no cluster is given (by RAY_ADDRESS, or by running inside a Ray job), one is made on this machine for the run.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from epsim.runtime.faults import STOPPING
 from epsim.runtime.telemetry import rank_file
 
 GROUP_PATIENCE = 120.0
-"""Seconds until a cluster, which may grow, has the GPUs or CPUs asked for."""
+"""Seconds to wait until a cluster that may grow has enough GPUs or CPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where Ray put a rank: the node, and the GPUs it gave there, as CUDA_VISIBLE_DEVICES names them."""
+    """Where Ray put a rank: the node, and its GPUs there, as named in CUDA_VISIBLE_DEVICES."""
 
     node: str
     gpus: tuple[str, ...]
 
 
 class RankActor:
-    """One rank; a Ray actor by `ray.remote`."""
+    """One rank; `ray.remote` makes it a Ray actor."""
 
     def seat(self) -> Seat:
         import ray
@@ -51,22 +51,25 @@ class RankActor:
         return Seat(str(context.get_node_id()), tuple(context.get_accelerator_ids().get("GPU", ())))
 
     def run(self, options: RunOptions, member: Member, gpus: Sequence[str]) -> None:
-        """gpus: of the job's ranks on this node, in their order. Ray shows each actor its own alone; peer memory and
-        deep_ep must see the others' too."""
+        """gpus: of the job's ranks on this node, in the order of ranks. Ray shows each actor only its own GPU, but peer
+        memory and deep_ep must see the others' as well."""
         os.environ |= {"LOCAL_RANK": str(member.local_rank), "LOCAL_WORLD_SIZE": str(member.local_size)}
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         run_rank(options, member)
 
     def files(self, options: RunOptions, rank: int) -> dict[str, bytes]:
-        """What this rank wrote, by its path below the run's folder."""
+        """The files that this rank wrote, by their path in the run's folder."""
         names = [RESULTS, PREDICTED] if rank == 0 else []
         names.append(os.fspath(rank_file(Path(TELEMETRY), rank)))
         return {name: (options.folder / name).read_bytes() for name in names}
 
 
 def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: int) -> Results:
-    """Raises ValueError or OSError before an actor is started; SystemExit with a line on stderr for a fault after."""
+    """Runs the job on Ray. restarts: how often it is started again after a fault.
+
+    Raises ValueError or OSError for a mistake in the options. After a fault: a line on stderr, then SystemExit.
+    """
     try:
         import ray
     except ImportError:
@@ -112,7 +115,7 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
 
 
 class Stopped(BaseException):
-    """This process was told to stop."""
+    """This process received a signal that stops it."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by.name)
@@ -120,8 +123,8 @@ class Stopped(BaseException):
 
 
 class Stops:
-    """Takes the signals that stop a job, from when it is made. Raised by `check` alone: not in the middle of Ray, whose
-    own would end this process with an account of its threads."""
+    """Notes the signals that stop a job. Only `check` raises `Stopped`: raised inside Ray, it would make Ray print the
+    state of all its threads."""
 
     def __init__(self) -> None:
         self._by: signal.Signals | None = None
@@ -137,8 +140,8 @@ class Stops:
 
 
 def with_ranks(options: RunOptions, gpus: int | None, cpus: int | None) -> RunOptions:
-    """With the number of ranks, and the device that Ray is to reserve for each. Raises ValueError for what contradicts
-    itself."""
+    """The options with the number of ranks and the kind of device that Ray reserves for each. Raises ValueError for
+    options that contradict each other."""
     if gpus is not None and cpus is not None:
         raise ValueError("give --gpus or --cpus, not both")
     for name, given, other in (("gpus", gpus, "cpu"), ("cpus", cpus, "cuda")):
@@ -156,9 +159,9 @@ def with_ranks(options: RunOptions, gpus: int | None, cpus: int | None) -> RunOp
 
 
 def _join_cluster(ray: Any, num_ranks: int) -> bool:
-    """-> whether it is one that was there, and may grow."""
+    """Connects to the cluster, or makes one. Returns whether it existed before, and so may grow."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of the ranks beside the one that is told of
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors of other ranks that follow from the first
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if "EPSIM_DEBUG" in os.environ:  # for ranks on a cluster that runs already
         quiet["runtime_env"] = {"env_vars": {"EPSIM_DEBUG": os.environ["EPSIM_DEBUG"]}}
@@ -169,16 +172,16 @@ def _join_cluster(ray: Any, num_ranks: int) -> bool:
             _check_answers(address)
             ray.init("auto", **quiet)
         else:
-            # As many CPUs as ranks, however few this machine has: Ray only counts them.
+            # Ray only counts CPUs: as many as ranks, even if this machine has fewer.
             num_cpus = max(num_ranks, os.cpu_count() or 1)
             ray.init("local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-    except SystemExit:  # Ray's answer to SIGTERM
+    except SystemExit:  # what Ray makes of SIGTERM
         raise Stopped(signal.SIGTERM) from None
     return there
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself asks again and again for many minutes."""
+    """Raises OSError if no cluster answers. Ray itself would try for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         try:
@@ -199,12 +202,14 @@ def _placement_group(ray: Any, num_ranks: int, on_gpus: bool, may_grow: bool, st
         stops.check()
         if time.monotonic() < deadline:
             continue
-        raise ValueError(f"{num_ranks} {kind}s asked for, the cluster has {there()}, or others hold them: give fewer")
+        raise ValueError(
+            f"{num_ranks} {kind}s are needed, but the cluster has {there()}, or others use them: give fewer ranks"
+        )
     return group
 
 
 def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool, stops: Stops) -> tuple[list[Any], list[Seat]]:
-    """Actors in the order of ranks, and where they are. Raises OSError where one cannot start."""
+    """The started actors and where they are, in the order of ranks. Raises OSError if one cannot start."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     def one(bundle: int) -> Any:
@@ -221,22 +226,24 @@ def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool, stops: Stops) ->
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=INTERVAL)
         seats: list[Seat] = ray.get(asked)
     except ray.exceptions.RayError as error:
-        # Its text ends with the cause, after the traceback of the worker's process.
+        # Its text ends with the cause, after the traceback of the worker process.
         words = message_line(next(line for line in reversed(str(error).splitlines()) if line.strip()))
-        raise OSError(f"a rank's Ray actor does not start: {words}; every node needs this epsim, and PyTorch") from None
+        raise OSError(
+            f"a rank's Ray actor does not start: {words}; every node needs this version of epsim, and PyTorch"
+        ) from None
     order = by_node(seats)
     return [actors[place] for place in order], [seats[place] for place in order]
 
 
 def by_node(seats: Sequence[Seat]) -> list[int]:
-    """Places in an order in which those of a node follow one another, as placements and exchanges take ranks to lie;
-    Ray puts bundles where there is room."""
+    """The order of bundles in which those of one node follow one another, as placements and exchanges assume of ranks.
+    Ray puts bundles wherever there is room."""
     nodes = list(dict.fromkeys(seat.node for seat in seats))
     return sorted(range(len(seats)), key=lambda place: nodes.index(seats[place].node))
 
 
 def seated(seats: Sequence[Seat], host: str, port: int, attempt: int) -> list[Member]:
-    """Ranks in the order of seats, numbered on each node; a rank computes on its node's GPU of that number."""
+    """The ranks in the order of seats. A rank's number on its node is also the number of its GPU."""
     seen: Counter[str] = Counter()
     sizes = Counter(seat.node for seat in seats)
     members = []
@@ -259,12 +266,12 @@ def seated(seats: Sequence[Seat], host: str, port: int, attempt: int) -> list[Me
 
 
 def gpus_of(seats: Sequence[Seat], node: str) -> list[str]:
-    """Those of the job's ranks on a node, in the order of ranks."""
+    """The GPUs of the job's ranks on a node, in the order of ranks."""
     return [gpu for seat in seats if seat.node == node for gpu in seat.gpus]
 
 
 def _first_fault(ray: Any, running: dict[Any, int], lookout: Lookout, stops: Stops) -> Fault | None:
-    """running: the rank of each call. None once all ranks have finished."""
+    """Waits for the first fault; returns None when all ranks have finished. running: the rank of each call."""
     waiting = list(running)
     while waiting:
         stops.check()
@@ -281,7 +288,7 @@ def _first_fault(ray: Any, running: dict[Any, int], lookout: Lookout, stops: Sto
 
 
 def _explain(lookout: Lookout, rank: int, error: Exception, stops: Stops) -> Fault:
-    """The ranks that live name the one that does not; a job of one rank has nobody to tell."""
+    """Why a rank ended. The other ranks say it, if there are any."""
     deadline = time.monotonic() + SILENCE + 8 * INTERVAL
     while time.monotonic() < deadline:
         stops.check()
@@ -297,7 +304,7 @@ def _explain(lookout: Lookout, rank: int, error: Exception, stops: Stops) -> Fau
 
 
 def _fetch(ray: Any, actors: Sequence[Any], seats: Sequence[Seat], options: RunOptions) -> None:
-    """Files of ranks on other machines come to this one."""
+    """Copies the files of ranks on other machines to this one."""
     here = str(ray.get_runtime_context().get_node_id())
     for rank, (actor, seat) in enumerate(zip(actors, seats, strict=True)):
         if seat.node == here:

@@ -1,4 +1,4 @@
-"""The job's key-value store: where ranks meet, beat, and tell of faults."""
+"""The job's key-value store, where ranks meet, show that they live, and report faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE = timedelta(seconds=120)
 
 
 def serve(host: str, port: int = 0) -> TCPStore:
-    """A new store in this process, which lives as long as it does; port 0 takes any (`.port` tells). Raises OSError."""
+    """A new store in this process. port 0: any free port (see `.port`). Raises OSError if the port is in use."""
     _check_host(host)
     try:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE)
@@ -20,8 +20,10 @@ def serve(host: str, port: int = 0) -> TCPStore:
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """A connection of its own: a call that waits holds the connection. Raises OSError for a host that is not known, and
-    where nobody answers for as long as `PATIENCE`."""
+    """A new connection to a store; each thread needs one, since a call that waits blocks it.
+
+    Raises OSError if the host is unknown, or nothing answers for `PATIENCE`.
+    """
     _check_host(host)
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
@@ -37,10 +39,10 @@ def _check_host(host: str) -> None:
 
 
 def for_group(store: Store, attempt: int) -> Store:
-    """The part of the store where the process group meets; each restart has its own."""
+    """The part of the store for the process group; each restart has its own."""
     return PrefixStore(f"group-{attempt}", store)
 
 
 def for_watch(store: Store, attempt: int) -> Store:
-    """The part of the store where ranks beat and faults are told."""
+    """The part of the store for beats and faults."""
     return PrefixStore(f"watch-{attempt}", store)

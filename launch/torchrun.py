@@ -1,4 +1,4 @@
-"""Several ranks on this machine by PyTorch's elastic launcher; one line about whatever goes wrong.
+"""Several ranks on this machine, started by PyTorch's elastic launcher. A fault is reported in one line.
 
 Several machines: start `torchrun --nnodes ... -m epsim.launch.worker ...` on each (launch/README.md).
 """
@@ -39,11 +39,12 @@ from epsim.runtime.beats import (
 
 DEFAULT_RANKS = 4
 GRACE = 5.0
-"""Seconds from the first word of a fault to the end of processes that do not end by themselves."""
+"""Seconds after a fault until processes that have not ended by themselves are killed."""
 
 
 def run_torchrun(options: RunOptions) -> Results:
-    """Raises ValueError or OSError before a process is started; SystemExit with a line on stderr for a fault after."""
+    """Runs the job. Raises ValueError or OSError for a mistake in the options. After a fault: a line on stderr, then
+    SystemExit."""
     num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS
     prepare(options, num_ranks)
     clear(options)
@@ -51,10 +52,10 @@ def run_torchrun(options: RunOptions) -> Results:
     store = serve("127.0.0.1")
     logs = options.folder / LOGS
     environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    # Workers end by themselves as soon as they know the fault; those that cannot are not waited for.
+    # Workers end by themselves as soon as they know of the fault; those that cannot are killed.
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))
     os.environ.update(environment)
-    logging.disable(logging.ERROR)  # the elastic launcher's own account of a fault
+    logging.disable(logging.ERROR)  # the elastic launcher's own long report of a fault
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -88,7 +89,7 @@ def run_torchrun(options: RunOptions) -> Results:
 
 
 def _end_those_that_cannot(lookout: Lookout, faults: Any, num_ranks: int) -> None:
-    """A worker that is stopped (SIGSTOP) or stuck inside a driver takes no notice of a fault: SIGKILL after a while."""
+    """Kills workers that cannot react to a fault, because they are stopped (SIGSTOP) or stuck inside a driver."""
     while lookout.look() is None:
         time.sleep(INTERVAL)
     time.sleep(GRACE)
@@ -105,7 +106,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _without_words(error: ChildFailedError, logs: Path, lookout: Lookout) -> Fault:
-    """A worker ended before it could say why: its own last words, if any."""
+    """The fault of a worker that ended before it could report one: the last line of its stderr, if any."""
     rank, failure = error.get_first_failure()
     words = ""
     for path in logs.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"):

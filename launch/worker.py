@@ -1,4 +1,4 @@
-"""What one rank runs, whoever started it: `torchrun --nproc-per-node N -m epsim.launch.worker TRACE ...`.
+"""What one rank runs, under every launcher: `torchrun --nproc-per-node N -m epsim.launch.worker TRACE ...`.
 
 The arguments are those of `epsim run`. Several nodes meet by torchrun's own options (--nnodes, --rdzv-endpoint).
 """
@@ -78,7 +78,7 @@ def _run(
     prepared = prepare(options, member.num_ranks)
     options.make_out()
     if member.local_rank == 0 and member.attempt == 0:
-        clear(options)  # before the others write: they are met below
+        clear(options)  # before the others write: they wait at the process group below
     group = None
     if member.num_ranks > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -89,7 +89,7 @@ def _run(
             store=for_group(served, member.attempt),
             rank=member.rank,
             world_size=member.num_ranks,
-            timeout=timedelta(hours=1),  # the watch is sooner
+            timeout=timedelta(hours=1),  # the watch notices sooner
         )
         group = dist.group.WORLD
         _check_alike(prepared, member)
@@ -104,7 +104,7 @@ def _run(
     described = description(prepared, job, place, exchange.name, exchange.why)
     folder = options.folder / TELEMETRY
     described["input"] = model.text
-    # What a router of its own chose before a restart is not kept: then all is run again.
+    # What a model's own router chose before a restart is lost, so all steps are run again.
     first = _resume_at(prepared, member, folder) if recorders is None else 0
     first_step = None if first == 0 else _step_at(prepared, first)
     telemetry = TelemetryWriter(folder, member.rank, member.num_ranks, described, first_step)
@@ -122,7 +122,7 @@ def _run(
 
 
 def _close(model: Model, place: Place) -> None:
-    """What holds peers' memory goes first, while all ranks are there, then their group. Collective."""
+    """Frees what uses other ranks' memory while all ranks still live, then the process group. Collective."""
     layer = model.layers[0][0]
     if place.device.type == "cuda":
         torch.cuda.synchronize(place.device)
@@ -135,7 +135,7 @@ def _close(model: Model, place: Place) -> None:
 
 
 def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: str) -> dict[str, Any]:
-    """What a reader of telemetry and results should know of the job."""
+    """The entry `run` of results.json: how the job was run, and on what."""
     return {
         "version": VERSION,
         "shape": job.shape.name,
@@ -161,7 +161,7 @@ def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: 
 
 
 def _check_memory(job: Job, place: Place, member: Member) -> None:
-    """Before the weights are made, as a process without memory is killed without a word."""
+    """Raises ValueError if the weights do not fit in memory: the process would be killed without a message."""
     shape = job.shape
     widths = [of_job.placement.slots_per_rank * shape.intermediate for of_job in job.stacks]
     numbers = 3 * shape.hidden * (sum(widths) + len(widths) * shape.shared_intermediate)
@@ -178,7 +178,7 @@ def _check_memory(job: Job, place: Place, member: Member) -> None:
 
 
 def _model(prepared: Prepared, job: Job, place: Place, clock: JobClock) -> tuple[Model, list[RoutingRecorder] | None]:
-    """Recorders, one a stack, are for a router that chooses by itself; recorded experts are known beforehand."""
+    """The layers of each stack. Recorders, one for each stack, only if the model's own router chooses the experts."""
     options = prepared.options
     if not prepared.own_router:
         return RandomLayers(job, place, clock), None
@@ -191,8 +191,8 @@ def _model(prepared: Prepared, job: Job, place: Place, clock: JobClock) -> tuple
 
 
 def _check_alike(prepared: Prepared, member: Member) -> None:
-    """Ranks that read different traces or were given other options would wait for each other without end, or serve
-    another's tokens wrongly."""
+    """Raises ValueError if ranks have different traces or options: they would wait for each other for ever, or compute
+    wrong outputs."""
     found: list[Any] = [None] * member.num_ranks
     dist.all_gather_object(found, work_of(prepared))
     different = first_difference(found)
@@ -201,7 +201,7 @@ def _check_alike(prepared: Prepared, member: Member) -> None:
 
 
 def work_of(prepared: Prepared) -> dict[str, Any]:
-    """What all ranks must have the same, by the words for it. Paths may be others on other machines."""
+    """What must be the same on all ranks, by a description of it. Paths may differ between machines."""
     options, steps = prepared.options, prepared.last - prepared.first
     named = ("seed", "nodes", "redundant", "groups", "exchange", "dtype", "sequence", "context")
     return {
@@ -214,7 +214,7 @@ def work_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def first_difference(found: Sequence[dict[str, Any]]) -> str:
-    """found: `work_of` each rank. What is wrong and what to do, empty where all are the same."""
+    """What is wrong and what to do; empty if all ranks have the same. found: `work_of` each rank."""
     for rank, theirs in enumerate(found):
         for (words, value), (first_words, first) in zip(theirs.items(), found[0].items(), strict=True):
             if value != first:
@@ -223,8 +223,13 @@ def first_difference(found: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
+<<<<<<< HEAD
 def _placements(prepared: Prepared, member: Member) -> list[Placement]:
     """Planned by rank 0: every rank gets the very same."""
+=======
+def _placements(prepared: Prepared, member: Member) -> dict[str, Placement]:
+    """The placements. Rank 0 plans them, and all others receive them."""
+>>>>>>> 15fe09c (Launchers and the command line: docstrings, comments and messages in plain English)
     if member.num_ranks == 1:
         return prepared.plan()
     sent: list[Any] = [None]
@@ -236,20 +241,25 @@ def _placements(prepared: Prepared, member: Member) -> list[Placement]:
 
 
 def _compile(prepared: Prepared, job: Job, member: Member) -> None:
-    """Compiled code is cached on disk: one process of each machine makes it, and the others find it."""
+    """Compiles what the job needs: one process of each machine compiles, and the others read its cache on disk."""
     block = next(iter(prepared.blocks()), None)
     if member.local_rank == 0 and block is not None:
         for of_job in job.stacks:
             stack = of_job.stack
+<<<<<<< HEAD
             if prepared.own_router:  # no scores are known beforehand
                 stack = dataclasses.replace(stack, router=default_policy("router"))
+=======
+            if prepared.own_router:  # its scores are not known yet
+                stack = dataclasses.replace(stack, router=next(iter(KINDS["router"].values())))
+>>>>>>> 15fe09c (Launchers and the command line: docstrings, comments and messages in plain English)
             bind(stack, of_job.placement, job.setting).load(slice_steps(block, 0, 1))
     if member.num_ranks > 1:
         dist.barrier()
 
 
 def _resume_at(prepared: Prepared, member: Member, folder: Path) -> int:
-    """After a restart: the place of the first step that some rank has not finished."""
+    """After a restart: the number of the first step that a rank has not finished."""
     if member.attempt == 0:
         return 0
     try:
@@ -276,15 +286,15 @@ def _finish(
     described: dict[str, Any],
     recorders: list[RoutingRecorder] | None,
 ) -> Results | None:
-    """Rank 0 gathers all ranks' telemetry, from wherever they run, and writes the results, results.json last; where a
-    router of its own chose the experts, also what it chose, a trace for each stack."""
+    """Rank 0 gathers the telemetry of all ranks and writes the results, results.json last. If the model's own router
+    chose the experts, it also writes them, one trace for each stack."""
     folder = prepared.options.folder / TELEMETRY
     own = read_rank(folder, member.rank)
     tables: list[Any] = [own]
     if member.num_ranks > 1:
         tables = [None] * member.num_ranks
         dist.gather_object(own, tables if member.rank == 0 else None, dst=0)
-    # The step that warmed a model up was recorded as the first step is, and is the same.
+    # The warm-up step was recorded too; it is the same as the first step.
     phase_of = phases_of_steps(prepared)
     routed = [recorder.block(place.group, phase_of) for recorder in recorders or ()]
     if member.rank:
@@ -339,7 +349,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry under torchrun. A user's mistake: one line, exit code 2; a fault: one line, exit code 1."""
+    """The entry under torchrun. A mistake of the user: one line, exit code 2. A fault: one line, exit code 1."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         options = parse_words(RunOptions, sys.argv[1:] if arguments is None else arguments)

@@ -62,16 +62,16 @@ command(app, "calibrate")(calibrate_command)
 
 
 def main() -> None:
-    """The console script. Mistakes of the user: one line, exit code 2. EPSIM_DEBUG=1 shows the traceback."""
-    # Threads of OpenMP that spin while they wait take the cores from those that work.
+    """The console script. A mistake of the user costs one line and exit code 2. EPSIM_DEBUG=1 shows the traceback."""
+    # OpenMP threads must not spin while they wait: they would take cores from threads that work.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    if sys.stdout is None:  # started with stdout closed
+    if sys.stdout is None:  # the command was started with stdout closed
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     stopping = [signal.SIGTERM, signal.SIGHUP]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell ignores SIGINT in background jobs
         stopping.append(signal.SIGINT)
     previous = {number: signal.signal(number, _stop) for number in stopping}
     _stopped_by.clear()
@@ -95,7 +95,7 @@ def main() -> None:
             sys.exit(130)
         if not hasattr(error, "format_message"):
             raise
-        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help, asked for by asking nothing
+        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
             print(error.format_message())
             sys.exit(0)
         _fail(error, f"{error.format_message()} (epsim --help and epsim COMMAND --help list what there is)")
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def _answer() -> object:
-    """Whatever comes of a stop is a stop: imports that it interrupts swallow it, and then fail in ways of their own."""
+    """Runs the command. After a signal to stop, every error counts as the stop: interrupted imports raise many kinds."""
     try:
         return app(standalone_mode=False)
     except Exception:
@@ -119,7 +119,7 @@ _stopped_by: list[int] = []
 
 
 def _stop(number: int, frame: object) -> None:
-    """A termination unwinds like an interrupt, so that unfinished files go."""
+    """Makes SIGTERM unwind the stack as an interrupt does, so that unfinished files are removed."""
     _stopped_by.append(number)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -127,14 +127,14 @@ def _stop(number: int, frame: object) -> None:
 
 
 def _leave_quietly() -> None:
-    """Whoever read the output has seen enough, as `head` has. What is left in the buffer goes nowhere."""
+    """Exits without a message when the reader of stdout, such as `head`, has closed it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(141)
 
 
 def _of_output(error: OSError) -> str:
-    """What to say where standard output takes no more, not even a line's end; else nothing."""
-    if error.filename is not None or error.errno is None:  # of a file, or epsim's own
+    """The message if standard output cannot be written, as on a full disk; else nothing."""
+    if error.filename is not None or error.errno is None:  # an error of a file, or raised by epsim
         return ""
     try:
         print(flush=True)

@@ -79,10 +79,15 @@ def test_options_that_make_no_sense(arguments: list[str], words: str) -> None:
         ({"layers": 3}, "--layers 3: the trace has 2"),
         ({"policies": ("eplb", "eplb")}, "--policy eplb is given twice"),
         ({"policies": ("eplb+nothing",)}, "unknown policy 'nothing'"),
-        ({"policies": ("eplb+topk-channels(0.2)",)}, "a run reads experts whole: leave topk-channels out"),
+        ({"policies": ("eplb+topk-channels(0.2)",)}, "a run reads whole experts: leave topk-channels out"),
         ({"trace": "nowhere.parquet"}, "no such file"),
+<<<<<<< HEAD
         ({"hardware": "abacus"}, "--hardware abacus: give one of"),
         ({"text": "some.txt"}, "--text, --sequence and --context say what a trained model reads"),
+=======
+        ({"hardware": "abacus"}, "--hardware abacus: known are"),
+        ({"text": "some.txt"}, "--text, --sequence and --context are for a trained model"),
+>>>>>>> 15fe09c (Launchers and the command line: docstrings, comments and messages in plain English)
         ({"policies": ("eplb+oea(k0=1)",)}, "router oea needs router scores, and .* holds none"),
     ],
 )
@@ -99,7 +104,7 @@ def test_what_does_not_fit_the_trace(
     ("config", "words"),
     [
         ("{", "damaged"),
-        ("[]", "holds no settings by their names"),
+        ("[]", "not a table of settings"),
         ("{}", "has no hidden_size"),
         (json.dumps(CONFIG | {"num_experts": "8"}), "num_experts of the model's config is '8', not a whole number"),
         (json.dumps(CONFIG | {"hidden_size": 0}), "hidden is 0, give at least 1"),
@@ -116,7 +121,7 @@ def test_a_model_that_is_none(make_trace: TraceMaker, tmp_path: Path, config: st
 
 def test_a_router_policy_finds_no_decode_step(make_trace: TraceMaker, tmp_path: Path) -> None:
     trace = make_trace("tokens", phase="prefill")
-    with pytest.raises(ValueError, match=r"router oea acts on decode steps, and .* is of phase prefill"):
+    with pytest.raises(ValueError, match=r"router oea acts on decode steps, and .* has phase prefill"):
         prepare(RunOptions(str(trace.path), ("eplb+oea(k0=1)",), model="tiny", out=tmp_path), 2)
 
 
@@ -163,7 +168,9 @@ def test_what_an_earlier_run_left_goes_and_nothing_else(tmp_path: Path) -> None:
     there = RunOptions("sample", ("eplb",), model="tiny", out=tmp_path)
     for inputs in ({"trace": "routed-11.parquet"}, {"history": "telemetry"}, {"text": "results.json"}, {"trace": "."}):
         path: dict[str, Any] = {name: str(tmp_path / at) for name, at in inputs.items()}
-        with pytest.raises(ValueError, match="is of the run there, which goes first: give another folder"):
+        with pytest.raises(
+            ValueError, match="is part of the earlier run in it, which would be removed: give another folder"
+        ):
             clear(dataclasses.replace(there, **path))
     assert all((tmp_path / name).exists() for name in written)
     clear(dataclasses.replace(there, trace=str(tmp_path / "trace.parquet")))
@@ -205,7 +212,9 @@ def test_where_no_store_can_be() -> None:
 
 def test_counts_are_too_coarse_to_run(make_trace: TraceMaker, tmp_path: Path) -> None:
     trace = make_trace("counts")
-    with pytest.raises(ValueError, match=r"needs tokens, the trace holds counts only: draw tokens .* synthesize"):
+    with pytest.raises(
+        ValueError, match=r"needs tokens, but the trace holds only counts: draw a trace of tokens .* synthesize"
+    ):
         prepare(RunOptions(str(trace.path), ("eplb",), model="tiny", out=tmp_path), 2)
 
 

@@ -142,7 +142,9 @@ def test_gpus_that_are_not_there() -> None:
     util = SimpleNamespace(placement_group=lambda bundles, strategy: never)
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 1.0}, util=util)
     stops: Any = SimpleNamespace(check=lambda: None)
-    with pytest.raises(ValueError, match="2 GPUs asked for, the cluster has 1, or others hold them: give fewer"):
+    with pytest.raises(
+        ValueError, match="2 GPUs are needed, but the cluster has 1, or others use them: give fewer ranks"
+    ):
         _placement_group(ray, 2, True, False, stops)
 
 
