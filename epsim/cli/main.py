@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def _answer() -> object:
-    """Runs the command. After a signal to stop, every error counts as the stop: interrupted imports raise many kinds."""
+    """Runs the command. After a signal to stop, any error counts as the stop: interrupted imports raise many kinds."""
     try:
         return app(standalone_mode=False)
     except Exception:
