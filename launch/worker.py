@@ -223,13 +223,8 @@ def first_difference(found: Sequence[dict[str, Any]]) -> str:
     return ""
 
 
-<<<<<<< HEAD
 def _placements(prepared: Prepared, member: Member) -> list[Placement]:
-    """Planned by rank 0: every rank gets the very same."""
-=======
-def _placements(prepared: Prepared, member: Member) -> dict[str, Placement]:
-    """The placements. Rank 0 plans them, and all others receive them."""
->>>>>>> 15fe09c (Launchers and the command line: docstrings, comments and messages in plain English)
+    """The placement of each stack. Rank 0 plans them, and all others receive them."""
     if member.num_ranks == 1:
         return prepared.plan()
     sent: list[Any] = [None]
@@ -246,13 +241,8 @@ def _compile(prepared: Prepared, job: Job, member: Member) -> None:
     if member.local_rank == 0 and block is not None:
         for of_job in job.stacks:
             stack = of_job.stack
-<<<<<<< HEAD
-            if prepared.own_router:  # no scores are known beforehand
-                stack = dataclasses.replace(stack, router=default_policy("router"))
-=======
             if prepared.own_router:  # its scores are not known yet
-                stack = dataclasses.replace(stack, router=next(iter(KINDS["router"].values())))
->>>>>>> 15fe09c (Launchers and the command line: docstrings, comments and messages in plain English)
+                stack = dataclasses.replace(stack, router=default_policy("router"))
             bind(stack, of_job.placement, job.setting).load(slice_steps(block, 0, 1))
     if member.num_ranks > 1:
         dist.barrier()

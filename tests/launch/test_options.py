@@ -81,13 +81,8 @@ def test_options_that_make_no_sense(arguments: list[str], words: str) -> None:
         ({"policies": ("eplb+nothing",)}, "unknown policy 'nothing'"),
         ({"policies": ("eplb+topk-channels(0.2)",)}, "a run reads whole experts: leave topk-channels out"),
         ({"trace": "nowhere.parquet"}, "no such file"),
-<<<<<<< HEAD
         ({"hardware": "abacus"}, "--hardware abacus: give one of"),
-        ({"text": "some.txt"}, "--text, --sequence and --context say what a trained model reads"),
-=======
-        ({"hardware": "abacus"}, "--hardware abacus: known are"),
         ({"text": "some.txt"}, "--text, --sequence and --context are for a trained model"),
->>>>>>> 15fe09c (Launchers and the command line: docstrings, comments and messages in plain English)
         ({"policies": ("eplb+oea(k0=1)",)}, "router oea needs router scores, and .* holds none"),
     ],
 )
