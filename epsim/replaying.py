@@ -19,7 +19,7 @@ from epsim.planning import BLOCK_BYTES, Progress, plan_placements
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.copies import Copies
 from epsim.policies.stack import PolicyStack
-from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace
+from epsim.results import SCHEMA_VERSION, ResultsData, described_cluster, described_trace
 from epsim.score.block import BlockScore, score_block
 from epsim.score.collect import ScoredStacks
 from epsim.score.summary import StackSummary
@@ -81,7 +81,7 @@ def replay(
     trace_name: str = "trace",
     history_name: str = "",
     progress: Progress = lambda steps: None,
-) -> Results:
+) -> ResultsData:
     """Scores every stack of `options` on the trace; returns results of schema 1 (docs/results.md).
 
     history: the trace that placements are planned on; without it they are planned on the first `plan_share` of the
@@ -192,7 +192,7 @@ def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[s
     return 0.0, ["the recording does not tell of a shared expert: none is assumed; --shared-cost says otherwise"]
 
 
-def _expert_bytes(meta: TraceMeta, timing: LayerTiming | None) -> Results:
+def _expert_bytes(meta: TraceMeta, timing: LayerTiming | None) -> ResultsData:
     """The weights of one expert, where the model is known: what a redundant one takes of the memory."""
     model = None if timing is None else timing.model
     if model is None and not meta.model.endswith(".toml"):  # no file that a trace names is read

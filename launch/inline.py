@@ -5,10 +5,10 @@ from __future__ import annotations
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.worker import run_rank
-from epsim.results import Results
+from epsim.results import ResultsData
 
 
-def run_inline(options: RunOptions) -> Results:
+def run_inline(options: RunOptions) -> ResultsData:
     if options.ranks not in (None, 1):
         raise ValueError(f"--ranks {options.ranks}: inline is one process, one rank; give --launcher torchrun")
     results = run_rank(options, Member())

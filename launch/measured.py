@@ -15,9 +15,9 @@ from epsim.cost.layer_time import LayerTiming
 from epsim.policies.apply import bind
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.runtime.job import Job
-from epsim.runtime.phases import PHASES
+from epsim.runtime.phases import LAYER_PHASES
 from epsim.score.block import StackScore, score_block
 from epsim.score.collect import ScoredStacks
 from epsim.score.metrics import Values, layer_metrics
@@ -36,8 +36,8 @@ class Measured:
     whose measured loads are not the replay's, integer for integer.
     """
 
-    measured: Results
-    predicted: Results
+    measured: ResultsData
+    predicted: ResultsData
     differing: list[tuple[str, int, int]]
 
 
@@ -181,7 +181,7 @@ def _phase_statistics(phases: Floats) -> dict[str, dict[str, float]]:
     """phases [S, L, R, phases] -> over steps and layers, each the slowest rank's."""
     slowest = phases.max(2)
     statistics = {}
-    for number, phase in enumerate(PHASES):
+    for number, phase in enumerate(LAYER_PHASES):
         values = slowest[..., number]
         p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
         statistics[phase] = {

@@ -24,7 +24,7 @@ from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
 from epsim.launch.worker import run_rank
-from epsim.results import Results, read_results
+from epsim.results import ResultsData, read_results
 from epsim.runtime.beats import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, Lookout, stopped_words
 from epsim.runtime.faults import STOPPING
 from epsim.runtime.telemetry import rank_file
@@ -65,7 +65,7 @@ class RankActor:
         return {name: (options.folder / name).read_bytes() for name in names}
 
 
-def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: int) -> Results:
+def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: int) -> ResultsData:
     """Runs the job on Ray. restarts: how often it is started again after a fault.
 
     Raises ValueError or OSError for a mistake in the options. After a fault: a line on stderr, then SystemExit.

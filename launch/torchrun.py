@@ -24,7 +24,7 @@ from epsim.launch.folder import LOGS, RESULTS, TELEMETRY, clear, clear_logs
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
-from epsim.results import Results, read_results
+from epsim.results import ResultsData, read_results
 from epsim.runtime.beats import (
     BAD_INPUT,
     FAULT,
@@ -42,7 +42,7 @@ GRACE = 5.0
 """Seconds after a fault until processes that have not ended by themselves are killed."""
 
 
-def run_torchrun(options: RunOptions) -> Results:
+def run_torchrun(options: RunOptions) -> ResultsData:
     """Runs the job. Raises ValueError or OSError for a mistake in the options. After a fault: a line on stderr, then
     SystemExit."""
     num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS

@@ -29,7 +29,7 @@ from epsim.options import parse_words
 from epsim.placement.base import Placement
 from epsim.policies.apply import bind
 from epsim.policies.registry import default_policy
-from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace, write_results
+from epsim.results import SCHEMA_VERSION, ResultsData, described_cluster, described_trace, write_results
 from epsim.runtime.beats import BAD_INPUT, JobClock, place_file
 from epsim.runtime.faults import Watch
 from epsim.runtime.job import Job, Model, Place, RandomLayers, run_job
@@ -43,7 +43,7 @@ from epsim.version import VERSION
 Progress = Callable[[int], None]
 
 
-def run_rank(options: RunOptions, member: Member, progress: Progress = lambda steps: None) -> Results | None:
+def run_rank(options: RunOptions, member: Member, progress: Progress = lambda steps: None) -> ResultsData | None:
     """Runs one rank's part of the job; rank 0 writes results.json and predicted.json and returns the former.
 
     In a job of several processes every error ends the process with one line (runtime/faults.py); else it is raised.
@@ -72,7 +72,7 @@ def _run(
     watch: Watch,
     served: Any,
     progress: Progress,
-) -> Results | None:
+) -> ResultsData | None:
     text = os.environ.get("EPSIM_TRIAL_FAULT")
     trial = Trial.from_text(text) if text and member.attempt == 0 else None
     prepared = prepare(options, member.num_ranks)
@@ -275,7 +275,7 @@ def _finish(
     member: Member,
     described: dict[str, Any],
     recorders: list[RoutingRecorder] | None,
-) -> Results | None:
+) -> ResultsData | None:
     """Rank 0 gathers the telemetry of all ranks and writes the results, results.json last. If the model's own router
     chose the experts, it also writes them, one trace for each stack."""
     folder = prepared.options.folder / TELEMETRY
@@ -301,7 +301,7 @@ def _finish(
     return results
 
 
-def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any], predicted: bool) -> Results:
+def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any], predicted: bool) -> ResultsData:
     """results.json of schema 1; the run's, or what a replay says of the same steps and placements."""
     meta, cluster, options = prepared.meta, prepared.cluster, prepared.options
     first, history = prepared.first, prepared.history
@@ -318,7 +318,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
             f"Loads of {number} steps' layers differ from a replay's, the first of {name}: step {step}, layer {layer}."
         )
     planned = first if history is None else history.num_steps
-    results: Results = {
+    results: ResultsData = {
         "schema": SCHEMA_VERSION,
         "kind": "replay" if predicted else "run",
         "trace": described_trace(Path(options.trace).name, meta, planned, prepared.last - first, prepared.notes),

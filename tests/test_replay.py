@@ -19,7 +19,7 @@ from epsim.placement.base import Cluster
 from epsim.placement.eplb import rebalance_experts
 from epsim.policies.stack import parse_stack, placement_policy
 from epsim.replaying import ReplayOptions, replay
-from epsim.results import Results, check_results
+from epsim.results import ResultsData, check_results
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
 from epsim.traces.store import StoredTrace, TraceWriter
@@ -33,7 +33,7 @@ def options(*stacks: str, ranks: int = 4, redundant: int = 4, **more: Any) -> Re
     return ReplayOptions(Cluster(ranks, nodes, redundant), tuple(("", parse_stack(text)) for text in stacks), **more)
 
 
-def mean(results: Results, stack: int, key: str) -> float:
+def mean(results: ResultsData, stack: int, key: str) -> float:
     value = results["stacks"][stack]["metrics"][key]["mean"]
     assert value is not None, results["stacks"][stack]["metrics"][key]
     return float(value)
@@ -189,7 +189,7 @@ def test_block_size_changes_nothing(make_trace: TraceMaker, monkeypatch: pytest.
 
 
 def test_seed_moves_the_draws_and_nothing_else(make_trace: TraceMaker) -> None:
-    def run(seed: int) -> Results:
+    def run(seed: int) -> ResultsData:
         trace = make_trace("tokens", name=f"{seed}.parquet", tokens=256, seed=3)
         return replay(trace, options("eplb+lplb", "eplb+random", seed=seed))
 

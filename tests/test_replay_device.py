@@ -12,13 +12,13 @@ from epsim.kernels.split import cuda, solver
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replaying import Device, ReplayOptions, check_device, replay
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.traces.store import StoredTrace
 
 STACKS = ("eplb", "eplb+lplb", "eplb+lplb(counts=gathered)+waterfill", "eplb+lplb-sampled")
 
 
-def replayed(trace: StoredTrace, device: Device) -> Results:
+def replayed(trace: StoredTrace, device: Device) -> ResultsData:
     policies = tuple(("", parse_stack(text)) for text in STACKS)
     return replay(trace, ReplayOptions(Cluster(4, 2, 4), policies, device=device))
 

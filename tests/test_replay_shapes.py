@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
-from epsim.results import Results, check_results
+from epsim.results import ResultsData, check_results
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import Block, TokenBlock, TraceMeta
 
@@ -41,7 +41,7 @@ def draw_trace(path: Path, level: str, sizes: tuple[int, int, int, int], ranks: 
     return StoredTrace(path)
 
 
-def check_metrics(metrics: Results, prefix: str, num_ranks: int, whole_steps: bool) -> None:
+def check_metrics(metrics: ResultsData, prefix: str, num_ranks: int, whole_steps: bool) -> None:
     """whole_steps: a single pair has tokens, so that means of ratios multiply as the ratios do."""
     ratio = metrics[f"{prefix}max_over_mean"]
     assert 1 - 1e-9 <= ratio["mean"] <= num_ranks * (1 + 1e-9)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE, Figure, colour
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.score.verdict import best_of, label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
-    Drawing: TypeAlias = Callable[[Results, Canvas, bool], None]
+    Drawing: TypeAlias = Callable[[ResultsData, Canvas, bool], None]
 
 CAUSES = {"gap_placement": "placement", "gap_split": "split", "gap_rounding": "rounding", "gap_shared": "shared"}
 PHASES = ("route", "balance", "dispatch", "experts", "combine")
@@ -25,7 +25,7 @@ MOST_PLACEMENTS = 4
 MOST_MARKS = 128
 
 
-def stack_figures(results: Results) -> list[Figure]:
+def stack_figures(results: ResultsData) -> list[Figure]:
     """The figures that the results have values for, in the page's order."""
     stacks, trace = results["stacks"], results["trace"]
     bars = (1.1 + 0.42 * len(stacks), 1.6 + 0.42 * len(stacks))
@@ -104,7 +104,12 @@ def _name(entry: dict[str, Any], narrow: bool = False) -> str:
 
 
 def _bars(
-    axes: Axes, results: Results, parts: Sequence[tuple[str, Sequence[float]]], start: float, digits: int, narrow: bool
+    axes: Axes,
+    results: ResultsData,
+    parts: Sequence[tuple[str, Sequence[float]]],
+    start: float,
+    digits: int,
+    narrow: bool,
 ) -> None:
     """Stacked bars with the stack's name above each. parts: (name, length by stack)."""
     stacks = results["stacks"]
@@ -133,7 +138,7 @@ def _bar_legend(canvas: Canvas, axes: Axes, narrow: bool) -> None:
     )
 
 
-def _causes(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _causes(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
     left = np.ones(len(results["stacks"]))
     parts = []
@@ -148,7 +153,7 @@ def _causes(results: Results, canvas: Canvas, narrow: bool) -> None:
     _bar_legend(canvas, axes, narrow)
 
 
-def _phases(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _phases(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
     of_stacks = [entry.get("phases_us", {}) for entry in results["stacks"]]
     known = [phase for phase in PHASES if any(phase in phases for phases in of_stacks)]
@@ -158,13 +163,13 @@ def _phases(results: Results, canvas: Canvas, narrow: bool) -> None:
     _bar_legend(canvas, axes, narrow)
 
 
-def before_and_after(results: Results) -> tuple[int, int]:
+def before_and_after(results: ResultsData) -> tuple[int, int]:
     """Indices of the stacks that the heat map shows at first: the first stack and the best one."""
     best = best_of(results["stacks"]) or 0
     return 0, best if best else min(1, len(results["stacks"]) - 1)
 
 
-def _heat(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _heat(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     shown = list(dict.fromkeys(before_and_after(results)))
@@ -192,7 +197,7 @@ def _heat(results: Results, canvas: Canvas, narrow: bool) -> None:
     bar.set_label("load / mean load")
 
 
-def _ecdf(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _ecdf(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
     for number, entry in enumerate(results["stacks"]):
         values = entry.get("max_over_mean_quantiles") or []
@@ -205,7 +210,7 @@ def _ecdf(results: Results, canvas: Canvas, narrow: bool) -> None:
     _legend(canvas, axes, narrow)
 
 
-def _steps(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _steps(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
     steps = results["trace"]["steps_scored"]
     for number, entry in enumerate(results["stacks"]):
@@ -218,7 +223,7 @@ def _steps(results: Results, canvas: Canvas, narrow: bool) -> None:
     _legend(canvas, axes, narrow)
 
 
-def _tokens(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _tokens(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     axes = canvas.subplots()
     lows = sorted({size["low"] for entry in results["stacks"] for size in entry.get("max_over_mean_by_tokens", [])})
     for number, entry in enumerate(results["stacks"]):
@@ -231,12 +236,12 @@ def _tokens(results: Results, canvas: Canvas, narrow: bool) -> None:
     _legend(canvas, axes, narrow)
 
 
-def _layers(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _layers(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     layers = results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
     _lines(results, "max_over_mean_by_layer", layers, ("layer", "peak/mean"), canvas, narrow)
 
 
-def _ranks(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _ranks(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     _lines(
         results,
         "load_over_mean_by_rank",
@@ -248,7 +253,7 @@ def _ranks(results: Results, canvas: Canvas, narrow: bool) -> None:
 
 
 def _lines(
-    results: Results, key: str, places: Sequence[int], words: tuple[str, str], canvas: Canvas, narrow: bool
+    results: ResultsData, key: str, places: Sequence[int], words: tuple[str, str], canvas: Canvas, narrow: bool
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
@@ -273,7 +278,7 @@ def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
     return np.array([np.nan if value is None else value for value in values or []], dtype=float)
 
 
-def _kept(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _kept(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     stacks = results["stacks"]
     measures = [
         ("active_experts", "active experts"),
@@ -297,7 +302,7 @@ def _kept(results: Results, canvas: Canvas, narrow: bool) -> None:
     _legend(canvas, every[0], narrow)
 
 
-def _placements(results: Results) -> list[tuple[str, list[list[int]]]]:
+def _placements(results: ResultsData) -> list[tuple[str, list[list[int]]]]:
     """(names of the stacks, ranks that hold copies of each hot expert) for each distinct placement."""
     distinct: dict[str, tuple[list[str], list[list[int]]]] = {}
     for entry in results["stacks"]:
@@ -308,7 +313,7 @@ def _placements(results: Results) -> list[tuple[str, list[list[int]]]]:
     return [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), copies) for names, copies in first]
 
 
-def _hot(results: Results, canvas: Canvas, narrow: bool) -> None:
+def _hot(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     hot, placements = results["scored"]["hot_experts"], _placements(results)

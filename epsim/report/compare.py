@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from epsim.results import Results, read_results
+from epsim.results import ResultsData, read_results
 from epsim.score.statistics import Floats, paired_difference, unpaired_difference
 from epsim.score.verdict import label
 
@@ -34,7 +34,7 @@ class Side:
     """One results.json and the name that the user gave it."""
 
     name: str
-    results: Results
+    results: ResultsData
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,9 @@ def _rows(first: Side, ours: Any, second: Side, theirs: Any) -> list[Row]:
     return rows
 
 
-def _interval(first: Results, ours: Any, second: Results, theirs: Any, key: str) -> tuple[dict[str, float | None], How]:
+def _interval(
+    first: ResultsData, ours: Any, second: ResultsData, theirs: Any, key: str
+) -> tuple[dict[str, float | None], How]:
     nothing: dict[str, float | None] = dict.fromkeys(("difference", "low", "high"))
     sides = [_by_step(results, entry, key) for results, entry in ((first, ours), (second, theirs))]
     if sides[0] is None or sides[1] is None:
@@ -139,7 +141,7 @@ def _interval(first: Results, ours: Any, second: Results, theirs: Any, key: str)
     return found, "none" if found["low"] is None else "paired" if same else "unpaired"
 
 
-def _by_step(results: Results, entry: Any, key: str) -> tuple[Floats, Floats] | None:
+def _by_step(results: ResultsData, entry: Any, key: str) -> tuple[Floats, Floats] | None:
     """(sums, counts) of a metric by stretch of steps; None where the file lacks them."""
     values, scored = entry.get("by_step", {}).get(key), results.get("scored")
     if not values or scored is None:
@@ -156,7 +158,7 @@ def _by_step(results: Results, entry: Any, key: str) -> tuple[Floats, Floats] | 
     return sums, counts
 
 
-def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Results:
+def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> ResultsData:
     """The comparison as results.json: the stacks of all files, named with their file, and the rows."""
     first = sides[0].results
     stacks = []
@@ -187,7 +189,7 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
     }
     if len(sides) == 1:
         trace = first["trace"]
-    found: Results = {
+    found: ResultsData = {
         "schema": first["schema"],
         "kind": "comparison",
         "trace": trace,
@@ -202,7 +204,7 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
     return found
 
 
-def _layers(results: Results) -> Sequence[int]:
+def _layers(results: ResultsData) -> Sequence[int]:
     return tuple(results["trace"].get("layers") or range(results["trace"]["num_layers"]))
 
 

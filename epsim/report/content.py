@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from epsim.files import printable
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.score.formulas import METRICS
 from epsim.score.verdict import label
 
@@ -65,16 +65,16 @@ COLUMNS = (
 GAIN = ("gain (95% interval)", "tokens per second over those of the first stack, minus 1")
 
 
-def shown_columns(results: Results) -> list[Column]:
+def shown_columns(results: ResultsData) -> list[Column]:
     """Those for which at least one stack has a value."""
     return [c for c in COLUMNS if any(e["metrics"][c.key][c.statistic] is not None for e in results["stacks"])]
 
 
-def _gains(results: Results) -> bool:
+def _gains(results: ResultsData) -> bool:
     return any(e["metrics"]["throughput_gain"]["mean"] is not None for e in results["stacks"])
 
 
-def meanings(results: Results, memory: bool = False) -> list[tuple[str, str]]:
+def meanings(results: ResultsData, memory: bool = False) -> list[tuple[str, str]]:
     """(header, what it means) of the stacks' table. memory: with a column for the memory of redundant experts."""
     return [
         ("stack", "placement, router, split, shared and reader policies"),
@@ -85,11 +85,11 @@ def meanings(results: Results, memory: bool = False) -> list[tuple[str, str]]:
     ]
 
 
-def headers(results: Results, memory: bool = False) -> list[str]:
+def headers(results: ResultsData, memory: bool = False) -> list[str]:
     return [header for header, _ in meanings(results, memory)]
 
 
-def cells(results: Results, memory: bool = False) -> list[list[Cell]]:
+def cells(results: ResultsData, memory: bool = False) -> list[list[Cell]]:
     columns, gains = shown_columns(results), _gains(results)
     firsts: dict[str, Any] = {}
     is_sweep = results["kind"] == "sweep"
@@ -118,7 +118,7 @@ def _sizes(cell: dict[str, Any]) -> dict[str, int]:
     return {key: cell[key] for key in ("ranks", "redundant") if key in cell}
 
 
-def rows(results: Results) -> list[list[str]]:
+def rows(results: ResultsData) -> list[list[str]]:
     return [[cell.text for cell in row] for row in cells(results)]
 
 
@@ -133,11 +133,11 @@ def _versus(entry: dict[str, Any], key: str, base: float | None) -> Cell:
     return Cell(f"{words} ({interval['low'] / base:+.1%} to {interval['high'] / base:+.1%})", value)
 
 
-def stacks_table(results: Results) -> Table:
+def stacks_table(results: ResultsData) -> Table:
     return "Stacks side by side", headers(results), rows(results)
 
 
-def _extra(results: Results, setting: dict[str, Any]) -> Cell:
+def _extra(results: ResultsData, setting: dict[str, Any]) -> Cell:
     """The memory that redundant experts take on a rank."""
     layers = results["trace"]["num_layers"]
     slots = setting["redundant"] / setting["ranks"] * layers
@@ -147,7 +147,7 @@ def _extra(results: Results, setting: dict[str, Any]) -> Cell:
     return Cell(f"{slots:g} experts", slots)
 
 
-def memory_words(results: Results) -> str:
+def memory_words(results: ResultsData) -> str:
     """The same in words; "" where there are no redundant experts, or where stacks differ in them."""
     setting = results["setting"]
     if not setting["redundant"] or results["kind"] in ("tune", "sweep"):
@@ -164,13 +164,13 @@ def _bytes(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
-def _run(results: Results) -> dict[str, Any]:
+def _run(results: ResultsData) -> dict[str, Any]:
     """Where and how a run was measured; {} for other kinds."""
     run: dict[str, Any] = results["run"] if results["kind"] == "run" else {}
     return run
 
 
-def facts(results: Results) -> list[tuple[str, str]]:
+def facts(results: ResultsData) -> list[tuple[str, str]]:
     """Trace, cluster, seed, command and notes: (name, value)."""
     trace, setting, run = results["trace"], results["setting"], _run(results)
     shape = f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}"
@@ -203,7 +203,7 @@ def facts(results: Results) -> list[tuple[str, str]]:
     return [(name, printable(value)) for name, value in pairs]
 
 
-def _stack_notes(results: Results) -> list[tuple[str, str]]:
+def _stack_notes(results: ResultsData) -> list[tuple[str, str]]:
     """The stacks' notes; a note of several stacks appears once, with their names."""
     stacks_of: dict[str, list[str]] = {}
     for entry in results["stacks"]:
@@ -213,7 +213,7 @@ def _stack_notes(results: Results) -> list[tuple[str, str]]:
     return [("note" if len(on) == every else f"note on {', '.join(on)}", note) for note, on in stacks_of.items()]
 
 
-def metrics_table(results: Results) -> Table:
+def metrics_table(results: ResultsData) -> Table:
     """Each metric that has a value: its formula, and the mean of each stack. `reasons` explains the others."""
     stacks = results["stacks"]
     table = []
@@ -227,7 +227,7 @@ def metrics_table(results: Results) -> Table:
     return "Every metric", ["metric (mean)", "formula", *(label(entry) for entry in stacks)], table
 
 
-def reasons(results: Results) -> list[tuple[str, str]]:
+def reasons(results: ResultsData) -> list[tuple[str, str]]:
     """Why metrics have no value: (metrics with the same reason, reason)."""
     missing: dict[str, dict[str, None]] = {}
     for entry in results["stacks"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from epsim.report.comparison import number
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.score.verdict import best_of, label
 
 MEASURES = (
@@ -21,7 +21,7 @@ TIE = 1e-3
 """Values whose relative difference is smaller are equal."""
 
 
-def flips_of_stacks(results: Results) -> list[str]:
+def flips_of_stacks(results: ResultsData) -> list[str]:
     """A sentence for each case; none where there is one stack, or nothing to compare."""
     stacks = results["stacks"]
     best = best_of(stacks)
@@ -46,7 +46,7 @@ def flips_of_stacks(results: Results) -> list[str]:
     return sentences
 
 
-def flips_by_cell(results: Results) -> list[str]:
+def flips_by_cell(results: ResultsData) -> list[str]:
     """Which stack is best in which cells of a sweep, and how much it gains."""
     axes, cells = results["sweep"]["axes"], results["sweep"]["cells"]
     stacks_of = _stacks_of_cells(results)
@@ -68,14 +68,14 @@ def flips_by_cell(results: Results) -> list[str]:
     return sentences + _gains(results, stacks_of)
 
 
-def _stacks_of_cells(results: Results) -> dict[str, list[Any]]:
+def _stacks_of_cells(results: ResultsData) -> dict[str, list[Any]]:
     stacks_of: dict[str, list[Any]] = {}
     for entry in results["stacks"]:
         stacks_of.setdefault(entry["cell"], []).append(entry)
     return stacks_of
 
 
-def _gains(results: Results, stacks_of: dict[str, list[Any]]) -> list[str]:
+def _gains(results: ResultsData, stacks_of: dict[str, list[Any]]) -> list[str]:
     """The range of the best stack's change from the first over cells, and where its interval includes zero."""
     axes, cells = results["sweep"]["axes"], results["sweep"]["cells"]
     gains, doubtful = [], []
@@ -113,7 +113,7 @@ def _by_metric(stacks: list[dict[str, Any]], best: int) -> list[str]:
     return sentences
 
 
-def _by_layer(results: Results, best: int) -> list[str]:
+def _by_layer(results: ResultsData, best: int) -> list[str]:
     stacks, layers = results["stacks"], results["trace"].get("layers")
     by_layer = [entry.get("max_over_mean_by_layer") or [] for entry in stacks]
     won: dict[int, list[int]] = {}
@@ -128,7 +128,7 @@ def _by_layer(results: Results, best: int) -> list[str]:
     ]
 
 
-def _by_step(results: Results, best: int) -> list[str]:
+def _by_step(results: ResultsData, best: int) -> list[str]:
     stacks = results["stacks"]
     by_step = [entry.get("by_step", {}).get("max_over_mean") or [] for entry in stacks]
     won: dict[int, int] = {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from epsim.files import check_source
 from epsim.report.draw import MARKERS, Figure, colour
-from epsim.results import Results
+from epsim.results import ResultsData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -20,7 +20,7 @@ LINEAR = 0.01
 """The scale is linear below this loss and logarithmic above it."""
 
 
-def read_frontiers(path: Path) -> list[Results]:
+def read_frontiers(path: Path) -> list[ResultsData]:
     """Entries of `frontiers` of results.json, from the output of either benchmark.
 
     Raises FileNotFoundError or ValueError in one line.
@@ -70,7 +70,7 @@ def _error(value: Any) -> float:
     return float(value) if float(value) == float(value) else 0.0
 
 
-def frontier_figures(results: Results) -> list[Figure]:
+def frontier_figures(results: ResultsData) -> list[Figure]:
     found = []
     for number, frontier in enumerate(results.get("frontiers", ())):
         families = {point["family"] for point in frontier["points"]}

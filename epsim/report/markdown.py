@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from epsim.report.content import PEAK_OVER_MEAN, facts, headers, meanings, memory_words, reasons, rows
 from epsim.report.draw import Drawn
 from epsim.report.views import tables, view_of
-from epsim.results import Results
+from epsim.results import ResultsData
 
 PICTURES = "pictures"
 
 
-def markdown(results: Results, drawings: Sequence[Drawn]) -> str:
+def markdown(results: ResultsData, drawings: Sequence[Drawn]) -> str:
     """The whole report as Markdown, with links to the files of `pictures`; text from traces is escaped."""
     view = view_of(results)
     source = _escape(view.source(results))

@@ -15,14 +15,14 @@ from epsim.report.charts import before_and_after
 from epsim.report.content import PEAK_OVER_MEAN, cells, facts, meanings, memory_words, reasons
 from epsim.report.draw import Drawn
 from epsim.report.views import tables, view_of
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.score.verdict import best_of, label
 
 _BREAKS = re.compile(r"(\w[+_]|\w(?=\()|/)")
 """A long name may be broken after these."""
 
 
-def page(results: Results, pictures: Sequence[Drawn]) -> str:
+def page(results: ResultsData, pictures: Sequence[Drawn]) -> str:
     """The whole report as HTML; text from traces is escaped by the template, and the page may fetch nothing."""
     import jinja2
     from markupsafe import Markup, escape
@@ -71,7 +71,7 @@ def _file(name: str) -> str:
     return resources.files("epsim.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _heat_layers(results: Results) -> list[tuple[int, int]]:
+def _heat_layers(results: ResultsData) -> list[tuple[int, int]]:
     """(index, number) of the layers with their own heat map."""
     trace = results["trace"]
     if not all(entry.get("load_over_mean_by_layer") for entry in results["stacks"]):
@@ -79,7 +79,7 @@ def _heat_layers(results: Results) -> list[tuple[int, int]]:
     return list(enumerate(trace.get("layers") or range(trace["num_layers"])))
 
 
-def _heat(results: Results) -> str:
+def _heat(results: ResultsData) -> str:
     """The heat maps' values as JSON that is safe inside a script element; "" where there are none."""
     stacks: list[dict[str, Any]] = [
         {"steps": entry.get("load_over_mean_by_step"), "layers": entry.get("load_over_mean_by_layer")}

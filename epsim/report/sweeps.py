@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from epsim.report.draw import DASHES, MARKERS, Figure, colour
-from epsim.results import Results
+from epsim.results import ResultsData
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -24,7 +24,7 @@ WORDS = {
 }  # fmt: skip
 
 
-def sweep_figures(results: Results) -> list[Figure]:
+def sweep_figures(results: ResultsData) -> list[Figure]:
     """One figure for each numeric axis and measure."""
     stacks = results["stacks"]
     names = list(dict.fromkeys(entry["of"] for entry in stacks))
@@ -47,7 +47,7 @@ def sweep_figures(results: Results) -> list[Figure]:
     return found
 
 
-def gains(results: Results, axis: str, key: str) -> dict[str, dict[float, list[float]]]:
+def gains(results: ResultsData, axis: str, key: str) -> dict[str, dict[float, list[float]]]:
     """{stack: {value of the axis: change from the first stack in each cell}}."""
     places = {cell["key"]: cell.get(axis) for cell in results["sweep"]["cells"]}
     first: dict[str, Any] = {}
@@ -62,7 +62,7 @@ def gains(results: Results, axis: str, key: str) -> dict[str, dict[float, list[f
     return found
 
 
-def _gain(results: Results, axis: str, key: str, words: tuple[str, str], canvas: Canvas, narrow: bool) -> None:
+def _gain(results: ResultsData, axis: str, key: str, words: tuple[str, str], canvas: Canvas, narrow: bool) -> None:
     from matplotlib.ticker import PercentFormatter
 
     axes = canvas.subplots()

@@ -15,12 +15,12 @@ from epsim.report.compare import Row, Side
 from epsim.report.comparison import HEADERS, comparison_rows
 from epsim.report.content import facts, metrics_table, reasons, stacks_table
 from epsim.report.views import view_of
-from epsim.results import Results
+from epsim.results import ResultsData
 
 PIPE_WIDTH = 240
 
 
-def print_table(results: Results) -> None:
+def print_table(results: ResultsData) -> None:
     """Prints facts, stacks, metrics and verdict to stdout. Text from traces is never read as markup."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     console = Console(width=width, highlight=False)
@@ -33,7 +33,7 @@ def print_table(results: Results) -> None:
     console.print(Text(printable(results["verdict"]), style="bold"))
 
 
-def summary_text(results: Results) -> str:
+def summary_text(results: ResultsData) -> str:
     """The main table of a kind and the verdict; of a tune also its answers and commands."""
     text = io.StringIO()
     console = Console(file=text, width=PIPE_WIDTH, highlight=False)

@@ -14,7 +14,7 @@ from epsim.report.draw import Figure
 from epsim.report.flips import flips_by_cell, flips_of_stacks
 from epsim.report.frontiers import frontier_figures
 from epsim.report.sweeps import sweep_figures
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.score.formulas import METRICS
 from epsim.score.verdict import label
 
@@ -34,42 +34,42 @@ class View:
     stacks' table has a column for the memory of redundant experts.
     """
 
-    title: Callable[[Results], str]
-    source: Callable[[Results], str]
-    flips: Callable[[Results], list[str]] = flips_of_stacks
+    title: Callable[[ResultsData], str]
+    source: Callable[[ResultsData], str]
+    flips: Callable[[ResultsData], list[str]] = flips_of_stacks
     flips_title: str = "By other metrics, layers, steps and batch sizes"
-    summary: Callable[[Results], Table] = stacks_table
-    answers: Callable[[Results], list[tuple[str, str]]] = lambda results: []
-    leading: tuple[Callable[[Results], Table], ...] = ()
-    stack_figures: Callable[[Results], list[Figure]] = stack_figures
-    trailing: tuple[Callable[[Results], Table], ...] = (metrics_table,)
+    summary: Callable[[ResultsData], Table] = stacks_table
+    answers: Callable[[ResultsData], list[tuple[str, str]]] = lambda results: []
+    leading: tuple[Callable[[ResultsData], Table], ...] = ()
+    stack_figures: Callable[[ResultsData], list[Figure]] = stack_figures
+    trailing: tuple[Callable[[ResultsData], Table], ...] = (metrics_table,)
     memory: bool = True
 
-    def figures(self, results: Results) -> list[Figure]:
+    def figures(self, results: ResultsData) -> list[Figure]:
         return self.stack_figures(results) + frontier_figures(results)
 
 
-def view_of(results: Results) -> View:
+def view_of(results: ResultsData) -> View:
     return VIEWS[results["kind"]]
 
 
-def tables(parts: Sequence[Callable[[Results], Table]], results: Results) -> list[Table]:
+def tables(parts: Sequence[Callable[[ResultsData], Table]], results: ResultsData) -> list[Table]:
     """Those that have rows."""
     return [table for table in (part(results) for part in parts) if table[2]]
 
 
-def _title(results: Results) -> str:
+def _title(results: ResultsData) -> str:
     return printable(f"epsim {results['kind']}: {results['trace']['name']} on {results['setting']['ranks']} ranks")
 
 
-def _source(results: Results) -> str:
+def _source(results: ResultsData) -> str:
     trace, setting = results["trace"], results["setting"]
     how = "measured in a run of" if results["kind"] == "run" else "replayed from"
     where = f"{trace['name']} ({trace['origin']}, {trace['steps_scored']} steps)"
     return printable(f"{how} {where}, seed {setting['seed']}, epsim {setting['version']}")
 
 
-def predicted_table(results: Results) -> Table:
+def predicted_table(results: ResultsData) -> Table:
     """Each metric of a run that has a predicted and a measured mean, without those of the routed load."""
     table = []
     for entry in results["stacks"]:
@@ -84,23 +84,23 @@ def predicted_table(results: Results) -> Table:
     return "Predicted and measured", headers, table
 
 
-def differences_table(results: Results) -> Table:
+def differences_table(results: ResultsData) -> Table:
     rows = [Row(**row) for row in results["comparison"]["rows"]]
     files = [file["file"] for file in results["comparison"]["files"]]
     return "Differences", list(HEADERS), comparison_rows(rows, files)
 
 
-def _files_table(results: Results) -> Table:
+def _files_table(results: ResultsData) -> Table:
     files = results["comparison"]["files"]
     return "Files", list(FILE_KEYS), [[printable(str(file[key])) for key in FILE_KEYS] for file in files]
 
 
-def _comparison_title(results: Results) -> str:
+def _comparison_title(results: ResultsData) -> str:
     number = len(results["comparison"]["files"])
     return f"epsim compare: {number} results" if number > 1 else f"epsim compare: {printable(results['trace']['name'])}"
 
 
-def _comparison_source(results: Results) -> str:
+def _comparison_source(results: ResultsData) -> str:
     parts = [
         f"{file['file']} ({'measured' if file['measured'] else 'replayed'} {file['trace']}, {file['origin']}, "
         f"{file['steps']} steps, seed {file['seed']}, epsim {file['version']})"
@@ -109,11 +109,11 @@ def _comparison_source(results: Results) -> str:
     return printable("; ".join(parts))
 
 
-def _comparison_flips(results: Results) -> list[str]:
+def _comparison_flips(results: ResultsData) -> list[str]:
     return flips_of_stacks(results) if len(results["comparison"]["files"]) == 1 else []
 
 
-def candidates_table(results: Results) -> Table:
+def candidates_table(results: ResultsData) -> Table:
     """The candidates of a tune, first those whose gain on held-out steps is known."""
     table = []
     for row in sorted(results["tune"]["candidates"], key=lambda row: row["gain"] is None)[:MOST_ROWS]:
@@ -132,29 +132,29 @@ def candidates_table(results: Results) -> Table:
     return "Candidates", headers, table
 
 
-def answers(results: Results) -> list[tuple[str, str]]:
+def answers(results: ResultsData) -> list[tuple[str, str]]:
     """The sentences of a tune, then the commands to paste."""
     sentences = [(line["about"], printable(line["text"])) for line in results["tune"]["words"]]
     commands = dict.fromkeys(command for one in results["tune"]["answers"] for command in one["commands"])
     return [*sentences, *(("command", printable(command)) for command in commands)]
 
 
-def _tune_flips(results: Results) -> list[str]:
+def _tune_flips(results: ResultsData) -> list[str]:
     return [line["text"] for line in results["tune"]["words"] if line["about"] in TUNE_LIMITS]
 
 
-def _sweep_title(results: Results) -> str:
+def _sweep_title(results: ResultsData) -> str:
     return f"epsim sweep: {len(results['sweep']['cells'])} cells"
 
 
-def _sweep_source(results: Results) -> str:
+def _sweep_source(results: ResultsData) -> str:
     cells, setting = results["sweep"]["cells"], results["setting"]
     traces = ", ".join(sorted({str(cell.get("trace")) for cell in cells}))
     origins = ", ".join(sorted({cell["origin"] for cell in cells}))
     return printable(f"replayed from {traces} ({origins}), seed {setting['seed']}, epsim {setting['version']}")
 
 
-def _left_out_table(results: Results) -> Table:
+def _left_out_table(results: ResultsData) -> Table:
     table = []
     for what in ("failed", "skipped"):
         for cell in results["sweep"][what][:MOST_ROWS]:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from epsim.placement.base import Cluster
     from epsim.traces.trace import TraceMeta
 
-Results: TypeAlias = dict[str, Any]
+ResultsData: TypeAlias = dict[str, Any]
 
 SCHEMA_VERSION = 1
 _NUMBERS = re.compile(r"\[\n[\s\d.,eE+nul-]*\]")
 
 
-def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes: Sequence[str]) -> Results:
+def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes: Sequence[str]) -> ResultsData:
     """The entry `trace`. planned, scored: numbers of steps. notes: added to the trace's own."""
     return {
         "name": name,
@@ -44,7 +44,7 @@ def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes
     }
 
 
-def described_cluster(cluster: Cluster) -> Results:
+def described_cluster(cluster: Cluster) -> ResultsData:
     """The part of the entry `setting` that describes the ranks."""
     return {
         "ranks": cluster.num_ranks,
@@ -54,7 +54,7 @@ def described_cluster(cluster: Cluster) -> Results:
     }
 
 
-def read_results(path: Path) -> Results:
+def read_results(path: Path) -> ResultsData:
     """The content of a results.json. Raises FileNotFoundError or ValueError in one line."""
     check_source(path)
     try:
@@ -68,7 +68,7 @@ def read_results(path: Path) -> Results:
         parts = ("sweep", "comparison", "tune", "run")
         results["kind"] = next((part for part in parts if part in results), "replay")
     check_results(results, str(path))
-    return cast("Results", results)
+    return cast("ResultsData", results)
 
 
 def _finite(text: str) -> float:
@@ -84,7 +84,7 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def write_results(results: Results, path: Path) -> None:
+def write_results(results: ResultsData, path: Path) -> None:
     """Writes the file whole or not at all. Raises ValueError where the results break the schema of their kind."""
     check_results(results)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ def write_results(results: Results, path: Path) -> None:
         temporary.write_text(as_text(results), encoding="utf-8")
 
 
-def as_text(results: Results) -> str:
+def as_text(results: ResultsData) -> str:
     """The text of results.json, with lists of numbers on one line. Raises ValueError for NaN and infinity."""
     text = json.dumps(results, indent=1, allow_nan=False)
     # A string holds no line break, so what is joined is never text.

@@ -60,7 +60,7 @@ def _validator(kind: str) -> Any:
 
 
 def _contradictions(results: Mapping[str, Any]) -> Iterator[str]:
-    """Results that keep to their schema -> where they contradict themselves, and how."""
+    """ResultsData that keep to their schema -> where they contradict themselves, and how."""
     trace, kind = results["trace"], results["kind"]
     if trace.get("layers") and len(trace["layers"]) != trace["num_layers"]:
         yield f"$.trace.layers: has {len(trace['layers'])} entries, but num_layers is {trace['num_layers']}"

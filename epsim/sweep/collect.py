@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from epsim.files import CannotWriteError, whole_file
-from epsim.results import SCHEMA_VERSION, Results, write_results
+from epsim.results import SCHEMA_VERSION, ResultsData, write_results
 from epsim.score.verdict import best_of, label
 from epsim.sweep.drive import Sweep, cell_path
 from epsim.sweep.grid import Values
@@ -44,7 +44,7 @@ SCHEMA = pa.schema([("key", pa.string()), *AXES.items(), *FOUND.items()])
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
-def collect(sweep: Sweep, command: str) -> Results | None:
+def collect(sweep: Sweep, command: str) -> ResultsData | None:
     """Writes results.json and results.parquet of the finished cells into the sweep's folder. Without any it writes
     neither and returns None. Their content depends only on the cells, not on how or when they were computed.
 
@@ -66,7 +66,7 @@ def collect(sweep: Sweep, command: str) -> Results | None:
     return results
 
 
-def finished(sweep: Sweep) -> Iterator[Results]:
+def finished(sweep: Sweep) -> Iterator[ResultsData]:
     """The results of the finished cells in the grid's order; `cell` in each holds its values in the grid."""
     for key in sweep.plan.cells:
         if key not in sweep.failed:
@@ -85,16 +85,16 @@ def varying(sweep: Sweep) -> dict[str, list[Any]]:
     return {key: own for key, own in values.items() if len(own) > 1 and key not in ("path", "draw")}
 
 
-def tokens_of(results: Results) -> float | None:
+def tokens_of(results: ResultsData) -> float | None:
     """Mean tokens per step: assignments of routed experts / top-k."""
     metrics = results["stacks"][0]["metrics"]
     mean = metrics.get("routed_mean_load", metrics["mean_load"])["mean"]
     return None if mean is None else mean * results["setting"]["ranks"] / results["trace"]["top_k"]
 
 
-def combined(sweep: Sweep, command: str) -> Results:
+def combined(sweep: Sweep, command: str) -> ResultsData:
     axes = varying(sweep)
-    first: Results | None = None
+    first: ResultsData | None = None
     cells, stacks = [], []
     best: Counter[str] = Counter()
     for results in finished(sweep):
@@ -162,7 +162,7 @@ def _write_table(sweep: Sweep, path: Path) -> None:
             writer.write_table(pa.Table.from_pylist(list(_rows(results)), SCHEMA))
 
 
-def _rows(results: Results) -> Iterator[Values]:
+def _rows(results: ResultsData) -> Iterator[Values]:
     cell, trace = results["cell"], results["trace"]
     draw = ", ".join(cell["draw"]) if "draw" in cell else None
     common = {"key": cell["key"], **{key: cell.get(key) for key in AXES}, "draw": draw}

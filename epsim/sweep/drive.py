@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from epsim.files import CannotWriteError, reason, whole_file
-from epsim.results import Results, check_results, read_results
+from epsim.results import ResultsData, check_results, read_results
 from epsim.sweep.cells import Cell, Plan
 from epsim.sweep.pools import Pool
 from epsim.sweep.sources import TRACES, Making
@@ -151,7 +151,7 @@ def cell_path(out: Path, key: str) -> Path:
     return out / CELLS / f"{key}.json"
 
 
-def keep_cell(out: Path, cell: Cell, results: Results) -> None:
+def keep_cell(out: Path, cell: Cell, results: ResultsData) -> None:
     """Writes one cell's results, completely or not at all. Raises CannotWriteError."""
     check_results(results)
     path = cell_path(out, cell.key)

@@ -12,14 +12,14 @@ from rich.text import Text
 
 from epsim.files import printable
 from epsim.report.table import PIPE_WIDTH
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.sweep.drive import Sweep
 from epsim.sweep.grid import Values
 
 MOST_ROWS = 60
 
 
-def print_sweep(sweep: Sweep, results: Results | None) -> None:
+def print_sweep(sweep: Sweep, results: ResultsData | None) -> None:
     """Prints one line per cell, and what was computed, kept, skipped and failed, to stdout."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     if results is not None:
@@ -50,7 +50,7 @@ def summary(sweep: Sweep) -> Iterator[str]:
         yield f"{times} cell{'s' if times > 1 else ''} failed: {reason}"
 
 
-def _table(results: Results) -> Table:
+def _table(results: ResultsData) -> Table:
     """Peak / mean of every stack, and how much the best differs from the first."""
     axes = list(results["sweep"]["axes"]) or ["trace"]
     entries: dict[str, list[Values]] = {}

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from epsim.files import message_line
 from epsim.replaying import replay
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.sweep.cells import Cell
 from epsim.sweep.sources import Making, Opening
 from epsim.traces.store import StoredTrace
@@ -23,7 +23,7 @@ Job: TypeAlias = Making | Cell
 class Done:
     """results: of a cell; None for a trace."""
 
-    results: Results | None
+    results: ResultsData | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def perform(job: Job) -> Done | Failed:
         return Failed(message_line(f"unexpected {type(error).__name__}: {error} (EPSIM_DEBUG=1 shows where)"))
 
 
-def replay_cell(cell: Cell) -> Results:
+def replay_cell(cell: Cell) -> ResultsData:
     """The results that `epsim replay` writes with the cell's options. Raises the errors of `replay`."""
     history = None if cell.history is None else _opened(cell.history)
     return replay(

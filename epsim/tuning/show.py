@@ -12,14 +12,14 @@ from rich.text import Text
 
 from epsim.files import printable
 from epsim.report.table import PIPE_WIDTH
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.tuning.memory import amount
 
 MOST_ROWS = 12
 HEADERS = ("candidate", "weights a GPU", "gain choosing", "gain on steps held out (95% interval)", "rounds")
 
 
-def print_tune(results: Results) -> None:
+def print_tune(results: ResultsData) -> None:
     """Facts, the top candidates, the answers and the commands to paste; text from traces is never read as markup."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     found, trace, setting = results["tune"], results["trace"], results["setting"]

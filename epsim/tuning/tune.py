@@ -13,7 +13,7 @@ from epsim.engines.base import Setup, System
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting
 from epsim.policies.stack import PolicyStack, parse_stack
-from epsim.results import SCHEMA_VERSION, Results, described_cluster, described_trace
+from epsim.results import SCHEMA_VERSION, ResultsData, described_cluster, described_trace
 from epsim.traces.regroup import regrouped_meta
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TraceMeta
@@ -98,7 +98,7 @@ def tune(
     *,
     trace_name: str = "trace",
     progress: Callable[[str, float], None] = lambda words, share: None,
-) -> Results:
+) -> ResultsData:
     """Results of schema 1 with the finalists on the steps held out, the baseline first, and the entry `tune`
     (docs/tune.md). progress: what is being done, and how far that is.
 
@@ -253,7 +253,7 @@ def _results(
     found: Answers,
     num_scored: int,
     trace_name: str,
-) -> Results:
+) -> ResultsData:
     meta: TraceMeta = problem.meta
     redundant = searched.picked[0].redundant if found.advised else searched.candidates[0].redundant
     return {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from epsim.report.content import headers, rows
-from epsim.results import Results, read_results
+from epsim.results import ResultsData, read_results
 from tests.docs.blocks import ROOT, blocks, processor_seconds
 
 MAX_SECONDS = 10
@@ -52,7 +52,7 @@ def test_its_table_is_that_of_figures() -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+def results(tmp_path_factory: pytest.TempPathFactory) -> ResultsData:
     """Of `make replay`, which takes seconds."""
     folder = tmp_path_factory.mktemp("replay")
     words = replay_command()
@@ -66,7 +66,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.mark.slow
-def test_the_table_is_what_make_replay_prints(results: Results) -> None:
+def test_the_table_is_what_make_replay_prints(results: ResultsData) -> None:
     shown, printed = table(FIGURES, "stack | peak/mean"), rows(results)
     assert shown[0] == headers(results)
     assert [row[0] for row in shown[1:]] == [row[0] for row in printed]
@@ -79,7 +79,7 @@ def test_the_table_is_what_make_replay_prints(results: Results) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xfail(reason="the verdict's new words are not here yet", strict=True)
-def test_the_verdict_is_what_make_replay_prints(results: Results) -> None:
+def test_the_verdict_is_what_make_replay_prints(results: ResultsData) -> None:
     assert results["verdict"].split(":")[0] in README
 
 

@@ -17,7 +17,7 @@ from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
 from epsim.report.write import write_report
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.score.block import StackScore
 from epsim.score.collect import ScoredStacks
 from epsim.score.formulas import METRICS
@@ -43,7 +43,7 @@ def driver() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Results]:
+def page(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ResultsData]:
     folder = tmp_path_factory.mktemp("report")
     trace = select_steps(open_trace([Path("sample")], ImportOptions()), folder / "some.parquet", "decode", 64)
     stacks = ("contiguous", "eplb", "eplb+lplb", "eplb+lplb+waterfill")
@@ -66,7 +66,7 @@ def requested(driver: Any) -> list[str]:
 
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_no_error_no_request_no_overflow(driver: Any, page: tuple[Path, Results], width: int, dark: bool) -> None:
+def test_no_error_no_request_no_overflow(driver: Any, page: tuple[Path, ResultsData], width: int, dark: bool) -> None:
     path, _ = page
     driver.get_log("browser")
     driver.get_log("performance")
@@ -86,7 +86,7 @@ def test_no_error_no_request_no_overflow(driver: Any, page: tuple[Path, Results]
     screenshot(driver, f"report-{width}-{'dark' if dark else 'light'}", width)
 
 
-def test_sorting(driver: Any, page: tuple[Path, Results]) -> None:
+def test_sorting(driver: Any, page: tuple[Path, ResultsData]) -> None:
     path, results = page
     show(driver, path)
     column = "return [...document.querySelectorAll('table.stacks tbody tr')].map((r) => r.cells[1].textContent)"
@@ -117,7 +117,7 @@ def wanted_pixels(values: Any, low: float, high: float) -> np.ndarray[Any, Any]:
     return rounded
 
 
-def test_heat_maps_are_the_results(driver: Any, page: tuple[Path, Results]) -> None:
+def test_heat_maps_are_the_results(driver: Any, page: tuple[Path, ResultsData]) -> None:
     path, results = page
     show(driver, path)
     every = np.array([entry["load_over_mean_by_step"] for entry in results["stacks"]])
@@ -146,7 +146,7 @@ def test_heat_maps_are_the_results(driver: Any, page: tuple[Path, Results]) -> N
     assert np.abs(pixels - wanted_pixels(layers[0], layers.min(), layers.max())).max() <= 1
 
 
-def test_everything_is_reachable_by_keyboard(driver: Any, page: tuple[Path, Results]) -> None:
+def test_everything_is_reachable_by_keyboard(driver: Any, page: tuple[Path, ResultsData]) -> None:
     show(driver, page[0])
     from selenium.webdriver.common.keys import Keys
 
@@ -161,7 +161,7 @@ def test_everything_is_reachable_by_keyboard(driver: Any, page: tuple[Path, Resu
     assert len(reached - {-1}) == wanted
 
 
-def test_print(driver: Any, page: tuple[Path, Results]) -> None:
+def test_print(driver: Any, page: tuple[Path, ResultsData]) -> None:
     show(driver, page[0], dark=True)
     printed = base64.b64decode(driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})["data"])
     assert printed.startswith(b"%PDF")
@@ -170,7 +170,7 @@ def test_print(driver: Any, page: tuple[Path, Results]) -> None:
     assert driver.execute_script("return getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
 
 
-def large_results() -> Results:
+def large_results() -> ResultsData:
     """2,000 steps x 61 layers x 16 ranks of two stacks, as a replay would gather them."""
     rng = np.random.default_rng(0)
     num_steps, num_layers, num_ranks, num_experts = 2000, 61, 16, 64

@@ -20,14 +20,14 @@ from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
 from epsim.report.compare import Row, Side, combined, compare, read_sides, words
 from epsim.report.conditions import OF_A_PAIR, OF_A_STACK, Condition, holds, parse_condition
-from epsim.results import Results, check_results, write_results
+from epsim.results import ResultsData, check_results, write_results
 from epsim.score.statistics import paired_difference, unpaired_difference
 from epsim.traces.store import StoredTrace
 
 TraceMaker = Callable[..., StoredTrace]
 
 
-def replayed(trace: StoredTrace, *stacks: str, ranks: int = 4) -> Results:
+def replayed(trace: StoredTrace, *stacks: str, ranks: int = 4) -> ResultsData:
     named = tuple((f"s{number}", parse_stack(text)) for number, text in enumerate(stacks))
     return replay(trace, ReplayOptions(Cluster(ranks, 1, ranks), named, plan_share=0.25))
 

@@ -10,7 +10,7 @@ from epsim.report.content import cells, memory_words
 from epsim.report.draw import drawn
 from epsim.report.sweeps import gains
 from epsim.report.views import tables, view_of
-from epsim.results import Results
+from epsim.results import ResultsData
 
 
 def entry(stack: str, mean: float, **more: Any) -> dict[str, Any]:
@@ -25,18 +25,18 @@ def entry(stack: str, mean: float, **more: Any) -> dict[str, Any]:
     return {"stack": stack, "metrics": metrics, "versus_first": {}, **more}
 
 
-def flips(results: Results) -> list[str]:
+def flips(results: ResultsData) -> list[str]:
     return view_of(results).flips(results)
 
 
-def results_of(*stacks: dict[str, Any], kind: str = "replay", **more: Any) -> Results:
+def results_of(*stacks: dict[str, Any], kind: str = "replay", **more: Any) -> ResultsData:
     trace = {
         "name": "t", "level": "tokens", "origin": "recorded", "model": "m", "phase": "decode", "num_layers": 3,
         "layers": [3, 4, 5], "num_experts": 8, "top_k": 2, "steps_planned": 0, "steps_scored": 4,
     }  # fmt: skip
     setting = {"ranks": 4, "nodes": 1, "redundant": 8, "groups": 1, "seed": 7, "shared_cost": 0.0, "history": "none"}
     setting |= {"version": "1", "command": "epsim replay t"}
-    found: Results = {"schema": 1, "kind": kind, "trace": trace, "setting": setting, "stacks": list(stacks)}
+    found: ResultsData = {"schema": 1, "kind": kind, "trace": trace, "setting": setting, "stacks": list(stacks)}
     return found | {"verdict": "words", **more}
 
 
@@ -74,7 +74,7 @@ def test_doubtful_data_is_told() -> None:
     assert [line.split()[0] for line in flips(results)] == ["No", "Tokens", "Placements"]
 
 
-def sweep() -> Results:
+def sweep() -> ResultsData:
     cells_of = [
         {
             "key": f"k{n}",

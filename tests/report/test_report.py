@@ -20,7 +20,7 @@ from epsim.replaying import ReplayOptions, replay
 from epsim.report.content import PEAK_OVER_MEAN, cells, headers, meanings, metrics_table, reasons, rows
 from epsim.report.table import print_table
 from epsim.report.write import write_pages, write_report
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.score.formulas import METRICS
 from epsim.traces.store import StoredTrace
 
@@ -28,7 +28,7 @@ HOSTILE = "<script>alert(1)</script> [red]|`*_$x$"
 
 
 @pytest.fixture
-def results(make_trace: Callable[..., StoredTrace]) -> Results:
+def results(make_trace: Callable[..., StoredTrace]) -> ResultsData:
     trace = make_trace("tokens", model=HOSTILE, shared_cost=1.0)
     stacks = (("", parse_stack("eplb")), (HOSTILE, parse_stack("eplb+lplb+waterfill")))
     return replay(trace, ReplayOptions(Cluster(4, 2, 4), stacks), trace_name=HOSTILE)
@@ -60,13 +60,13 @@ class Cells(html.parser.HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_page_and_markdown(results: Results, tmp_path: Path) -> None:
+def test_page_and_markdown(results: ResultsData, tmp_path: Path) -> None:
     write_report(results, tmp_path)
     check_page(results, tmp_path)
     check_markdown(results, tmp_path)
 
 
-def check_page(results: Results, tmp_path: Path) -> None:
+def check_page(results: ResultsData, tmp_path: Path) -> None:
     """It holds the table, as text, and needs no network."""
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Cells()
@@ -88,7 +88,7 @@ def check_page(results: Results, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text()) == results
 
 
-def check_markdown(results: Results, tmp_path: Path) -> None:
+def check_markdown(results: ResultsData, tmp_path: Path) -> None:
     """It holds the table, escaped."""
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "<script>" not in text
@@ -107,12 +107,12 @@ def check_markdown(results: Results, tmp_path: Path) -> None:
         assert f" {cell} |" in text
 
 
-def test_table_prints_hostile_names_as_they_are(results: Results, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_prints_hostile_names_as_they_are(results: ResultsData, capsys: pytest.CaptureFixture[str]) -> None:
     print_table(results)
     assert "[red]" in capsys.readouterr().out
 
 
-def test_rows_state_values_and_intervals(results: Results) -> None:
+def test_rows_state_values_and_intervals(results: ResultsData) -> None:
     first, second = rows(results)
     names = headers(results)
     metrics = results["stacks"][1]["metrics"]
@@ -124,7 +124,7 @@ def test_rows_state_values_and_intervals(results: Results) -> None:
     assert second[-1].startswith(f"{interval['difference'] / base:+.1%} (")
 
 
-def test_every_metric_stands_with_its_formula(results: Results) -> None:
+def test_every_metric_stands_with_its_formula(results: ResultsData) -> None:
     table = {row[0]: row for row in metrics_table(results)[2]}
     untold = {key for keys, _ in reasons(results) for key in keys.split(", ")}
     assert set(table) | untold == set(results["stacks"][0]["metrics"])
@@ -135,7 +135,7 @@ def test_every_metric_stands_with_its_formula(results: Results) -> None:
         assert float(row[3].replace(",", "")) == pytest.approx(mean, abs=6e-3)
 
 
-def test_a_full_disk_is_named(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(results: ResultsData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

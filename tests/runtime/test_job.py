@@ -93,7 +93,7 @@ def test_a_job_of_one_rank(make_trace: TraceMaker, tmp_path: Path) -> None:
     assert measured.differing == []
     entry = measured.measured["stacks"][1]["metrics"]
     assert entry["peak"]["mean"] == 40 + 20 * 0.5
-    total = sum(measured.measured["stacks"][1]["phases_us"][phase]["mean"] for phase in PHASES)
+    total = sum(measured.measured["stacks"][1]["phases_us"][phase]["mean"] for phase in LAYER_PHASES)
     assert entry["layer_time_us"]["mean"] == pytest.approx(total)
     experts = 3 * 64 * 32 * 4
     active = entry["routed_active_experts"]["mean"]

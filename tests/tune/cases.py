@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.traces.store import StoredTrace
 
 EXPERTS, LAYERS, TOP_K, GPUS = 16, 2, 2, 4
@@ -28,7 +28,7 @@ rest_us = 10.0
 """
 Floats = npt.NDArray[np.float64]
 MakeCounts = Callable[..., StoredTrace]
-RunTune = Callable[..., Results]
+RunTune = Callable[..., ResultsData]
 
 
 def hot(first: int, number: int = 4, times: float = 6.0) -> Floats:
@@ -39,6 +39,6 @@ def hot(first: int, number: int = 4, times: float = 6.0) -> Floats:
     return share
 
 
-def answered(results: Results, kind: str = "any") -> dict[str, Any]:
+def answered(results: ResultsData, kind: str = "any") -> dict[str, Any]:
     found: dict[str, Any] = next(one for one in results["tune"]["answers"] if one["for"] == kind)
     return found

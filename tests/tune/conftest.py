@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from epsim.cost.layer_time import LayerTiming, load_timing
-from epsim.results import Results
+from epsim.results import ResultsData
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, TraceMeta
 from epsim.tuning.tune import TuneOptions, tune
@@ -47,7 +47,7 @@ def make_counts(tmp_path: Path) -> MakeCounts:
 def run_tune(timing: LayerTiming) -> RunTune:
     """run_tune(trace, **options) -> results, on 4 GPUs of 141 GB."""
 
-    def run(trace: StoredTrace, **options: Any) -> Results:
+    def run(trace: StoredTrace, **options: Any) -> ResultsData:
         return tune(trace, TuneOptions(**({"gpus": GPUS, "nodes": 1, "groups": 1, "memory": 141e9} | options)), timing)
 
     return run
