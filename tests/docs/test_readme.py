@@ -78,13 +78,11 @@ def test_the_table_is_what_make_replay_prints(results: ResultsData) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="the verdict's new words are not here yet", strict=True)
 def test_the_verdict_is_what_make_replay_prints(results: ResultsData) -> None:
     assert results["verdict"].split(":")[0] in README
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="`import epsim` has no functions yet", strict=True)
 def test_the_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
