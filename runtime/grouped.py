@@ -9,7 +9,7 @@ rows are skipped, so a layer of fixed size can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -17,11 +17,20 @@ import triton.language as tl
 
 from epsim.runtime.exchange.base import Received
 
-if TYPE_CHECKING:
-    from epsim.runtime.experts import Experts
-
 SCALED = 128
 """Number of values that share a scale in float8."""
+
+
+class ExpertWeights(Protocol):
+    """What `compute` reads of `epsim.runtime.experts.Experts`, whose documentation has the shapes."""
+
+    num_slots: int
+    apart: bool
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    row_of_slot: torch.Tensor
+    shared_gate_up: torch.Tensor
+    shared_down: torch.Tensor
 
 
 @triton.jit
@@ -133,7 +142,7 @@ def to_float8(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales
 
 
-def compute(experts: Experts, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
+def compute(experts: ExpertWeights, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
     """`Experts.forward` on a GPU, in bfloat16."""
     slots, shared = received.slots, experts.num_slots
     if not experts.apart:

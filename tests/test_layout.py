@@ -101,7 +101,6 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
-@pytest.mark.xfail(reason="circles that were here before the rooms", strict=True)
 def test_no_file_stands_in_a_circle() -> None:
     """Files whose imports are all sorted already are taken away until none is left."""
     left = edges()

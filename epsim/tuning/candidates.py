@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,13 +33,9 @@ class Candidate:
     charged: PolicyStack | None = None
 
     @property
-    def timed_as(self) -> PolicyStack:
-        return self.charged or self.stack
-
-    @property
     def shown_stack(self) -> PolicyStack:
-        """What would be run."""
-        return self.timed_as
+        """The stack that would be run, and whose time is charged."""
+        return self.charged or self.stack
 
     @property
     def deployment(self) -> Deployment:
@@ -70,19 +67,29 @@ def redundancies(num_experts: int, num_gpus: int, most_slots: int) -> tuple[int,
     return tuple(spare + extra * num_gpus for extra in EXTRA_SLOTS if least + extra <= most)
 
 
-def default_stacks(level: Level, has_shared: bool) -> list[str]:
-    """Splits and shared-expert policies that are tried on every placement with redundancy, as text after it; a part
-    after `|` is the split that is charged."""
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """A split and a shared-expert policy, as the text of a stack without its placement. charged: the split whose time
+    is charged, where it is not the stack's own."""
+
+    text: str
+    charged: str = ""
+
+
+JOINT = Dispatch("lplb(counts=gathered)+waterfill-joint")
+COARSE = [Dispatch("even"), Dispatch("lplb"), Dispatch("lplb", charged="lplb-ipm")]
+
+
+def default_dispatches(level: Level, has_shared: bool) -> list[Dispatch]:
+    """What is tried on every placement with redundant experts."""
     if level == "counts":
-        return ["even", "lplb", "lplb|lplb-ipm"]
+        return COARSE
     if level == "rank_counts":
-        stacks = ["even", "lplb", "lplb|lplb-ipm", "lplb(counts=gathered)"]
-        return stacks + (["lplb(counts=gathered)+waterfill-joint"] if has_shared else [])
-    stacks = ["even", "random", "lplb-ipm", "lplb"]
+        return [*COARSE, Dispatch("lplb(counts=gathered)"), *([JOINT] if has_shared else [])]
+    dispatches = [Dispatch(text) for text in ("even", "random", "lplb-ipm", "lplb")]
     if has_shared:
-        stacks += [f"random+{SGLANG_WATERFILL}", f"lplb-ipm+{SGLANG_WATERFILL}"]
-        stacks += ["lplb(counts=gathered)+waterfill-joint"]
-    return stacks
+        dispatches += [Dispatch(f"{split}+{SGLANG_WATERFILL}") for split in ("random", "lplb-ipm")] + [JOINT]
+    return dispatches
 
 
 def baseline(stack: PolicyStack | None, num_experts: int, least: Cluster) -> Candidate:
@@ -102,7 +109,7 @@ def all_candidates(
     today: PolicyStack | None = None,
 ) -> list[Candidate]:
     """The grid, the baseline first. clusters: one for each redundancy, ascending. today: as for `baseline`."""
-    found = [baseline(today, num_experts, clusters[0])]
+    candidates = [baseline(today, num_experts, clusters[0])]
     for cluster in clusters:
         placements = ["eplb"]
         sizes = (num_experts, cluster.num_physical(num_experts), cluster.num_groups, cluster.num_nodes)
@@ -111,14 +118,12 @@ def all_candidates(
         placements.append("searched")
         if cluster is clusters[0]:
             placements.insert(0, "contiguous")
-        rests = default_stacks(level, has_shared)
+        dispatches = default_dispatches(level, has_shared)
         if not cluster.num_redundant:
-            rests = _without_splits(level, has_shared)
-        for placement in placements:
-            for rest in rests:
-                for router in ("", *routers):
-                    found += _at(placement, router, rest, cluster.num_redundant, intervals)
-    return list(dict.fromkeys(found))
+            dispatches = _without_splits(level, has_shared)
+        for placement, dispatch, router in itertools.product(placements, dispatches, ("", *routers)):
+            candidates += _at(placement, router, dispatch, cluster.num_redundant, intervals)
+    return list(dict.fromkeys(candidates))
 
 
 def given_candidates(
@@ -129,12 +134,12 @@ def given_candidates(
     today: PolicyStack | None = None,
 ) -> list[Candidate]:
     """The stacks that the user names, and the baseline, in place of the grid's. today: as for `baseline`."""
-    found = [baseline(today, num_experts, clusters[0])]
+    candidates = [baseline(today, num_experts, clusters[0])]
     for stack in stacks:
         for cluster in clusters:
             redundant = stack.placement.redundant(num_experts, cluster)
-            found += [Candidate(stack, redundant, interval) for interval in (None, *_intervals(stack, intervals))]
-    return list(dict.fromkeys(found))
+            candidates += [Candidate(stack, redundant, interval) for interval in (None, *_intervals(stack, intervals))]
+    return list(dict.fromkeys(candidates))
 
 
 def check_levels(candidates: Sequence[Candidate], level: Level, has_shared: bool) -> None:
@@ -148,20 +153,19 @@ def possible_intervals(most: int) -> tuple[int, ...]:
     return tuple(interval for interval in INTERVALS if interval <= most)[-MOST_INTERVALS:]
 
 
-def _without_splits(level: Level, has_shared: bool) -> list[str]:
-    """Without redundancy there is nothing to split."""
+def _without_splits(level: Level, has_shared: bool) -> list[Dispatch]:
+    """Without redundant experts there is nothing to split."""
     if not has_shared or LEVELS.index(level) == 0:
-        return ["even"]
-    own = ["lplb(counts=gathered)+waterfill-joint"]
-    return ["even", *own] + ([f"even+{SGLANG_WATERFILL}"] if level == "tokens" else [])
+        return [Dispatch("even")]
+    waterfill = [Dispatch(f"even+{SGLANG_WATERFILL}")] if level == "tokens" else []
+    return [Dispatch("even"), JOINT, *waterfill]
 
 
-def _at(placement: str, router: str, rest: str, redundant: int, intervals: Sequence[int]) -> list[Candidate]:
-    rest, _, charged = rest.partition("|")
+def _at(placement: str, router: str, dispatch: Dispatch, redundant: int, intervals: Sequence[int]) -> list[Candidate]:
     head = f"{placement}+{router}+" if router else f"{placement}+"
-    stack = parse_stack(head + rest)
-    other = parse_stack(head + charged) if charged else None
-    return [Candidate(stack, redundant, interval, other) for interval in (None, *_intervals(stack, intervals))]
+    stack = parse_stack(head + dispatch.text)
+    charged = parse_stack(head + dispatch.charged) if dispatch.charged else None
+    return [Candidate(stack, redundant, interval, charged) for interval in (None, *_intervals(stack, intervals))]
 
 
 def _intervals(stack: PolicyStack, intervals: Sequence[int]) -> Sequence[int]:

@@ -11,7 +11,7 @@ from epsim.placement.base import Target
 from epsim.policies.apply import BoundStack
 from epsim.score.block import StackScore
 from epsim.score.collect import ScoredStacks
-from epsim.score.statistics import Floats, Series
+from epsim.score.statistics import Series
 from epsim.score.steps import SeenSteps
 from epsim.score.summary import StackSummary
 from epsim.traces.trace import Ints
@@ -50,12 +50,11 @@ class Finals:
             summary.reasons.pop(GAIN)
         self.results = self._collected.results()
 
-    def layer_us(self, candidate: Candidate) -> Floats:
-        """[n]: each step's mean time of a layer, NaN for a step without tokens."""
+    def layer_us(self, candidate: Candidate) -> float:
+        """Mean time of a layer: first over the layers of a step, then over the steps with tokens."""
         series = self._summaries[candidate].series["layer_time_us"]
         with np.errstate(invalid="ignore"):
-            per_step: Floats = series.step_sums / series.step_counts
-        return per_step
+            return float(np.nanmean(series.step_sums / series.step_counts))
 
     def _on_score(self, candidate: Candidate, bound: BoundStack, score: StackScore, seen: SeenSteps) -> None:
         summary = self._summaries[candidate]

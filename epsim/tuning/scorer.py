@@ -133,12 +133,12 @@ class _Walk:
         loads = {stack: bound.load(block) for stack, bound in self._bound.items()}
         for candidate in self.candidates:
             load, redundant = loads[candidate.stack], self._bound[candidate.stack].copies.redundant
-            layer_us = timing.layer_us(load, candidate.timed_as, redundant)
+            layer_us = timing.layer_us(load, candidate.shown_stack, redundant)
             self._add_times(candidate, load, timing.step_us(layer_us, load.tokens, load.routed.shape[-1]))
 
     def _score(self, block: Block, on_score: OnScore) -> None:
         stacks = [self._bound[candidate.stack] for candidate in self.candidates]
-        timed_as = [candidate.timed_as for candidate in self.candidates]
+        timed_as = [candidate.shown_stack for candidate in self.candidates]
         scored = score_block([block] * len(stacks), stacks, self.problem.timing, timed_as)
         for candidate, bound, score in zip(self.candidates, stacks, scored.stacks, strict=True):
             assert score.step_us is not None

@@ -3,9 +3,9 @@ trace's steps and judged on a later one."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from epsim.cost.layer_time import LayerTiming
 from epsim.engines import SYSTEMS
@@ -16,8 +16,8 @@ from epsim.policies.stack import PolicyStack, parse_stack
 from epsim.results import SCHEMA_VERSION, ResultsData, described_cluster, described_trace
 from epsim.traces.regroup import regrouped_meta
 from epsim.traces.store import StoredTrace
-from epsim.traces.trace import TraceMeta
-from epsim.tuning.answers import Answers, Searched, answer
+from epsim.tuning import words
+from epsim.tuning.answers import entry
 from epsim.tuning.candidates import (
     Candidate,
     all_candidates,
@@ -27,6 +27,7 @@ from epsim.tuning.candidates import (
     redundancies,
 )
 from epsim.tuning.final import Finals
+from epsim.tuning.findings import Findings
 from epsim.tuning.memory import Memory, amount
 from epsim.tuning.migration import LAYER_MS
 from epsim.tuning.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair_us, race
@@ -139,30 +140,48 @@ def tune(
         without = bool(system.lacks(candidates[0].deployment)) and any(runs(system, one) for one in candidates)
         return lambda c: runs(system, c) or (c == candidates[0] and not without)
 
-    classes: tuple[Class, ...] = (lambda c: True, *map(class_of, SYSTEMS))
-    rounds = race(problem, candidates, choose, classes, cost, options.worth, lambda part: progress("choosing", part))
+    classes: dict[System | None, Class] = {None: lambda c: True, **{system: class_of(system) for system in SYSTEMS}}
+    told = partial(progress, "choosing")
+    rounds = race(problem, candidates, choose, [*classes.values()], cost, options.worth, told)
     last = rounds[-1].times
-    picked = []
-    for belongs in classes:
+    picks = {}
+    for system, belongs in classes.items():
         members = {c: times for c, times in last.items() if belongs(c)}
-        picked.append(min(not_worse(members, options.worth, options.seed), key=cost))
-    base = candidates[0]
+        picks[system] = min(not_worse(members, options.worth, options.seed), key=cost)
     rebalanced = _best_rebalanced(rounds)
     ranked = sorted(last, key=lambda candidate: last[candidate].mean_us)
-    finalists = [base, *picked, *ranked[:MOST_SHOWN]]
+    finalists = [candidates[0], *picks.values(), *ranked[:MOST_SHOWN]]
     if rebalanced is not None:
         finalists += [rebalanced, rebalanced.planned_once]
     finalists = list(dict.fromkeys(finalists))
-    progress("scoring what is left on the steps held out", 0.0)
+    progress("scoring the finalists on the held-out steps", 0.0)
     places = evenly(report.first, report.last, _affordable_steps(problem, len(finalists)))
-    finals = Finals(problem, finalists, report, places, lambda c: [f"{amount(used(c))} of weights a GPU"])
-    searched = Searched(candidates, tuple(rounds), finalists, tuple(picked), rebalanced, intervals, choose, report)
-    decode = timing.kernels != "normal"
-    shape = (options.gpus, options.nodes, options.groups)
-    setup = Setup(options.model_path, options.trace_path, *shape, decode, options.reading)
-    progress("asking when it does not pay", 0.0)
-    found = answer(problem, options.worth, searched, finals, memory, used, setup, options.quality_loss)
-    return _results(problem, options, timing, searched, finals, found, len(places), trace_name)
+    findings = Findings(
+        problem=problem,
+        candidates=candidates,
+        rounds=rounds,
+        picks=picks,
+        rebalanced=rebalanced,
+        intervals=intervals,
+        choose=choose,
+        report=report,
+        finals=Finals(problem, finalists, report, places, lambda c: [f"{amount(used(c))} of weights per GPU"]),
+        memory=memory,
+        used=used,
+        worth=options.worth,
+        setup=Setup(
+            model=options.model_path,
+            trace=options.trace_path,
+            gpus=options.gpus,
+            nodes=options.nodes,
+            groups=options.groups,
+            decode=timing.kernels != "normal",
+            reading=options.reading,
+        ),
+        quality_loss=options.quality_loss,
+    )
+    progress("finding when it stops paying", 0.0)
+    return _results(findings, options, trace_name)
 
 
 def _problem(
@@ -244,33 +263,25 @@ def _affordable_steps(problem: Problem, num_finalists: int) -> int:
     return max(int(ROUND_US / (pair_us(problem) * problem.meta.num_layers * num_finalists)), LEAST_STEPS)
 
 
-def _results(
-    problem: Problem,
-    options: TuneOptions,
-    timing: LayerTiming,
-    searched: Searched,
-    finals: Finals,
-    found: Answers,
-    num_scored: int,
-    trace_name: str,
-) -> ResultsData:
-    meta: TraceMeta = problem.meta
-    redundant = searched.picked[0].redundant if found.advised else searched.candidates[0].redundant
+def _results(findings: Findings, options: TuneOptions, trace_name: str) -> ResultsData:
+    problem, timing = findings.problem, findings.problem.timing
+    num_scored = len(findings.finals.times[findings.base].step_us)
+    cluster = problem.cluster(findings.to_run().redundant)
     return {
         "schema": SCHEMA_VERSION,
         "kind": "tune",
-        "trace": described_trace(trace_name, meta, searched.report.first, num_scored, found.trace_notes),
+        "trace": described_trace(trace_name, problem.meta, findings.report.first, num_scored, words.sampled(findings)),
         "setting": {
-            **described_cluster(dataclasses.replace(problem.base, num_redundant=redundant)),
+            **described_cluster(cluster),
             "seed": options.seed,
             "shared_cost": problem.setting.shared_cost,
-            "history": found.split,
+            "history": words.split(findings),
             "timing": timing.words(),
             "expert_bytes": timing.model.expert_bytes,
             "version": VERSION,
             "command": options.command,
         },
-        **finals.results,
-        "verdict": found.verdict,
-        "tune": found.entry,
+        **findings.finals.results,
+        "verdict": words.verdict(findings),
+        "tune": entry(findings),
     }

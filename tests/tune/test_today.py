@@ -26,7 +26,7 @@ def test_tune_compares_with_the_map_that_runs_today(make_counts: MakeCounts, run
     assert best["advised"]
     assert best["stack"] == "eplb+lplb"
     vllm = next(line["text"] for line in results["tune"]["words"] if line["about"] == "vLLM")
-    assert vllm.startswith("runs it as it is")
+    assert vllm.startswith("It runs the answer as it is: ")
 
 
 def test_a_serving_system_is_given_the_file(make_counts: MakeCounts, run_tune: RunTune, tmp_path: Path) -> None:

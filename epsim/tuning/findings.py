@@ -1,0 +1,119 @@
+"""What a search found: one value, from which the answers are made, as JSON (`answers`) and as text (`words`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from epsim.engines.base import Setup, System
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.conditions import FEWER, MORE, Condition, by_tokens, with_other_experts
+from epsim.tuning.final import Finals
+from epsim.tuning.memory import Memory
+from epsim.tuning.migration import Migration
+from epsim.tuning.race import Interval, Round, change
+from epsim.tuning.scorer import Part, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalancing:
+    """A candidate that rebalances, compared with the same placement planned once. payback: the number of steps until
+    one rebalance has gained what it costs; None for never."""
+
+    candidate: Candidate
+    gain: Interval
+    migration: Migration
+    payback: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """The candidates of a search, the steps they were compared on, and how they did.
+
+    candidates: all of them, the baseline first. picks: the cheapest of the fastest candidates, for None of all, for
+    each of `epsim.engines.SYSTEMS` of those that it can run. rebalanced: the fastest candidate that rebalances.
+    intervals: the rebalance intervals that fit the trace. choose, report: the steps used for choosing, and the held-out
+    steps. finals: the finalists on the held-out steps. used: bytes of weights per GPU. worth: throughput gains below
+    this share do not count.
+    quality_loss: the loss that the user accepts, in the user's words.
+    """
+
+    problem: Problem
+    candidates: Sequence[Candidate]
+    rounds: Sequence[Round]
+    picks: Mapping[System | None, Candidate]
+    rebalanced: Candidate | None
+    intervals: tuple[int, ...]
+    choose: Part
+    report: Part
+    finals: Finals
+    memory: Memory
+    used: Callable[[Candidate], float]
+    worth: float
+    setup: Setup
+    quality_loss: str
+
+    @property
+    def base(self) -> Candidate:
+        """The baseline, with which all others are compared."""
+        return self.candidates[0]
+
+    @property
+    def best(self) -> Candidate:
+        """The pick of all candidates."""
+        return self.picks[None]
+
+    @property
+    def others(self) -> list[Candidate]:
+        """The finalists but the baseline."""
+        return [candidate for candidate in self.finals.times if candidate != self.base]
+
+    @property
+    def fastest_other(self) -> Candidate | None:
+        """The fastest finalist but the baseline."""
+        return max(self.others, key=lambda candidate: self.gain(candidate).mean, default=None)
+
+    def gain(self, candidate: Candidate, over: Candidate | None = None) -> Interval:
+        """A finalist's throughput gain over the baseline, or over another finalist, on the held-out steps."""
+        over = self.base if over is None else over
+        if candidate == over:
+            return Interval(0.0, 0.0, 0.0)
+        times = self.finals.times
+        return change(times[candidate].step_us, times[over].step_us, self.problem.setting.seed).gain
+
+    def advised(self, system: System | None = None) -> bool:
+        """Whether the pick is surely faster than the baseline, and by enough."""
+        gain = self.gain(self.picks[system])
+        return self.picks[system] != self.base and gain.low is not None and gain.low > 0 and gain.mean >= self.worth
+
+    def to_run(self, system: System | None = None) -> Candidate:
+        """The pick where it is advised or the system cannot run the baseline; else the baseline."""
+        picked = self.advised(system) or (system is not None and system.lacks(self.base.deployment))
+        return self.picks[system] if picked else self.base
+
+    @cached_property
+    def rebalancing(self) -> Rebalancing | None:
+        """What rebalancing gains and costs; None where nothing that rebalances was tried."""
+        candidate = self.rebalanced
+        if candidate is None or candidate.interval is None:
+            return None
+        times, once = self.finals.times[candidate], self.finals.times[candidate.planned_once]
+        assert times.migration is not None
+        # What a step gains before the rebalance is paid for.
+        saved = once.mean_us - (times.mean_us - times.migration.us / candidate.interval)
+        payback = times.migration.us / saved if saved > 0 else None
+        return Rebalancing(candidate, self.gain(candidate, candidate.planned_once), times.migration, payback)
+
+    @cached_property
+    def conditions(self) -> list[Condition]:
+        """The advised candidate with ever fewer tokens; if none is advised, the fastest other with ever more."""
+        if self.advised():
+            return by_tokens(self.problem, self.best, self.base, self.report, FEWER)
+        fastest = self.fastest_other
+        return [] if fastest is None else by_tokens(self.problem, fastest, self.base, self.report, MORE)
+
+    @cached_property
+    def other_experts(self) -> Condition | None:
+        """The advised candidate when other experts than the planned ones are hot; None where none is advised."""
+        return with_other_experts(self.problem, self.best, self.base, self.report) if self.advised() else None
