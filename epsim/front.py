@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from epsim.options import AnyPath, Options, StepOptions, command_words, takes
+from epsim.options import AnyPath, Options, Progress, StepOptions, command_words, takes
 from epsim.requests import LaunchOptions, LoadRequest, PlanRequest, ReplayRequest, TuneRequest
 from epsim.traces.options import ImportOptions, ReadOptions, RecordingOptions
 
@@ -65,13 +65,7 @@ def replay(request: ReplayRequest) -> Results:
     trace = _opened(request.trace, request)
     history = None if request.history is None else _opened(request.history, request)
     timing = _timing(request, request.model or trace.meta.model, request.only or trace.meta.phase)
-    total, done = replay_length(trace, history), 0
-
-    def advance(steps: int) -> None:
-        nonlocal done
-        done += steps
-        request.progress("replaying", done / total)
-
+    advance = _counting(request.progress, "replaying", replay_length(trace, history))
     return Results(
         replay(
             trace,
@@ -104,13 +98,7 @@ def plan(request: PlanRequest) -> Plan:
     cluster = Cluster(request.ranks, request.nodes, request.redundant, request.groups)
     request.progress("reading", 0.0)
     trace = _opened(request.trace, request)
-    total, done = trace.num_steps, 0
-
-    def advance(steps: int) -> None:
-        nonlocal done
-        done += steps
-        request.progress("planning", done / total)
-
+    advance = _counting(request.progress, "planning", trace.num_steps)
     (placed,) = plan_placements([stack], trace, trace.num_steps, trace.meta, cluster, advance)
     shape = (placed.num_experts, placed.num_ranks, placed.num_nodes)
     return Plan(placed.physical_to_logical, *shape, layers=trace.meta.layers)
@@ -264,6 +252,18 @@ def _timing(request: ReplayRequest, model: str, phase: str) -> LayerTiming | Non
         raise ValueError("--hardware needs to know the model, which the trace does not tell: give --model")
     table = None if request.expert_table is None else Path(request.expert_table)
     return load_timing(request.hardware, model, request.nodes, phase, request.overlap, table)
+
+
+def _counting(progress: Progress, words: str, total: int) -> Callable[[int], None]:
+    """The function that is called with each number of steps just done, out of `total`."""
+    done = 0
+
+    def advance(steps: int) -> None:
+        nonlocal done
+        done += steps
+        progress(words, done / total)
+
+    return advance
 
 
 def _command(name: str, request: Options) -> str:
