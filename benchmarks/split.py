@@ -64,11 +64,7 @@ def gap_figures(gaps: Floats) -> dict[str, float | None]:
     """gaps [N], of feasible answers."""
     if not len(gaps):
         return {"gap_mean": None, "gap_p99": None, "gap_worst": None}
-    return {
-        "gap_mean": float(gaps.mean()),
-        "gap_p99": float(np.quantile(gaps, 0.99)),
-        "gap_worst": float(gaps.max()),
-    }
+    return {"gap_mean": float(gaps.mean()), "gap_p99": float(np.quantile(gaps, 0.99)), "gap_worst": float(gaps.max())}
 
 
 def measure(asked: Asked, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Floats], Floats]:

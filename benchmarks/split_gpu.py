@@ -38,11 +38,7 @@ COLUMNS = ("one", "alone", "warm", "steady", "layers")
 
 
 def quantiles(times: np.ndarray) -> dict[str, float]:
-    return {
-        "p50": float(np.median(times)),
-        "p99": float(np.quantile(times, 0.99)),
-        "most": float(times.max()),
-    }
+    return {"p50": float(np.median(times)), "p99": float(np.quantile(times, 0.99)), "most": float(times.max())}
 
 
 def same(left: Solution, right: Solution) -> bool:

@@ -250,16 +250,7 @@ def seated(seats: Sequence[Seat], host: str, port: int, attempt: int) -> list[Me
     for rank, seat in enumerate(seats):
         local = seen[seat.node]
         members.append(
-            Member(
-                rank,
-                len(seats),
-                local,
-                sizes[seat.node],
-                host=host,
-                port=port,
-                attempt=attempt,
-                signals=False,
-            )
+            Member(rank, len(seats), local, sizes[seat.node], host=host, port=port, attempt=attempt, signals=False)
         )
         seen[seat.node] += 1
     return members

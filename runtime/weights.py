@@ -28,11 +28,7 @@ class RandomWeights:
     """
 
     def __init__(
-        self,
-        shape: LayerShape,
-        seed: int,
-        device: torch.device | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, shape: LayerShape, seed: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
     ) -> None:
         self.shape, self.seed = shape, seed
         self.device, self.dtype = device or torch.device("cpu"), dtype

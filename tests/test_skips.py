@@ -28,12 +28,7 @@ RECORDINGS = "recordings that are not part of the repository"
 
 @pytest.mark.parametrize(
     ("variable", "value", "code", "workers"),
-    [
-        ("CI", "true", 1, ()),
-        ("EPSIM_NO_SKIPS", "1", 1, ("-n", "2")),
-        ("CI", "", 0, ()),
-        ("EPSIM_NO_SKIPS", "0", 0, ()),
-    ],
+    [("CI", "true", 1, ()), ("EPSIM_NO_SKIPS", "1", 1, ("-n", "2")), ("CI", "", 0, ()), ("EPSIM_NO_SKIPS", "0", 0, ())],
 )
 def test_a_skip_fails_the_session(
     pytester: pytest.Pytester,

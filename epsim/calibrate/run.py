@@ -14,12 +14,7 @@ import torch.distributed as dist
 
 from epsim.calibrate.exchange import EXCHANGES, collective_costs, exchange_tables
 from epsim.calibrate.experts import FEW_CELLS, expert_table, implementations, with_cells
-from epsim.calibrate.folder import (
-    check_folder,
-    known,
-    write_hardware,
-    write_table,
-)
+from epsim.calibrate.folder import check_folder, known, write_hardware, write_table
 from epsim.calibrate.machine import Machine
 from epsim.calibrate.options import PARTS, Request
 from epsim.calibrate.router import router_table

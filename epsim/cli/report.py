@@ -13,8 +13,7 @@ from epsim.files import check_out
 def report_command(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results.json, or its folder.")],
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Folder for the pages. Default: that of the results."),
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder for the pages. Default: that of the results.")
     ] = None,
     quality: Annotated[
         list[Path] | None,

@@ -64,14 +64,7 @@ def pack(weight: Floats32, kind: Ints, num_packs: int, most_alike: int) -> Ints:
 
 @njit(cache=True)
 def _pack(
-    order: Ints,
-    weight: Floats32,
-    kind: Ints,
-    packed: Ints,
-    size: Ints,
-    load: Floats32,
-    alike: Ints,
-    most_alike: int,
+    order: Ints, weight: Floats32, kind: Ints, packed: Ints, size: Ints, load: Floats32, alike: Ints, most_alike: int
 ) -> None:
     """Fills `packed`. order [n]: the items, heaviest first. size, load and alike (by pack) are zero at the start."""
     num_packs, room = packed.shape
@@ -98,14 +91,7 @@ def _pack(
 
 @njit(cache=True)
 def _swap_in(
-    item: int,
-    weight: Floats32,
-    kind: Ints,
-    packed: Ints,
-    size: Ints,
-    load: Floats32,
-    alike: Ints,
-    most_alike: int,
+    item: int, weight: Floats32, kind: Ints, packed: Ints, size: Ints, load: Floats32, alike: Ints, most_alike: int
 ) -> None:
     """Packs an item when each pack with room is at the limit for its kind.
 

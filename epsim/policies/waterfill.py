@@ -136,11 +136,7 @@ class Waterfill(SharedDispatch):
 
 
 def _pick(
-    number: torch.Tensor,
-    source: torch.Tensor,
-    loads: torch.Tensor,
-    weights: torch.Tensor,
-    visited: torch.Tensor | None,
+    number: torch.Tensor, source: torch.Tensor, loads: torch.Tensor, weights: torch.Tensor, visited: torch.Tensor | None
 ) -> torch.Tensor:
     """The drawn ranks [N]. number [N]: random; own ranks [N]; loads, weights [N, R]; visited [N, k], -1 for none."""
     own_load = loads.gather(1, source[:, None])[:, 0]

@@ -42,11 +42,7 @@ def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: t
     for size in batch_sizes:
         rows = [_step_bytes(sizes, reading, step) for step in _steps(seen, len(text), size)]
         alone, union, independent, dense = np.array(rows).mean(0)
-        found[size] = {
-            "per_token": alone,
-            "union": union / dense,
-            "union_if_independent": independent / dense,
-        }
+        found[size] = {"per_token": alone, "union": union / dense, "union_if_independent": independent / dense}
     return found
 
 

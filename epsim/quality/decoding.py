@@ -49,13 +49,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: Any,
-        reroute: Reroute,
-        batch_size: int,
-        length: int,
-        sample: bool = True,
-        endless: bool = False,
+        self, model: Any, reroute: Reroute, batch_size: int, length: int, sample: bool = True, endless: bool = False
     ) -> None:
         if length > model.config.max_position_embeddings:
             raise ValueError(f"{length} tokens, but the model has {model.config.max_position_embeddings} positions")

@@ -250,11 +250,7 @@ def drawing_of(point: Values) -> SynthesisOptions:
 
 
 def _cell(
-    grid: Grid,
-    point: Values,
-    policies: Sequence[tuple[str, NamedStack]],
-    traces: _Traces,
-    timings: Timings,
+    grid: Grid, point: Values, policies: Sequence[tuple[str, NamedStack]], traces: _Traces, timings: Timings
 ) -> Cell:
     trace, history = traces.trace(point), traces.history(point)
     named = tuple(stack for _, stack in policies)

@@ -154,11 +154,7 @@ def _kernel(device: int, sizes: Sizes, name: str) -> int:
 
 
 def argument_of(
-    sizes: Sizes,
-    sketch: LayerSketch,
-    x: torch.Tensor,
-    tensors: dict[str, torch.Tensor],
-    kept: torch.Tensor | None,
+    sizes: Sizes, sketch: LayerSketch, x: torch.Tensor, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """An ARGUMENTS record and the tensors it points to, including the output. tensors: ids, weights, gate_up, down
     (transposed), kept_of."""
@@ -202,11 +198,7 @@ def argument_of(
 
 
 def launched(
-    sizes: Sizes,
-    sketch: LayerSketch,
-    x: torch.Tensor,
-    tensors: dict[str, torch.Tensor],
-    kept: torch.Tensor | None,
+    sizes: Sizes, sketch: LayerSketch, x: torch.Tensor, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
     """Launches all kernels and returns the tensors of `argument_of`, including the output of `BatchReader.read`."""
     argument, held = argument_of(sizes, sketch, x, tensors, kept)

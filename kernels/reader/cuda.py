@@ -29,16 +29,7 @@ GIVEN = (
     "kept_of",
 )
 """The tensors that every kernel of the reader takes."""
-POINTERS = (
-    *GIVEN,
-    "estimates",
-    "scores",
-    "parts",
-    "mapped",
-    "kept",
-    "output",
-    "ended",
-)
+POINTERS = (*GIVEN, "estimates", "scores", "parts", "mapped", "kept", "output", "ended")
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS] + [("stride", np.int64), ("tokens", np.int32)], align=True
 )
@@ -190,11 +181,7 @@ def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor
 
 
 def argument_of(
-    sizes: Sizes,
-    sketch: LayerSketch,
-    x: torch.Tensor,
-    tensors: dict[str, torch.Tensor],
-    kept: torch.Tensor | None,
+    sizes: Sizes, sketch: LayerSketch, x: torch.Tensor, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None
 ) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
     """An ARGUMENTS record and the tensors it points to, including the output."""
     tokens, device = len(x), x.device

@@ -22,14 +22,7 @@ from epsim.calibrate.machine import Machine
 from epsim.calibrate.options import Request
 from epsim.calibrate.run import calibrate
 from epsim.cli.main import main
-from epsim.cost.calibrated import (
-    CollectiveCost,
-    ExchangeTable,
-    PolicyCost,
-    PolicyTable,
-    load_calibration,
-    read_table,
-)
+from epsim.cost.calibrated import CollectiveCost, ExchangeTable, PolicyCost, PolicyTable, load_calibration, read_table
 from epsim.cost.experts_time import ExpertCell, ExpertsTime, ExpertTable
 from epsim.cost.router_time import RouterTable
 from epsim.cost.tiled import TiledFit

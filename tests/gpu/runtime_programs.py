@@ -98,13 +98,7 @@ def error(layer: ExpertParallelMoE, hidden: torch.Tensor, output: torch.Tensor) 
 
 
 def run_stacks(
-    rank: int,
-    size: int,
-    exchange_name: str,
-    fp8: bool,
-    fixed: bool,
-    collective: str,
-    stacks: tuple[str, ...] = STACKS,
+    rank: int, size: int, exchange_name: str, fp8: bool, fixed: bool, collective: str, stacks: tuple[str, ...] = STACKS
 ) -> list[Any]:
     """Per stack and step: error, ids [T, k], received."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

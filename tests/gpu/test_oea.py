@@ -13,10 +13,7 @@ from epsim.policies.routing.oea import Oea, Pruned
 from epsim.policies.routing.ranks import OeaEp
 from epsim.policies.routing.rivals import Lynx, MaskLowDemand
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def drawn(batches: int, tokens: int, experts: int, top_k: int, copies: int) -> RouterWork:

@@ -15,10 +15,7 @@ from epsim.policies.load import Load
 from epsim.policies.stack import parse_stack
 from epsim.traces.trace import TokenBlock
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 EXACT = (
     "even",
     "static",

@@ -8,10 +8,7 @@ import torch
 from epsim.kernels.reader.layer import Gate, ReaderLayer, from_words
 from tests.kernels.reader.test_reader_source import far, in_float64, inputs, layer_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SHAPES = [
     # experts, hidden, intermediate, top-k, gate: small, the project's own, and those of three models
     (6, 256, 96, 4, "silu"),

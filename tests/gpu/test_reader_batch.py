@@ -14,10 +14,7 @@ from epsim.kernels.reader.select import top_mask
 from tests.kernels.reader.test_batch_source import active_of, in_float64, totals
 from tests.kernels.reader.test_reader_source import far
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 SHAPES: list[tuple[int, int, int, Gate]] = [
     # experts, hidden, intermediate, gate: the project's own, and of three models
     (16, 512, 256, "silu"),

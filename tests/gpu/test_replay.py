@@ -15,13 +15,7 @@ from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not cuda.available(), reason="needs a GPU and CuPy")]
-STACKS = (
-    "contiguous",
-    "eplb",
-    "eplb+lplb",
-    "eplb+lplb-sampled+waterfill",
-    "eplb+lplb(counts=gathered)+waterfill",
-)
+STACKS = ("contiguous", "eplb", "eplb+lplb", "eplb+lplb-sampled+waterfill", "eplb+lplb(counts=gathered)+waterfill")
 TEXTS = ("results.json", "report.md", "report.html")
 
 

@@ -16,10 +16,7 @@ from epsim.traces.trace import TokenBlock
 from tests.gpu import runtime_programs as programs
 from tests.runtime.worlds import launch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU, and a second"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU, and a second")]
 needs_deep_ep = pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="needs a GPU and deep_ep")
 
 

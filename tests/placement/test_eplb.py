@@ -23,10 +23,7 @@ ORACLE = REPOSITORY / "../shared/oracles/eplb.json"
 reading = runpy.run_path(str(Path(__file__).with_name("eplb_reading.py")))["rebalance"]
 
 README_WEIGHT = torch.tensor(
-    [
-        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
-        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
-    ]
+    [[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86], [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27]]
 )
 
 

@@ -26,11 +26,7 @@ def plain_chain(*parts: int) -> int:
 def test_finaliser_gives_the_published_outputs_of_splitmix64() -> None:
     # The first three outputs of SplitMix64 from state 1234567 (rosettacode.org, Pseudo-random numbers/Splitmix64).
     states = torch.tensor([1234567]) + GOLDEN * torch.arange(1, 4)
-    assert [int(x) & MASK for x in finalise(states)] == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
+    assert [int(x) & MASK for x in finalise(states)] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 @pytest.mark.parametrize("seed", [0, 1, -5, 2**63, 2**64 - 1])

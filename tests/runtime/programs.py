@@ -111,14 +111,7 @@ def run_stacks(
 
 
 def build(
-    text: str,
-    slots: Any,
-    shape: LayerShape,
-    size: int,
-    nodes: int,
-    dtype: torch.dtype,
-    weights: Any,
-    spare: int = 0,
+    text: str, slots: Any, shape: LayerShape, size: int, nodes: int, dtype: torch.dtype, weights: Any, spare: int = 0
 ) -> ExpertParallelMoE:
     layer = build_layer(
         shape,

@@ -33,14 +33,7 @@ def test_tokens_go_once_to_each_rank_and_come_back_summed() -> None:
 
 def choose(name: str, hidden: int = 64) -> str:
     exchange = choose_exchange(
-        name,
-        group=None,
-        device=CPU,
-        dtype=torch.float32,
-        hidden=hidden,
-        slots_per_rank=4,
-        columns=2,
-        max_tokens=8,
+        name, group=None, device=CPU, dtype=torch.float32, hidden=hidden, slots_per_rank=4, columns=2, max_tokens=8
     )
     return f"{exchange.name}: {exchange.why}"
 

@@ -80,10 +80,7 @@ def test_a_process_that_runs_may_be_kept_from_beating(watch: Watch, process: sub
     """A busy machine is no fault; silence that long is, and so it is on a machine that cannot be looked at."""
     assert silent(watch, process.pid, SILENCE + 1) is None
     assert silent(watch, process.pid, SILENCE - 1, machine="elsewhere") is None
-    for line in (
-        silent(watch, process.pid, STARVED + 1),
-        silent(watch, process.pid, SILENCE + 1, machine="elsewhere"),
-    ):
+    for line in (silent(watch, process.pid, STARVED + 1), silent(watch, process.pid, SILENCE + 1, machine="elsewhere")):
         assert line is not None
         assert line.startswith("rank 0 stopped answering in phase balance, step 1, layer 0")
 

@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "epsim.runtime.layer",
-    "epsim.runtime.relocation",
-    "epsim.runtime.recording",
-]
+PRELOAD = ["torch", "torch.distributed", "epsim.runtime.layer", "epsim.runtime.relocation", "epsim.runtime.recording"]
 WARM = "tests.runtime.warm"
 
 
@@ -70,13 +64,7 @@ def _collect(processes: list[Any], results: Any, seconds: float) -> list[Any]:
 
 
 def _run(
-    rank: int,
-    size: int,
-    folder: str,
-    results: Any,
-    program: Callable[..., Any],
-    args: tuple[Any, ...],
-    backend: str,
+    rank: int, size: int, folder: str, results: Any, program: Callable[..., Any], args: tuple[Any, ...], backend: str
 ) -> None:
     import torch
     import torch.distributed as dist

@@ -51,12 +51,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize("level", ["tokens", "rank_counts", "counts"])
 @pytest.mark.parametrize(
     ("stacks", "wanted"),
-    [
-        (("even",), [False]),
-        (("even", "even"), [False]),
-        (("even", "lplb"), [True]),
-        (("lplb", "even", "lplb"), [True]),
-    ],
+    [(("even",), [False]), (("even", "even"), [False]), (("even", "lplb"), [True]), (("lplb", "even", "lplb"), [True])],
 )
 def test_an_optimum_is_solved_once(
     stacks: tuple[str, ...], wanted: list[bool], level: str, solved: list[tuple[int, bool]]

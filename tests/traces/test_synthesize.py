@@ -38,10 +38,7 @@ def draw(p: Any, num_tokens: int, seed: int = 1) -> Any:
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    row=st.lists(st.integers(0, 1000), min_size=1, max_size=20).filter(any),
-    data=st.data(),
-)
+@given(row=st.lists(st.integers(0, 1000), min_size=1, max_size=20).filter(any), data=st.data())
 def test_inclusion_probabilities(row: list[int], data: st.DataObject) -> None:
     top_k = data.draw(st.integers(1, len(row)))
     p, num_capped = inclusion(np.array([row]), top_k)

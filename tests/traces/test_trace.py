@@ -14,10 +14,7 @@ from epsim.traces.trace import TokenBlock, TraceMeta
 
 @settings(max_examples=60, deadline=None)
 @given(
-    seed=st.integers(0, 999),
-    num_tokens=st.integers(0, 30),
-    num_steps=st.integers(1, 4),
-    num_ranks=st.integers(1, 4),
+    seed=st.integers(0, 999), num_tokens=st.integers(0, 30), num_steps=st.integers(1, 4), num_ranks=st.integers(1, 4)
 )
 def test_counts_follow_from_tokens(seed: int, num_tokens: int, num_steps: int, num_ranks: int) -> None:
     """Against a count by loops; -1 counts nowhere."""

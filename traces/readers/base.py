@@ -80,11 +80,7 @@ def settle(
     if (
         known
         and not options.model
-        and (num_experts or known.num_experts, top_k or known.top_k)
-        != (
-            known.num_experts,
-            known.top_k,
-        )
+        and (num_experts or known.num_experts, top_k or known.top_k) != (known.num_experts, known.top_k)
     ):
         known = None
     if num_experts is not None and options.num_experts not in (None, num_experts):
@@ -147,12 +143,7 @@ def experts_at_least(least: int, options: ImportOptions) -> tuple[int, list[str]
     return least, [f"{least} experts a layer: the largest id in the file + 1"]
 
 
-AXES = {
-    1: ("expert",),
-    2: ("layer", "expert"),
-    3: ("step", "layer", "expert"),
-    4: ("step", "rank", "layer", "expert"),
-}
+AXES = {1: ("expert",), 2: ("layer", "expert"), 3: ("step", "layer", "expert"), 4: ("step", "rank", "layer", "expert")}
 
 
 def to_numpy(value: Any) -> Array:

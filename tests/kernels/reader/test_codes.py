@@ -11,15 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from epsim.kernels.reader.codes import (
-    code_rows,
-    codes_of_rows,
-    packed,
-    rounded_up,
-    row_bytes,
-    ternary,
-    unpacked,
-)
+from epsim.kernels.reader.codes import code_rows, codes_of_rows, packed, rounded_up, row_bytes, ternary, unpacked
 from epsim.kernels.reader.rotate import hadamard, random_signs, rotated
 
 TINY = 2.0**-23

@@ -44,12 +44,7 @@ def solve_on_host(
     values = {name: tensor.data_ptr() for name, tensor in out.items()}
     values |= {"tables": tables.ctypes.data, "loads": loads.data_ptr(), "layer": layer.data_ptr()}
     values |= {"start": 0 if start is None else start.data_ptr(), "problems": num, "layers": structure.num_layers}
-    values |= {
-        "table_bytes": tables.shape[1],
-        "integral": integral,
-        "limit": 100_000,
-        "whole": whole,
-    } | sizes
+    values |= {"table_bytes": tables.shape[1], "integral": integral, "limit": 100_000, "whole": whole} | sizes
     limits = {"tol": 0.0 if whole else 1e-4, "too_large": 2.0**53 if integral else math.inf}
     arguments = np.array([tuple((values | limits)[name] for name in cuda.ARGUMENTS.names or ())], cuda.ARGUMENTS)
     assert library.bytes_of_arguments() == cuda.ARGUMENTS.itemsize
