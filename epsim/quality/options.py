@@ -47,7 +47,7 @@ class EvaluateOptions(FigureOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.generations > self.sequences:
-            raise ValueError(f"--generations {self.generations}: there are {self.sequences} sequences to continue")
+            raise ValueError(f"--generations {self.generations}: give at most the {self.sequences} sequences")
         wrong = [b for b in self.batch_sizes if b < 1 or self.sequences % b]
         if wrong or not self.batch_sizes:
             raise ValueError(f"--batch-size {wrong[:1] or 'none'}: give divisors of {self.sequences}, the sequences")

@@ -229,7 +229,7 @@ def test_mistakes(model: Any) -> None:
     with pytest.raises(ValueError, match="at least 2 tokens"):
         EvaluateOptions(length=1)
     text = {"a": np.zeros(20_000, dtype=np.uint16)}
-    with pytest.raises(ValueError, match="no held-out text of domain 'b': there is a"):
+    with pytest.raises(ValueError, match="no held-out text of domain 'b': give one of a"):
         evaluate.evaluate_model(model, keep, text, EvaluateOptions(domains=("b",)))
 
 
