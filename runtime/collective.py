@@ -33,9 +33,8 @@ class Collective:
         return values
 
     def loads_and_tokens(self, loads: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum [R] of loads over source ranks, and every rank's number of tokens [R], in one all-reduce.
-
-        loads [R] int64: the load that this rank's tokens put on each rank; tokens []: their number."""
+        """The sum [R] of loads over source ranks, and every rank's number of tokens [R], in one all-reduce. loads [R]
+        int64: the load that this rank's tokens put on each rank; tokens []: their number."""
         both = loads.new_zeros(2, self.size)
         both[0], both[1, self.rank] = loads, tokens
         both = self.all_reduce(both)

@@ -29,8 +29,7 @@ class Routing:
 
 
 class Router(torch.nn.Module):
-    """A linear layer gives logits, which are scored; the k best experts are chosen and weighted. Subclasses define
-    `score` and `choose`.
+    """Scores the logits of a linear layer, and chooses and weights the k best. Subclasses define `score` and `choose`.
 
     weight [E, H]; bias [E] float32: added to the scores only for the choice; gate [H] or None: of the shared expert.
     """
@@ -101,8 +100,7 @@ class SoftmaxTopK(Router):
 class SigmoidGroups(Router):
     """DeepSeek-V3 (modeling_deepseek.py, MoEGate "noaux_tc"): chosen by sigmoid plus bias, weighted by the sigmoid.
 
-    Experts are in `groups` equal groups. Only the `top_groups` groups whose two best biased scores have the largest sum
-    are eligible.
+    Only experts of the `top_groups` of `groups` groups whose two best biased scores have the largest sum are eligible.
     """
 
     def __init__(

@@ -37,8 +37,7 @@ COUNTS = {
 
 
 def schema_of(num_ranks: int) -> pa.Schema:
-    """The columns. rows_to: rows of hidden states sent to each rank (a token goes to a rank once). PHASE_us:
-    microseconds."""
+    """rows_to: rows of hidden states sent to each rank (a token goes to a rank once). PHASE_us: microseconds."""
 
     def column(name: str, kind: pa.DataType) -> pa.Field:
         return pa.field(name, kind, nullable=False)

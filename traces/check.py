@@ -6,8 +6,7 @@ import numpy as np
 
 from epsim.traces.trace import PHASES, Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
-# The most assignments of one layer in one step: times 2^20 (fixed-point fractions), or summed over millions of steps,
-# they still fit int64.
+# The most assignments of a layer in a step: times 2^20, or summed over millions of steps, they still fit int64.
 MAX_COUNT = 2**40
 
 
@@ -50,9 +49,7 @@ def check_counts(counts: Ints, shape: tuple[int, ...]) -> None:
         return
     if counts.min() < 0:
         index = np.argwhere(counts < 0)[0]
-        raise ValueError(
-            f"a count is negative ({counts[tuple(index)]}) in step {index[0]} of the block, layer {index[1]}"
-        )
+        raise ValueError(f"negative count {counts[tuple(index)]} at step {index[0]} of the block, layer {index[1]}")
     most = int(counts.max())
     addends = counts.size // (shape[0] * shape[1])
     # A sum costs a pass over the counts, so it is computed only if it could be too large.
@@ -132,6 +129,4 @@ def _check_scores(block: TokenBlock, meta: TraceMeta) -> None:
             raise ValueError(f"score_ids have shape {list(block.score_ids.shape)}, not {list(shape)}")
         check_ids(block.score_ids, meta.num_experts, "score id")
     elif meta.num_scores not in (meta.num_experts, meta.top_k):
-        raise ValueError(
-            f"{meta.num_scores} scores per token need score_ids: they are neither the top-k nor all experts"
-        )
+        raise ValueError(f"{meta.num_scores} scores per token, neither the top-k nor all experts: give score_ids")

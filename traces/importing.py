@@ -30,8 +30,7 @@ def import_trace(sources: Sources, target: str | os.PathLike[str], options: Impo
     """Imports the files of one recording (or of a folder) and writes them as a Parquet trace to target.
 
     Dense layers (no token in any step) and the unfilled end of a buffer are dropped, and notes say so. Raises
-    FileNotFoundError or ValueError with one line that says what is wrong, where, and which option helps; then nothing
-    is written.
+    FileNotFoundError or ValueError, which says in one line what is wrong and where; then nothing is written.
     """
     paths = _as_list(sources)
     recording = read_recording(paths, options or ImportOptions())

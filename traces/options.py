@@ -1,4 +1,4 @@
-"""What a user may say about a recording that the file itself does not tell."""
+"""Options of recordings: what the user states that the files do not say."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SharedCostOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingOptions(Options):
-    """What a recording is. None: taken from the file or the model, else asked for, or set to a default and noted."""
+    """What a recording is. None takes the value from the file or the model, else a default that is noted, or fails."""
 
     top_k: Annotated[
         int | None, About("Experts that each token chooses, if the recording does not tell.", least=1, most=MAX_EXPERTS)
@@ -92,7 +92,7 @@ class ImportOptions(ReadOptions, SharedCostOptions):
 
     @classmethod
     def of(cls, given: Options, **changed: Any) -> ImportOptions:
-        """What a wider set of options says about a recording. changed: in place of the given ones."""
+        """The import options among other options. changed: values that replace the given ones."""
         names = {entry.name for entry in parameters(cls)}
         return cls(**{name: value for name, value in vars(given).items() if name in names} | changed)
 

@@ -224,7 +224,6 @@ class StoredTrace:
         self, start: int = 0, stop: int | None = None, max_bytes: int = BLOCK_BYTES, max_steps: int | None = None
     ) -> Iterator[Block]:
         """Blocks of whole steps, each of at most max_steps steps and max_bytes bytes (unless one step is larger).
-
         max_steps: for callers that turn tokens into counts, where a small step takes as much memory as a large one.
         start, stop: indices of steps (0..num_steps), not step numbers. Row groups outside them are not read.
         """

@@ -69,9 +69,7 @@ def synthesize(
         f"the tokens of each step are dealt to {options.num_ranks} source ranks in contiguous shares",
     ]
     if capped:
-        notes.append(
-            f"{capped} (topic, layer, expert) marginals above 1/top-k are capped, the others raised in proportion"
-        )
+        notes.append(f"{capped} (topic, layer, expert) marginals above 1/top-k are capped, the others raised")
     meta = TraceMeta(
         level="tokens",
         num_layers=first.num_layers,

@@ -57,8 +57,7 @@ def data_folder(device: str) -> Path:
 
 
 def expert_points(device: str) -> list[ExpertPoint]:
-    """The expert measurements of the newest version that has them. If assignments are fewer than experts, each expert
-    has at most one."""
+    """The measurements of the newest version that has them. Fewer assignments than experts are at most one each."""
     experts, top_k = SHAPE[2:]
     found = []
     for row in _rows(data_folder(device), "moe/sglang", "wideep_generation_moe_perf.parquet"):
@@ -70,8 +69,7 @@ def expert_points(device: str) -> list[ExpertPoint]:
 
 
 def exchange_points(device: str, nodes: int) -> list[ExchangePoint]:
-    """The exchange measurements of the version with most node counts, at its largest number of SMs. Raises ValueError
-    if these nodes were not measured."""
+    """The measurements of the version with most node counts, at its most SMs. Raises ValueError if there are none."""
     rows = [
         row
         for row in _rows(data_folder(device), "comm/sglang", "wideep_deepep_normal_perf.parquet", most="node_num")
@@ -118,8 +116,7 @@ def _shape(row: Mapping[str, Any], intermediate: str, top_k: str) -> tuple[int, 
 
 
 def _rows(folder: Path, under: str, name: str, most: str = "") -> list[dict[str, Any]]:
-    """The rows of a file, from the version with most values of column `most`, else the newest. Raises ValueError if
-    there is none."""
+    """The rows of a file, from the version with most values of `most`, else the newest. Raises ValueError if none."""
     files = sorted((folder / under).glob(f"*/{name}"), key=lambda path: path.parent.name)
     if not files:
         raise ValueError(f"the public tables of {folder.name} lack {under}/*/{name}")

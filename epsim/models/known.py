@@ -47,10 +47,8 @@ KNOWN_MODELS = (
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The known model for a name, or None.
-
-    It is the longest known name that the given name begins with (`deepseek-ai/DeepSeek-V3-0324`), else the only known
-    name that begins with the given one (`qwen1.5-moe`)."""
+    """The known model for a name, or None: the longest known name that it begins with (`deepseek-ai/DeepSeek-V3-0324`),
+    else the only known name that begins with it (`qwen1.5-moe`)."""
     plain = _plain(name.rsplit("/", 1)[-1])
     fits = [model for model in KNOWN_MODELS if plain.startswith(_plain(model.name))]
     if not fits and plain:

@@ -83,9 +83,8 @@ class ModelSpec:
 
 
 def load_model(name: str) -> ModelSpec:
-    """Loads a shipped model by name, or a TOML file by path. Raises ValueError with one line.
-
-    A longer name finds the shipped model it begins with: `deepseek-ai/DeepSeek-V3-0324` finds `deepseek-v3`."""
+    """Loads a shipped model by name, or a TOML file by path. A longer name, such as `deepseek-ai/DeepSeek-V3-0324`,
+    finds the shipped model it begins with. Raises ValueError with one line."""
     if not name.endswith(".toml"):
         plain = _plain(name.rsplit("/", 1)[-1])
         fits = [known for known in known_cards("models") if plain.startswith(_plain(known))]

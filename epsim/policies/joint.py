@@ -1,9 +1,8 @@
 """Waterfill and split as one problem: whole shared-expert tokens fill the room that the exact split leaves.
 
 Over splits and shared placements together the least total peak is max(M*, mean total load), where M* is the least
-routed peak (docs/contract.md section 1). The split reaches M*, and shared tokens placed exactly around it reach the
-mean to within one token's cost. There are no random draws: the numbers by source and serving rank follow from loads
-that all ranks know.
+routed peak (docs/contract.md section 1). The split reaches M*, and shared tokens placed around it reach the mean to
+within one token's cost. Nothing is random: numbers by source and serving rank follow from loads that all ranks know.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The bytes that a batch of tokens reads together under a reader, beside those that each token reads alone."""
+"""The bytes that a batch of tokens reads together under a reader, and the bytes that each token reads by itself."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from epsim.quality.reader import Reading
 
 @torch.no_grad()
 def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: tuple[int, ...]) -> dict[int, Any]:
-    """text [sequences, length]: of batches of sequences' t-th tokens, {batch size: what a token alone reads, what the
-    batch really reads (the union), and what independent choices would have it read, as shares of the bytes of the
-    experts that are active}, means over steps and layers. All t are taken, in batches of the first sequences; where a
-    batch chooses as one, `reading.batch_size` says which, and the batch sizes should not be others."""
+    """{batch size: bytes read by a token alone, by the batch (the union), and by a batch of independent choices}, as
+    shares of the active experts' bytes, means over steps and layers. text [sequences, length]: a batch holds the t-th
+    tokens of the first sequences, for every t. If the reader chooses per batch, give `reading.batch_size` only."""
     reader, sketch = reading.reader, reading.layers[0].screen.sketch
     assert isinstance(reader, Channels)
     sizes = reader.sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
@@ -57,8 +56,8 @@ def _steps(
 def _step_bytes(
     sizes: ReadBytes, reading: Reading, step: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[float, float, float, float]:
-    """A token's share, mean over tokens, and bytes: the union's, the expected ones, those of the active experts. Every
-    rank that has any reads signs and U."""
+    """The mean share of a token, and the bytes of the union, the expected bytes, and those of the active experts. Every
+    rank with active experts reads signs and U."""
     ids, kept, read = step
     reader, ranks = reading.reader, reading.ranks_of(ids)
     assert isinstance(reader, Channels)

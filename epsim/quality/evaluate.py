@@ -66,8 +66,7 @@ def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
 def evaluation_text(
     heldout: dict[str, tokens.Tokens], domains: Sequence[str], sequences: int, length: int
 ) -> dict[str, torch.Tensor]:
-    """Sequences [sequences, length + 1] int64 of each domain, spread over its held-out text, and of `mixed`, which
-    takes the domains in turn."""
+    """[sequences, length + 1] int64 of each domain, spread over its held-out text, and of `mixed`: domains in turn."""
     text: dict[str, torch.Tensor] = {}
     for name in domains:
         ids = heldout[name]
@@ -90,9 +89,8 @@ def evaluate_model(
     reading: Reading | None = None,
 ) -> dict[str, Any]:
     """Evaluates a model: {"loss": {domain: {batch size: {cross_entropy, plain, kl, active_experts, kept_mass}}},
-    "repetition": {domain: {policy, plain}}}. active_experts: {ranks: most of a rank}, means over steps and layers.
-
-    A reader adds kept_channels (per token and layer), share_read (of the bytes of the token's experts) and union_read
+    "repetition": {domain: {policy, plain}}}. active_experts: {ranks: most of a rank}, means over steps and layers. A
+    reader adds kept_channels (per token and layer), share_read (of the bytes of the token's experts) and union_read
     (bytes that the tokens of the first batch read together, over those of its active experts)."""
     domains = tuple(dict.fromkeys(options.domains)) or tuple(heldout)
     if unknown := sorted(set(domains) - set(heldout)):
@@ -158,9 +156,7 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
         mixed = text.get(MIXED, next(iter(text.values())))
         reading = reading_of(model, stack.reader, mixed[:, :-1], sketches, options.ranks)
     elif options.sketch is not None:
-        raise ValueError(
-            f"--sketch {options.sketch}: {str(stack)!r} has no reader that uses it: add topk-channels(0.178)"
-        )
+        raise ValueError(f"--sketch {options.sketch}: no reader in {str(stack)!r} uses it: add topk-channels(0.178)")
     result = {
         "policy": str(stack),
         "ranks": options.ranks,

@@ -1,4 +1,4 @@
-"""What evaluating policies on the small model can be asked for."""
+"""Options of evaluating policies on the small model."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ def show_waterfill_lplb(recordings: Path, hardware: str, steps: int, layers: int
     console, noise = Console(width=130), Console(stderr=True)
     for name, title in TABLES.items():
         timing = timings[name]
-        # With one workload a table has few rows, and few batches would leave their order to chance. So it gets as many
-        # batches as a table of several workloads has in total.
+        # One workload has few rows, whose order few batches would leave to chance: take as many as all others have.
         number = len({row["workload"] for row in published_rows(name)})
         options = DrawOptions(num_steps=steps * (MOST_WORKLOADS // number), top_k=timing.model.top_k, seed=seed)
         with noise.status("reading") as status:

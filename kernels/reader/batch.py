@@ -1,7 +1,5 @@
-"""Reads one set of channels for a whole batch: those with the largest sum of scores over its tokens.
-
-So the bytes of the whole batch stay within the budget. Uses CUDA kernels if they cover the device and the shape, else
-plain PyTorch."""
+"""Reads one set of channels for a whole batch, those with the largest sum of scores over its tokens, so that its bytes
+stay within the budget. Uses CUDA kernels if they cover the device and the shape, else plain PyTorch."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class ReaderLayer:
     def read(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The layer's output [T, H] bfloat16 for x [T, H] bfloat16, ids [T, k] int64 (-1 for none) and weights [T, k]
-        float32.
+        """The output [T, H] bfloat16 of x [T, H] bfloat16, ids [T, k] int64 (-1 for none), weights [T, k] float32.
 
         kept [T, ceil(k I / 32)] int32 is written: bit c % 32 of word c / 32 is channel c, slot after slot. Every run
         gives the same bits. The call does not wait for the GPU, and after a first read of as many tokens it can be

@@ -29,7 +29,7 @@ class ModelShape(Options):
             raise ValueError(f"hidden size {self.hidden} does not divide among {self.num_heads} heads")
 
     def config(self, dense: bool = False) -> Any:
-        """dense: each layer's experts are replaced by one MLP as wide as the experts that a token uses."""
+        """The transformers config. dense: one MLP as wide as the experts that a token uses replaces the experts."""
         from transformers import Qwen2MoeConfig
 
         return Qwen2MoeConfig(

@@ -76,9 +76,7 @@ def download(package: str, folder: Path) -> Path:
         return unpacked
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
-            raise ValueError(
-                f"the corpus comes from Debian packages, but {tool} is not installed: run this on Debian or Ubuntu"
-            )
+            raise ValueError(f"the corpus comes from Debian packages, but {tool} is not installed: use Debian")
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         fetched = subprocess.run(["apt-get", "download", package], cwd=temporary, capture_output=True, text=True)
         files = list(Path(temporary).glob("*.deb"))
@@ -137,10 +135,8 @@ def digest(text: str) -> int:
 
 
 def split(named_texts: list[tuple[str, str]], megabytes: float) -> Texts:
-    """Splits (name, text) documents into train and held-out ones.
-
-    Takes them in order of a hash, without duplicates, up to about `megabytes` of text. One in twenty is held out; if
-    that holds out none, the last is."""
+    """Splits (name, text) documents, in order of a hash and without duplicates, up to about `megabytes` of text. One in
+    twenty is held out, or the last if there would be none."""
     texts = Texts()
     seen: set[int] = set()
     size = 0

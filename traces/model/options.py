@@ -1,4 +1,4 @@
-"""What fetching text, training the small model and recording it can be asked for."""
+"""Options of fetching text, training the small model and recording it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class FetchOptions(CacheOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(DeviceOptions):
-    """steps of `batch` sequences of `length` tokens. The learning rate warms up, then falls to a tenth along a cosine.
+    """Each step has `batch` sequences of `length` tokens. The learning rate warms up, then falls to a tenth (cosine).
 
-    balance: weight of the class's own load-balancing loss, taken layer by layer. On a GPU the model is trained in
-    bfloat16, with master weights in float32. The dense model is trained on the same text in the same order.
+    balance: weight of transformers' load-balancing loss, averaged over layers. A GPU trains in bfloat16 with float32
+    master weights. The dense model is trained on the same text in the same order.
     """
 
     steps: Annotated[int, About("Training steps.", least=1)] = 4000
@@ -62,8 +62,8 @@ class TrainOptions(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordOptions(DeviceOptions):
-    """Each cycle has one prefill step and two runs of prefill and decode steps, in small and in large batches. The
-    mixed and the single domains take turns, so any part of the trace holds all kinds, on text of its own.
+    """Each cycle has two runs of a prefill step and its decode steps, with a small and a large batch, and one more
+    prefill step. One of the three mixes domains, a different one each cycle, and no text is used twice.
 
     batches: sequences of the two runs; prompts: tokens of each prompt; continuations: sampled tokens of each run.
     """

@@ -36,11 +36,9 @@ def rank_recording(
     served: bool = False,
     notes: Sequence[str] = (),
 ) -> Recording:
-    """A recording of counts by source rank, or of plain counts in three cases, which the notes state.
-
-    The cases: there is one rank; all ranks wrote the same counts, so each saw all tokens (kept once); or ranks counted
-    the tokens they served, not those they sent (served: summed).
-    """
+    """A recording of counts by source rank, or of plain counts in three cases, which the notes state: there is one
+    rank; all ranks wrote the same counts, so each saw all tokens (kept once); or ranks counted the tokens they served
+    instead of those they sent (served: summed)."""
     ranks = sorted({p.rank for p in passes})
     by_step: dict[int, dict[int, list[PassCounts]]] = {}
     for entry in passes:

@@ -63,10 +63,8 @@ def _is_log(document: Document) -> bool:
 
 @dataclass(slots=True)
 class _Log:
-    """Collects the rows of a log.
-
-    A row is a (request, step, rank, token index, number of earlier lines with these in the same layer); rows are in
-    order of first appearance."""
+    """The rows of a log, in order of first appearance. A row's key is (request, step, rank, token index, number of
+    earlier lines with the same of these and the same layer)."""
 
     rows: dict[tuple[Any, ...], int] = field(default_factory=dict)
     seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
