@@ -1,17 +1,19 @@
 // Experts of a small batch, in one launch that reads every active expert's weights once.
 //
-// Compiled for one shape: HIDDEN, INTER, TOKENS (most tokens: 8, 16, 32 or 64), EXPERTS (most, a multiple of 32), PAIRS
-// (most token-expert pairs), STAGES and SHARED (bytes). One block a multiprocessor, all at once: they wait for each other half way.
+// Compiled for one shape: HIDDEN, INTER, TOKENS (at most: 8, 16, 32 or 64), EXPERTS (at most; a multiple of 32), PAIRS
+// (at most; of token and expert), STAGES and SHARED (bytes). One block per multiprocessor; all run at once and wait for
+// each other between the halves.
 //
-// The routing is sorted by expert, then token, in every block; a pair's number in this order is its row of `activated`.
-// First half: units of 8 columns of gate and the same 8 of up, 16 rows of weights; a part shared out, the rest drawn.
-// Second half: a block has 16 rows of every active expert's down projection, and sums over experts in an order of its
-// own, so that nothing is added by atomics and every run gives the same bits. One warp copies weights into a ring of stages
-// and goes on into the second half while the others still compute, or wait, in the first: memory never rests.
+// Every block sorts the routing by expert, then token; the index of a pair in this order is its row of `activated`.
+// First half: a unit is 8 columns of gate and the same 8 of up, 16 rows of weights. Some units are assigned to blocks,
+// and blocks fetch the others dynamically. Second half: a block has 16 rows of every active expert's down projection and
+// sums over experts in a fixed order of its own, so there are no atomic additions and every run gives the same bits. One
+// warp copies weights into a ring of stages, and starts on the second half while the others still compute or wait in
+// the first, so that memory is always busy.
 //
-// Products are mma.m16n8k16 of 16 rows of weights and up to 8 tokens; the warps divide the inner dimension, blocks of
-// 32 in turn. Of a block a lane has 8 neighbouring values, 16 bytes, of rows g and g + 8: which inner index a value
-// stands for does not matter as long as weights and tokens agree.
+// Products are mma.m16n8k16 of 16 rows of weights and up to 8 tokens. The warps divide the inner dimension in blocks of
+// 32, in turn. A lane has 8 neighbouring values (16 bytes) of rows g and g + 8 of a block. The inner index of a value
+// does not matter, because weights and tokens use the same order.
 
 #include "hopper.cuh"
 
@@ -25,40 +27,40 @@ struct Arguments {
     u16 *activated;           // [PAIRS, INTER] bf16, between the halves
     u16 *output;              // [tokens, HIDDEN] bf16
     long long *counts;        // [experts]: pairs of each; or null
-    u64 *arrived;             // blocks that came half way, over all launches; and units drawn: 0 at first, left alone
+    u64 *arrived;             // blocks that ended the first half, over all launches; and units fetched. 0 at first
     long long stride;
     int tokens, experts, columns;
 };
 
 constexpr int WARPS = 8, COMPUTING = 32 * WARPS, THREADS = COMPUTING + 32;
-constexpr int LONGEST = 1024;  // Inner values of a stage's row.
+constexpr int LONGEST = 1024;  // The most inner values in a row of a stage.
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int span(int inner) { return smaller(inner, LONGEST); }
 __host__ __device__ constexpr int chunks(int inner) { return (inner + LONGEST - 1) / LONGEST; }
-// Bytes from row to row in shared memory: an odd number of half lines, so that two rows' 64 bytes share no bank.
+// Bytes between rows in shared memory: an odd number of half lines, so that 64 bytes of two rows share no bank.
 __host__ __device__ constexpr int pitch(int inner) { return span(inner) * 2 + (span(inner) * 2 % 128 == 0 ? 64 : 0); }
-__host__ __device__ constexpr int steps(int inner) { return (span(inner) / 32 + WARPS - 1) / WARPS; }  // Blocks of 32 a warp has of a row.
+__host__ __device__ constexpr int steps(int inner) { return (span(inner) / 32 + WARPS - 1) / WARPS; }  // Blocks of 32 per warp and row.
 
 constexpr int TILES = TOKENS / 8;
-constexpr int KEPT = smaller(TILES, 2);  // Tiles of 8 tokens that are fetched ahead.
+constexpr int KEPT = smaller(TILES, 2);  // Tiles of 8 tokens that are prefetched.
 constexpr int UNITS = INTER / 8, STRIPS = HIDDEN / 16;
 constexpr int STAGE = 16 * larger(pitch(HIDDEN), pitch(INTER));
 constexpr int TURNS = TILES <= 2 ? 2 : 1;  // Buffers of partial sums in the first half.
 constexpr int PARTIAL = TILES * 32;        // float4 of a warp.
 constexpr int SUM_PITCH = 20;              // Floats of a token's 16 sums in the second half.
 constexpr int SCRATCH = larger(TURNS * WARPS * PARTIAL * 16, WARPS * TOKENS * SUM_PITCH * 4);
-// Whether a token tile's values stay in registers while units of one expert follow each other.
+// Whether a token tile's values stay in registers over consecutive units of one expert.
 constexpr bool RESIDENT = chunks(HIDDEN) * steps(HIDDEN) * KEPT * 4 <= 64;
 constexpr int HELD = RESIDENT ? chunks(HIDDEN) : 1;
-constexpr int AHEAD = TILES == 1 ? 4 : 3;  // Stages of the second half whose tokens are fetched ahead.
+constexpr int AHEAD = TILES == 1 ? 4 : 3;  // Stages of the second half whose tokens are prefetched.
 
 struct Routing {
-    u64 mask[EXPERTS];     // Which tokens an expert has.
-    float weight[PAIRS];   // Of a sorted pair.
-    u16 expert[EXPERTS];   // The active ones, ascending.
-    u16 start[EXPERTS + 1];// First sorted pair of the active ones.
-    u16 place[EXPERTS];    // An expert's place among them.
+    u64 mask[EXPERTS];     // The tokens of each expert, as bits.
+    float weight[PAIRS];   // The weight of each sorted pair.
+    u16 expert[EXPERTS];   // The active experts, ascending.
+    u16 start[EXPERTS + 1];// The first sorted pair of each active expert.
+    u16 place[EXPERTS];    // The index of an expert among the active ones.
     u8 token[PAIRS];
     int active;
 };
@@ -67,14 +69,14 @@ struct Shared {
     u8 stage[STAGES][STAGE];
     u8 scratch[SCRATCH];
     u64 full[STAGES], empty[STAGES];
-    int unit[STAGES];  // In the first half: what the stage is of, -1 for the end.
+    int unit[STAGES];  // In the first half: the unit of the stage, -1 for the end.
     Routing routing;
 };
 
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
 static_assert(HIDDEN % 32 == 0 && INTER % 32 == 0 && TOKENS % 8 == 0 && TOKENS <= 64 && EXPERTS % 32 == 0, "shape");
 
-// Where in the ring a warp is.
+// A warp's position in the ring.
 struct Cursor {
     int stage = 0;
     u32 parity = 0;
@@ -83,7 +85,7 @@ struct Cursor {
     }
 };
 
-// 16 rows of `bytes`, lane r's from `from`, into the next stage.
+// Copies 16 rows of `bytes` bytes, lane r's row from `from`, into the next stage.
 __device__ __forceinline__ void copy(
     Shared &shared, Cursor &at, const u16 *from, u32 bytes, int pitch, int lane, u64 policy, int unit) {
     wait(shared.empty[at.stage], at.parity ^ 1);
@@ -100,10 +102,10 @@ __device__ __forceinline__ long long row_of(const Arguments &a, int expert) {
     return a.row_of ? a.row_of[expert] : expert;
 }
 
-// Units that every block has for itself; the others are drawn, since multiprocessors get memory at unlike rates.
+// Units assigned to each block. The others are fetched dynamically, because multiprocessors differ in memory bandwidth.
 __device__ __forceinline__ int own_units(int units) { return units * 7 / 10 / gridDim.x; }
 
-// The i-th of the active experts in this block's order: blocks begin at different ones, lest all read the same at once.
+// The i-th active expert in this block's order. Blocks start at different experts, so that they read different weights.
 __device__ __forceinline__ int turned(int i, int active) {
     return (i + (int)(blockIdx.x * active / gridDim.x)) % active;
 }
@@ -117,7 +119,7 @@ __device__ void produce(const Arguments &a, Shared &shared, int lane) {
     for (int i = 0;; ++i) {
         int unit = blockIdx.x * own + i;
         if (i >= own) {
-            // As late as it can be, so that a slow block draws few.
+            // As late as possible, so that a slow block fetches few.
             wait(shared.empty[at.stage], at.parity ^ 1);
             u64 number = 0;
             if (lane == 0) number = atomicAdd(a.arrived + 1, 1ull);
@@ -140,15 +142,15 @@ __device__ void produce(const Arguments &a, Shared &shared, int lane) {
         }
 }
 
-// The warp is done with its stage. Only once its values have been used: a load may still be on its way when a barrier's
-// arrival overtakes it, and the copy engine would write first.
+// Releases a warp's stage. Call it only after its values are used: the arrival at the barrier could overtake a load in
+// flight, and the copy engine would overwrite it.
 __device__ __forceinline__ void release(Shared &shared, Cursor &at, int lane) {
     __syncwarp();
     if (lane == 0) arrive(shared.empty[at.stage]);
     at.next();
 }
 
-// 32 inner values of rows g (low) and g + 8 (high) with those of token g.
+// Multiplies 32 inner values of rows g (low) and g + 8 (high) with those of token g.
 __device__ __forceinline__ void multiply(float4 &sum, const uint4 &low, const uint4 &high, const uint4 &token) {
     multiply(sum, low.x, high.x, low.y, high.y, token.x, token.y);
     multiply(sum, low.z, high.z, low.w, high.w, token.z, token.w);
@@ -174,7 +176,7 @@ __device__ __forceinline__ void read(const u8 *stage, int pitch, int blocks, int
     }
 }
 
-// The same blocks of a token's row, zeros where there is no token. From L2: other blocks may have written it.
+// The same blocks of a token's row, zeros if there is no token. Read from L2, because other blocks may have written it.
 template <int STEPS>
 __device__ __forceinline__ void fetch(const u16 *row, int blocks, int warp, uint4 (&values)[STEPS]) {
 #pragma unroll
@@ -240,7 +242,7 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
             }
             release(shared, at, lane);
         }
-        // Sums over the warps' parts; rows g are gate, rows g + 8 up, of the same column.
+        // Sums over the warps' parts; row g is gate and row g + 8 is up of the same column.
         float4 *mine = partial + (turn * WARPS + warp) * PARTIAL + lane;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) mine[tile * 32] = sum[tile];
@@ -263,13 +265,13 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
     release(shared, at, lane);
 }
 
-// All blocks' writes before it are seen by all blocks behind it.
+// A barrier of all blocks: writes before it are visible to all blocks after it.
 __device__ void half_way(const Arguments &a) {
     meet(COMPUTING);
     if (threadIdx.x == 0) {
         __threadfence();
         const u64 before = atomicAdd(a.arrived, 1ull), goal = (before / gridDim.x + 1) * gridDim.x;
-        if (before + 1 == goal) a.arrived[1] = 0;  // All units are done: for the next launch.
+        if (before + 1 == goal) a.arrived[1] = 0;  // All units are done: reset for the next launch.
         if (blockIdx.x < STRIPS) {
             while (newest(a.arrived) < goal) {}
         }
@@ -324,7 +326,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
 #pragma unroll
                         for (int j = 0; j < STEPS; ++j) multiply(sum, low[j], high[j], values[j]);
                     }
-                    // Different tokens in different lanes: no two write one cell.
+                    // Lanes have different tokens, so no two write the same cell.
                     const int pair = tile * 8 + t * 2;
                     if (pair < pairs) {
                         float *to = mine + routing.token[start + pair] * SUM_PITCH + g;
@@ -351,7 +353,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
     }
 }
 
-// The active experts, ascending, and where their sorted pairs begin. One warp.
+// Lists the active experts, ascending, and their first sorted pairs. One warp.
 __device__ void list_active(const Arguments &a, Routing &routing, int lane) {
     int active = 0, pairs = 0;
     for (int base = 0; base < a.experts; base += 32) {

@@ -1,4 +1,4 @@
-// Hopper's instructions that CUDA C++ has no words for.
+// Inline PTX for Hopper instructions that CUDA C++ lacks.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -7,18 +7,18 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// A barrier in shared memory that `arrivals` complete, and the bytes that these announce.
+// Initializes a barrier in shared memory. `arrivals` arrivals, and the bytes that they announce, complete a phase.
 __device__ __forceinline__ void start(u64 &barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
 }
 
-// The copy engine sees started barriers.
+// Makes initialized barriers visible to the copy engine.
 __device__ __forceinline__ void started() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Until the barrier's phase of this parity is complete.
+// Waits until the barrier's phase of this parity is complete.
 __device__ __forceinline__ void wait(u64 &barrier, u32 parity) {
     asm volatile(
         "{\n .reg .pred done;\n again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
@@ -33,21 +33,21 @@ __device__ __forceinline__ void arrive_expecting(u64 &barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(&barrier)), "r"(bytes) : "memory");
 }
 
-// For data that no one reads again: it leaves L2 first.
+// A cache policy for data that is not read again: L2 evicts it first.
 __device__ __forceinline__ u64 read_once() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// From global to shared memory by the copy engine; 16 divides all three.
+// Copies from global to shared memory with the copy engine; addresses and size are multiples of 16.
 __device__ __forceinline__ void copy_in(void *to, const void *from, u32 bytes, u64 &barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
         ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(&barrier)), "l"(policy) : "memory");
 }
 
-// Of the block's first `threads` threads.
+// A barrier of the block's first `threads` threads.
 __device__ __forceinline__ void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 __device__ __forceinline__ u64 newest(const u64 *at) {

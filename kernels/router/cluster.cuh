@@ -1,20 +1,20 @@
-// What blocks of a cluster do together, and kernels that follow each other.
+// Operations between blocks of a cluster, and between kernels that follow each other.
 
-// Until the kernel before has ended, and what it wrote is seen.
+// Waits until the previous kernel has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The kernel behind may be launched; it waits as above.
+// Lets the next kernel launch; it waits as above.
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 
-// What a thread wrote before is seen by the cluster's threads that are past the end.
+// A barrier of the cluster: writes before it are visible to all threads after it.
 __device__ __forceinline__ void meet_begin() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void meet_end() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Bits join the word at the same place in another block's shared memory.
+// Ors bits into the word at the same address in another block's shared memory.
 __device__ __forceinline__ void add_to(unsigned &word, int block, unsigned bits) {
     const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
     asm volatile(
@@ -22,7 +22,7 @@ __device__ __forceinline__ void add_to(unsigned &word, int block, unsigned bits)
         ::"r"(here), "r"(block), "r"(bits) : "memory");
 }
 
-// A number is added to the word at the same place in another block's shared memory.
+// Adds a number to the word at the same address in another block's shared memory.
 __device__ __forceinline__ void sum_to(unsigned &word, int block, unsigned more) {
     const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
     asm volatile(

@@ -1,16 +1,17 @@
-// Routing a batch whose tokens live on several ranks, in two launches: `demand` says what this rank's tokens ask for,
-// in whole numbers that are then summed over ranks, and `answer` routes its tokens by the sums. By `kind`, what the sums
-// are and what tokens may take (epsim/policies/routing says the rules; ids and numbers are the same):
+// Routes a batch whose tokens live on several ranks, in two launches: `demand` computes integers from this rank's tokens,
+// which are then summed over ranks, and `answer` routes the tokens by the sums. The table lists, for each `kind`, the
+// sums and the experts that tokens may take (rules in epsim/policies/routing; ids and numbers are equal):
 //
 // BASE     [1]: batch size                                    each token's best k0
-// UNION    [steps + 1, experts + 1]: demand where all keep    the best of what anybody's base has
-//          their choice, and under each step's k0; behind
-//          each the batch size
-// RANKS    the same, and a row more: what experts weigh       the same, and what fits ranks with slack (ranks.cuh)
-// POPULAR  [2, experts]: choices of tokens routed anew, and   the `number` most popular, and what others chose
+// UNION    [steps + 1, experts + 1]: demand if all keep       the union of all tokens' bases
+//          their choice, and under each step's k0; each
+//          row ends in the batch size
+// RANKS    the same and one more row: the experts' weights    the union, and what fits ranks with slack (ranks.cuh)
+// POPULAR  [2, experts]: choices of rerouted tokens, and      the `number` most popular, and what others chose
 // LEAST    of others                                          those with `number` choices, and what others chose
 //
-// Compiled for EXPERTS (most, a multiple of 32) and CLUSTER (blocks of `demand` a batch: 1, 2, 4 or 8). A warp a token.
+// Compiled for EXPERTS (at most; a multiple of 32) and CLUSTER (blocks of `demand` per batch: 1, 2, 4 or 8). One warp
+// per token.
 
 #include "cluster.cuh"
 #include "token.cuh"
@@ -18,13 +19,13 @@
 
 enum Kind { BASE, UNION, RANKS, POPULAR, LEAST };
 
-// A weight of 1 in whole numbers, as in epsim/policies/routing/ranks.py.
+// A weight of 1 as an integer, as in epsim/policies/routing/ranks.py.
 constexpr double UNITS = 1 << 24;
 
 struct Tally {
     u64 want[EXPERTS];
     u32 size, padding[3];
-    u32 count[1][EXPERTS];  // Of a row more for each step, or of two.
+    u32 count[1][EXPERTS];  // One more row per step, or two rows.
 };
 
 __device__ __forceinline__ int rows_of(const Arguments &a) {
@@ -121,7 +122,7 @@ struct Decision {
     Ranks ranks;
 };
 
-// What tokens may take, in `loaded`; returns k0, 0 for the model's own choice whole. All threads.
+// Writes the experts that tokens may take to `loaded` and returns k0, 0 for the model's whole choice. All threads.
 __device__ __forceinline__ int decide(const Arguments &a, i64 batch, Decision &s) {
     const int lane = threadIdx.x % 32, line = a.experts + 1;
     const bool bases = a.kind == UNION || a.kind == RANKS;

@@ -1,12 +1,12 @@
-// Which experts ranks with slack read besides, by a warp (epsim/policies/routing/matching.py says the rule): every expert
-// that must be read takes a rank with a copy, at most M a rank, M the least; others are added, the most wanted first,
-// while all find room. An expert that finds its ranks full moves others along, the shortest way. Which way is taken does
-// not change which experts fit: they are the independent sets of a matroid, and its greedy set is one.
+// Finds the further experts that ranks with slack read, with one warp (rule: epsim/policies/routing/matching.py). Every
+// expert that must be read takes a rank with a copy, at most M per rank, with minimal M. Others are added, the most
+// wanted first, as long as all fit. An expert whose ranks are full moves others along a shortest path. The choice of path
+// does not change which experts fit: these sets are the independent sets of a matroid, whose greedy set is unique.
 
 constexpr int MOST_RANKS = 64;
 
 struct Ranks {
-    u64 holds[EXPERTS];  // Bit r for a copy on rank r.
+    u64 holds[EXPERTS];  // Bit r: rank r has a copy.
     i64 worth[EXPERTS];
     int order[EXPERTS];  // Wanted experts, the most wanted first.
     int rank_of[EXPERTS];
@@ -20,7 +20,7 @@ __device__ __forceinline__ u64 any_of(u64 bits) {
     return (u64)high << 32 | low;
 }
 
-// How many experts are worth more; ties by id.
+// The number of experts with a larger want; ties by id.
 __device__ __forceinline__ int place_of(const i64 *worth, int expert) {
     const i64 own = worth[expert];
     int before = 0;
@@ -30,13 +30,13 @@ __device__ __forceinline__ int place_of(const i64 *worth, int expert) {
     return before;
 }
 
-// Ranks that an expert may take. room: with less than `most` experts; closed: from which no way leads to any room.
+// Ranks that an expert may take. room: ranks with fewer than `most` experts; closed: ranks without a path to room.
 struct Room {
     u32 most;
     u64 room, closed;
 };
 
-// Gives the expert a rank; false if all that it can reach are full.
+// Assigns the expert to a rank; false if all reachable ranks are full.
 __device__ __forceinline__ bool augment(Ranks &s, int expert, Room &at, int lane) {
     u64 reach = s.holds[expert] & ~at.closed, fresh = reach;
     for (int rank = lane; rank < MOST_RANKS; rank += 32)
@@ -76,7 +76,7 @@ __device__ __forceinline__ bool augment(Ranks &s, int expert, Room &at, int lane
     return true;
 }
 
-// loaded: what must be read; becomes what is read. want [experts]. All threads.
+// Extends loaded from the experts that must be read to all that are read. want [experts]. All threads.
 __device__ __forceinline__ void fill_ranks(const Arguments &a, Ranks &s, const u8 *holds, const i64 *want, u32 *loaded) {
     const int lane = threadIdx.x % 32;
     for (int rank = threadIdx.x; rank < MOST_RANKS; rank += blockDim.x) s.active[rank] = 0;
@@ -87,7 +87,7 @@ __device__ __forceinline__ void fill_ranks(const Arguments &a, Ranks &s, const u
         u64 mask = 0;
         if (expert < a.experts)
             for (int rank = 0; rank < a.ranks; ++rank) mask |= (u64)(holds[expert * a.ranks + rank] != 0) << rank;
-        // Experts of one copy have no choice.
+        // Experts with one copy have no choice.
         const bool bound = must && mask && !(mask & mask - 1);
         if (bound) atomicAdd(&s.active[__ffsll(mask) - 1], 1u);
         s.holds[expert] = mask, s.rank_of[expert] = bound ? __ffsll(mask) - 1 : -1;

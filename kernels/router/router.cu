@@ -1,9 +1,9 @@
 // Opportunistic expert activation of a batch in one launch: every token's best k0 experts, their union, and every
-// token's best of the union, weighed anew (epsim/policies/routing says the rule; ids are the same).
+// token's best experts of the union with new weights (the rule is in epsim/policies/routing; ids are equal).
 //
-// Compiled for EXPERTS (most, a multiple of 32), CLUSTER (blocks a batch: 1, 2, 4 or 8) and ONE (whether a warp has one
-// token at most). A warp a token. The blocks of a batch are a cluster and put their parts of the union into each other's
-// shared memory.
+// Compiled for EXPERTS (at most; a multiple of 32), CLUSTER (blocks per batch: 1, 2, 4 or 8) and ONE (whether a warp has
+// at most one token). One warp per token. The blocks of a batch are a cluster and write their parts of the union to each
+// other's shared memory.
 
 #include "cluster.cuh"
 #include "token.cuh"
@@ -12,7 +12,7 @@ struct Shared {
     u32 part[OWN], loaded[OWN];
 };
 
-// The token's guaranteed experts join the union. k0: 0 for the model's own choice whole.
+// Adds the token's guaranteed experts to the union. k0: 0 for the model's whole choice.
 __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 row, int k0, u32 *loaded, int lane) {
     if (a.own && (k0 == 0 || !token.anew)) {
 #pragma unroll
@@ -37,7 +37,7 @@ __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 
     }
 }
 
-// How many of the batch's tokens are routed anew: what k0 goes by. mine: whether the warp's one token is.
+// The number of tokens of the batch to reroute, which gives k0. mine: whether the warp's token is one of them.
 __device__ __forceinline__ int batch_size(const Arguments &a, i64 first, bool mine) {
     if (!a.own && !a.acting) return a.tokens;
     if (ONE && CLUSTER == 1) return __syncthreads_count(mine && threadIdx.x % 32 == 0);

@@ -1,6 +1,5 @@
-// A token's experts in the order of its preference, by a warp: lane l has experts l, l + 32, ... as words whose order is
-// that of the scores (epsim/policies/routing says the rules; ids are the same). Compiled for EXPERTS (most, a multiple of
-// 32).
+// A token's experts in order of preference, by one warp: lane l holds experts l, l + 32, ... as words in the order of the
+// scores (rules in epsim/policies/routing; ids are equal). Compiled for EXPERTS (at most; a multiple of 32).
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -14,21 +13,21 @@ struct Arguments {
     const float *weight_basis; // the same shape, >= 0: what weights are proportional to; null: softmax of the scores
     const i64 *own;            // [batches, tokens, top_k]: the model's choice, -1 for none; null: the best top_k
     const float *own_weights;  // the same shape, with own
-    const u8 *acting;          // [batches, tokens]: with own, tokens to route anew; else, tokens that are there; or null
+    const u8 *acting;          // [batches, tokens]: with own, tokens to reroute; else, tokens that are not padding; or null
     i64 *ids;                  // [batches, tokens, width]
     float *weights;            // the same
     i64 *active;               // [batches]: size of the union
-    i64 *message;              // The others are for passes.cu alone. [batches, what `kind` says]: to be summed
-    const i64 *summed;         // the same, over the ranks; null: k0 is that of the only step
+    i64 *message;              // The next fields are for passes.cu only. [batches, shape of `kind`]: to be summed
+    const i64 *summed;         // the sums over ranks; null: k0 is that of the only step
     const u8 *holds;           // [batches or 1, experts, ranks]: which rank has a copy
     float p, scaling;          // scaling: without own, what a token's weights sum to
     int renormalise;           // without own: 0 for weights that sum to the own choice's probability (times scaling)
     int tokens, experts, top_k, width, most, maxp, steps;
-    int kind, number, ranks, held_each, blocks;  // held_each: `holds` of each batch; blocks: of `answer`, a batch
+    int kind, number, ranks, held_each, blocks;  // held_each: one `holds` per batch; blocks: of `answer`, per batch
     int size[MOST_STEPS], k0[MOST_STEPS];
 };
 
-// Whole numbers in the order of the scores, above 0; numbers that are none are the least.
+// Integers above 0 in the order of the scores; NaN is the smallest.
 __device__ __forceinline__ u32 word_of(float score) {
     const int bits = score != score ? (int)0xff800000 : __float_as_int(score);
     return (u32)(bits >= 0 ? bits : -(bits & 0x7fffffff)) ^ 0x80000000u;
@@ -39,15 +38,15 @@ __device__ __forceinline__ float score_of(u32 word) {
     return __int_as_float(bits >= 0 ? bits : (int)(0x80000000u | (u32)-bits));
 }
 
-// A token's experts. word: 0 for an expert that it may not take. own: bit i for expert lane + 32 i.
+// A token's experts. word: 0 for an expert that the token may not take. own: bit i for expert lane + 32 i.
 struct Token {
     u32 word[OWN];
     u32 own;
     int num_own;
-    bool anew;       // Whether it is routed anew.
+    bool anew;       // Whether the token is rerouted.
     double whole;    // Sum of its weight_basis.
     float top, sum;  // Without weight_basis: largest score, and sum of exp(score - top).
-    int taken;       // Experts found so far, the lane-th in lane's `expert` and `found`, none of them in `left`.
+    int taken;       // Experts found so far: the i-th in lane i's `expert` and `found`, and removed from `left`.
     int expert;
     u32 found, left;
 };
@@ -116,7 +115,7 @@ __device__ __forceinline__ void load(const Arguments &a, i64 row, int lane, Toke
     for (int i = 0; i < OWN; ++i) token.left |= (token.word[i] != 0) << i;
 }
 
-// The best expert of those in `left` (bit i for expert lane + 32 i): own ones first, by score, ties by id; -1 for none.
+// The best expert in `left` (bit i for expert lane + 32 i): own experts first, by score, ties by id; -1 for none.
 __device__ __forceinline__ int best(const Token &token, u32 left, int lane, u32 &most) {
     for (int others = token.num_own ? 0 : 1; others < 2; ++others) {
         const u32 among = others ? left & ~token.own : left & token.own;
@@ -131,7 +130,7 @@ __device__ __forceinline__ int best(const Token &token, u32 left, int lane, u32 
     return -1;
 }
 
-// How many experts the token would rather take.
+// The number of experts that the token prefers to this one.
 __device__ __forceinline__ int position(const Token &token, int expert, int lane) {
     const int slot = expert / 32;
     u32 word = 0;
@@ -160,7 +159,7 @@ __device__ __forceinline__ void take(Token &token, int expert, u32 word, int lan
     ++token.taken;
 }
 
-// What lane has of a set of experts, word i of which is of experts 32 i to 32 i + 31.
+// The lane's experts of a set, whose word i holds experts 32 i to 32 i + 31.
 __device__ __forceinline__ u32 part_of(const u32 *loaded, int lane) {
     u32 part = 0;
 #pragma unroll
@@ -168,8 +167,8 @@ __device__ __forceinline__ u32 part_of(const u32 *loaded, int lane) {
     return part;
 }
 
-// The best `most` of what is allowed, those found already first, and their weights. Below the first step (k0 is 0) the
-// model's choice may lie beyond maxp.
+// Takes the best `most` allowed experts, those already found first, and computes their weights. Below the first step
+// (k0 is 0) the model's choice may lie beyond maxp.
 __device__ __forceinline__ void choose(
     const Arguments &a, Token &token, i64 row, int k0, int most, u32 allowed, int lane) {
     int mine = -1;
