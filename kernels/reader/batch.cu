@@ -1,16 +1,16 @@
-// A channel reader's layer for a batch that reads one set of channels, in seven launches; each begins while the
-// one before it ends. Compiled for one shape: HIDDEN, INTER, COORDINATES (of 128), RANK (0: nothing is restored), GELU
-// (SiLU where not).
+// A channel reader's layer for a batch that reads one set of channels, in seven launches; each begins while the one
+// before it ends. Compiled for one shape: HIDDEN, INTER, COORDINATES (read of each 128), RANK (0: no restoring), GELU
+// (else SiLU).
 //
-//   prepare  coordinates for the batch, by block of 128; tokens cut to them; pairs of token and expert, by expert
-//   screen   estimates of a share of an expert's channels for all its tokens, and their sums of scores
-//   choose   the score from which on channels are kept
-//   enlist   the kept ones, by expert, and units of 8 of them
-//   extend   of kept channels gate and up, and their product
-//   project  kept channels through their down rows, by pair; what skipped ones add by the map
+//   prepare  chooses the batch's coordinates per block of 128, extracts them from tokens, sorts pairs by expert
+//   screen   estimates a share of an expert's channels for all its tokens, and sums their scores
+//   choose   finds the score from which channels are kept
+//   enlist   lists the kept channels by expert, and units of 8 of them
+//   extend   computes gate, up and their product for kept channels
+//   project  multiplies kept channels with their down rows, by pair, and skipped ones with the map
 //   finish   sums over a token's experts
 //
-// Nothing is added by atomics but counts, so that every run gives the same bits.
+// Atomics only add counts, so every run gives the same bits.
 
 #include "../experts/hopper.cuh"
 #include "halves.cuh"
@@ -18,12 +18,12 @@
 #include "values.cuh"
 
 struct State {
-    u64 least;       // Rank from which on a channel is kept.
+    u64 least;       // The order from which a channel is kept.
     int active;      // Experts with tokens.
-    u32 rivals;      // Channels in the bin that holds the last one kept.
-    u32 arrived;     // Blocks of `choose` that have listed theirs.
+    u32 rivals;      // Channels in the bin of the last kept channel.
+    u32 arrived;     // Blocks of `choose` that have listed their rivals.
     u32 room;        // How many of the rivals are kept.
-    u32 units;       // Of `extend`.
+    u32 units;       // Units of `extend`.
 };
 
 struct Arguments {
@@ -38,30 +38,30 @@ struct Arguments {
     const u16 *coefficients;    // [experts, INTER, 32] bf16
     const u16 *gate_up;         // [experts, 2 INTER, HIDDEN] bf16
     const u16 *down;            // [experts, INTER, HIDDEN] bf16
-    const int *kept_of;         // [experts + 1]: channels kept of so many experts
+    const int *kept_of;         // [experts + 1]: channels to keep, by number of active experts
     State *state;
     u8 *coordinate;             // [BLOCKS, COORDINATES]
     u8 *record;                 // [BLOCKS, tokens, RECORD]: see prepare
-    int *expert;                // [experts]: the active ones, ascending, then -1
-    int *start;                 // [experts + 1]: their first sorted pairs
-    int *token;                 // [pairs]: of a sorted pair
+    int *expert;                // [experts]: active experts, ascending, then -1
+    int *start;                 // [experts + 1]: the first sorted pair of each
+    int *token;                 // [pairs]: the token of each sorted pair
     float *weight;              // [pairs]
-    int *place;                 // [tokens, columns]: sorted pairs; -1 for none
+    int *place;                 // [tokens, columns]: index of the sorted pair; -1 for none
     float *amounts;             // [pairs, INTER]: w p
     u32 *scores;                // [experts, INTER]: bits of sums of scores, by active expert
     u32 *bins;                  // [BINS]: channels by their scores' upper bits
     u64 *rivals;                // [experts INTER]
-    u16 *channels;              // [experts, INTER]: kept ones, by active expert, ascending
-    int *number;                // [experts]: how many
+    u16 *channels;              // [experts, INTER]: kept channels by active expert, ascending
+    int *number;                // [experts]: how many are kept
     u32 *bits;                  // [experts, WORDS]: the same as bits
-    u32 *unit;                  // [experts INTER / 8]: active expert << 16 | eight of its kept channels
+    u32 *unit;                  // [experts INTER / 8]: active expert << 16 | index of eight kept channels
     u16 *activated;             // [pairs, PADDED] bf16: w act(gate) up of kept channels
     float *parts;               // [pairs, HIDDEN]
     float *mapped;              // [pairs, 32]: sums of w p b of skipped channels
     u32 *kept;                  // [experts, WORDS] bits; or null
     u16 *output;                // [tokens, HIDDEN] bf16
     long long stride;
-    int tokens, experts, columns, stages;  // stages: of `extend`, 2 to 4
+    int tokens, experts, columns, stages;  // stages: 2 to 4, of `extend`
 };
 
 __host__ __device__ constexpr int over(int a, int b) { return (a + b - 1) / b; }
@@ -75,13 +75,13 @@ constexpr u32 INFINITE = 0x7f800000u;
 
 static_assert(HIDDEN % 128 == 0 && INTER % 8 == 0 && COORDINATES % 16 == 0 && (RANK == 0 || RANK == 32), "shape");
 
-// Of values of at least 0 and of no numbers, which count as infinite: in their order.
+// Bits in the order of values >= 0; NaN counts as infinite.
 __device__ __forceinline__ u32 ordered(float value) {
     const u32 bits = (u32)__float_as_int(value) & 0x7fffffffu;
     return bits > INFINITE ? INFINITE : bits;
 }
 
-// Channels by score, of equal ones the first first; no two are alike.
+// The order of channels: by score, then the lower channel first; all are distinct.
 __device__ __forceinline__ u64 rank_of(u32 score, int place, int channel) {
     return (u64)score << 32 | (0xffffffffu - (u32)(place * INTER + channel));
 }

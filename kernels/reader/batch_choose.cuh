@@ -1,8 +1,8 @@
-// The third and fourth launches of batch.cu, a block an active expert. First it lists its channels in the bin of the
-// last one that is kept, and the last block to arrive finds that one; then it lists its kept channels.
+// The third and fourth launches of batch.cu, with a block per active expert. The first lists the expert's channels in the
+// bin of the last kept channel, and the last block to arrive finds that channel. The second lists the kept channels.
 
-// The largest n for which counts [0, n) from the top leave less than `wanted`: `from_top(i)` counts group i of 256, the
-// last first. -> the group that holds the wanted one, and how many are before it, in all threads. 256 threads.
+// Finds the group of the `wanted`-th item, counted from the top: `from_top(i)` counts the i-th of 256 groups, the last
+// group first. Returns this group and the number of items before it, in all 256 threads.
 template <typename F>
 __device__ __forceinline__ void find_group(F &&from_top, int wanted, int (&cell)[WARPS + 2], int &group, int &before) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void find_group(F &&from_top, int wanted, int (&cell)
     __syncthreads();
 }
 
-// The room-th of the rivals, by 8 of their bits after 8; one block.
+// The room-th of the rivals, found 8 bits at a time, by one block.
 __device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WARPS + 2], u64 prefix) {
     const int rivals = __ldcg(&a.state->rivals);
     int room = __ldcg(&a.state->room), left = 32 + FINE;
@@ -41,7 +41,7 @@ __device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WAR
         find_group([&](int i) { return (int)count[255 - i]; }, room, cell, group, before);
         room -= before;
         prefix = prefix << width | (255 - group);
-        if ((int)count[255 - group] == room) break;  // All that are left.
+        if ((int)count[255 - group] == room) break;  // All remaining rivals are kept.
         __syncthreads();
     }
     if (threadIdx.x == 0) a.state->least = prefix << left;

@@ -1,24 +1,24 @@
-// The fifth launch of batch.cu: eight kept channels, gate in rows 0 to 7 of a product and up in rows 8 to 15, times all
-// tokens of the expert. A warp has OWN blocks of 32 of the inner dimension, PASSES times SPAN of them, and copies its
-// part of the rows into stages of its own, ahead of itself: memory never rests. A lane has 8 neighbouring values of a
-// block.
+// The fifth launch of batch.cu: multiplies eight kept channels (gate in rows 0 to 7 of a product, up in rows 8 to 15) with
+// all tokens of the expert. A warp has OWN blocks of 32 of the inner dimension, SPAN of them in each of PASSES, and
+// prefetches its part of the rows into its own stages, so that memory is always busy. A lane has 8 neighbouring values of
+// a block.
 constexpr int OWN = over(HIDDEN / 32, WARPS), PASSES = over(OWN, 8), SPAN = over(OWN, PASSES);
-constexpr int LISTED = 64;  // Units whose rows are listed at a time.
-constexpr int EXTENDING = 16 * SPAN * 64;  // Bytes of a warp's stage.
+constexpr int LISTED = 64;  // Units whose rows are listed together.
+constexpr int EXTENDING = 16 * SPAN * 64;  // Bytes of a stage of a warp.
 
 struct Extending {
     int unit[LISTED];
     int row[LISTED][8];  // Rows of gate_up; -1 for none.
 };
 
-// Where a block of a row lies: odd rows' pairs of blocks are swapped, so that two rows share no banks.
+// The position of a block of a row: pairs of blocks are swapped in odd rows, so that two rows share no banks.
 __device__ __forceinline__ int swapped(int row, int block) { return SPAN % 2 ? block : block ^ (row & 1); }
 
 __device__ __forceinline__ int blocks_of(int warp, int pass) {
     return min(min(SPAN, OWN - pass * SPAN), HIDDEN / 32 - warp * OWN - pass * SPAN);
 }
 
-// Item `item` of the listed units, PASSES a unit.
+// Copies item `item` of the listed units; each unit has PASSES items.
 __device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &shared, u8 *stages, int item, int items) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pass = item % PASSES;
     if (item < items && lane < blocks_of(warp, pass) * 4) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &
     end_group();
 }
 
-// All of this warp's items but the last `stages - 2` are there.
+// Waits until all of this warp's items but the last `stages - 2` are copied.
 __device__ __forceinline__ void rows_there(int stages) {
     if (stages == 2) copies_there<0>();
     else if (stages == 3) copies_there<1>();

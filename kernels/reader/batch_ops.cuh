@@ -1,6 +1,6 @@
-// Instructions of the batch's reader that CUDA C++ has no words for.
+// Inline PTX for instructions of batch.cu that CUDA C++ lacks.
 
-// Sixteen bytes of weights, which no kernel writes, and which nothing reads again soon.
+// Loads 16 bytes of weights, which no kernel writes and which are not read again soon.
 __device__ __forceinline__ uint4 read_sixteen(const void *from) {
     uint4 v;
     asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"

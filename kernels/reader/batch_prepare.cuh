@@ -1,8 +1,8 @@
-// The first launch of batch.cu: a block of coordinates a block, and one more that sorts pairs.
+// The first launch of batch.cu: one block per block of 128 coordinates, and one more that sorts pairs.
 
 constexpr int PREPARING = 1024;  // Threads.
 
-// A block of 128 coordinates of a token, 4 a lane, rotated. One warp.
+// Rotates a block of 128 coordinates of a token, 4 per lane. One warp.
 __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int block, int lane) {
     const uint2 x = *(const uint2 *)(a.x + token * a.stride + block * 128 + lane * 4);
     const signed char *signs = a.signs + block * 128 + lane * 4;
@@ -12,8 +12,8 @@ __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int bloc
     return make_float4(v[0] * over, v[1] * over, v[2] * over, v[3] * over);
 }
 
-// A record: a token's values at the chosen coordinates of a block, as halves of a unit that leaves them below 2, in the
-// order of the screen's products; then the unit times 2^24.
+// Writes a record: a token's values at the chosen coordinates of a block, as halves in a unit for which they are below 2,
+// in the order of the screen's products; then the unit times 2^24.
 __device__ void write_record(const Arguments &a, const float *values, const u8 *chosen, int token, int block, int lane) {
     float v[(COORDINATES + 31) / 32];
     u32 most = 0;
@@ -25,7 +25,7 @@ __device__ void write_record(const Arguments &a, const float *values, const u8 *
         most = size > most ? size : most;
     }
     most = __reduce_max_sync(~0u, most);
-    const bool sound = most < INFINITE;  // Else there is no number that the token's estimates could be.
+    const bool sound = most < INFINITE;  // Otherwise the token's estimates are NaN.
     const int found = most >> 23, exponent = found < 1 ? 1 : found > 230 ? 230 : found;
     const float one_over = __int_as_float((254 - exponent) << 23);
     u8 *to = a.record + ((long long)block * a.tokens + token) * RECORD;
@@ -39,7 +39,7 @@ __device__ void write_record(const Arguments &a, const float *values, const u8 *
     if (lane == 0) *(float *)(to + COORDINATES * 2) = __int_as_float(sound ? (exponent + 24) << 23 : 0x7fc00000);
 }
 
-// The coordinates of a block of 128 that add most to the tokens' sum of squares; tokens without experts do not count.
+// Chooses the coordinates of a block of 128 with the largest sum of squares over tokens that have experts.
 __device__ void choose_coordinates(const Arguments &a, u8 *memory, int block) {
     float *values = (float *)memory;              // [tokens, 128]
     u32 *sizes = (u32 *)(values + a.tokens * 128);  // [128]
@@ -86,10 +86,10 @@ __device__ void choose_coordinates(const Arguments &a, u8 *memory, int block) {
     for (int token = warp; token < a.tokens; token += PREPARING / 32) write_record(a, values, chosen, token, block, lane);
 }
 
-// Pairs by expert, then token, and what later launches count from 0.
+// Sorts pairs by expert, then token, and zeroes the counters of later launches.
 __device__ void sort_pairs(const Arguments &a, u8 *memory) {
     const int pairs = a.tokens * a.columns, groups = (a.tokens + 31) / 32;
-    u32 *mask = (u32 *)memory;              // [experts, groups]: which tokens an expert has
+    u32 *mask = (u32 *)memory;              // [experts, groups]: the tokens of each expert, as bits
     int *first = (int *)(mask + a.experts * groups);  // [experts]
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = threadIdx.x; i < a.experts * groups; i += PREPARING) mask[i] = 0;

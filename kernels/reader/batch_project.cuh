@@ -1,16 +1,16 @@
-// The last two launches of batch.cu: kept channels through their down rows, skipped ones restored, and sums made.
+// The last two launches of batch.cu: they multiply kept channels with down rows, restore skipped ones, and sum.
 
-// A warp of `project` has 64 columns of an expert's kept down rows, 8 neighbouring ones a lane, and 16 tokens at a time;
-// it copies its part of 32 rows into a stage of its own, ahead of itself.
+// A warp of `project` has 64 columns of an expert's kept down rows, 8 neighbouring ones per lane, and 16 tokens at a time.
+// It prefetches its part of 32 rows into its own stage.
 constexpr int COLUMNS = 256, STRIPS = over(HIDDEN, COLUMNS), PROJECTING = COLUMNS / 64 * 32, DEPTH = 4;
 
-// Half `which` of two words, side by side.
+// Half `which` of each of two words, packed in one word.
 __device__ __forceinline__ u32 beside(u32 one, u32 other, int which) {
     return which ? (one >> 16) | (other & 0xffff0000u) : (one & 0xffffu) | (other << 16);
 }
 
-// Rows 32 step to 32 step + 31 of the listed; zeros for those that are none. In a row of 128 bytes the sixteens of rows
-// 8t to 8t + 7 change places by t, so that four lanes' rows share no banks.
+// Copies listed rows 32 step to 32 step + 31, with zeros beyond the list. The 16-byte parts of a row of 128 bytes are
+// permuted by t in rows 8t to 8t + 7, so that four lanes' rows share no banks.
 __device__ __forceinline__ void fetch_step(const u16 *down, const u16 *listed, int number, u8 *stages, int item, int step) {
     const int lane = threadIdx.x % 32;
     u8 *to = stages + item % DEPTH * 4096;
@@ -49,7 +49,7 @@ __device__ void project_strip(const Arguments &a, u8 *memory, int place, int str
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, ++item) {
             uint4 low = make_uint4(0, 0, 0, 0), high = low;
-            if (step * 32 + t * 8 < number) {  // `extend` wrote eights.
+            if (step * 32 + t * 8 < number) {  // `extend` wrote multiples of eight.
                 if (one) low = *(const uint4 *)(values + step * 32);
                 if (two) high = *(const uint4 *)(values + 8 * PADDED + step * 32);
             }
@@ -85,8 +85,8 @@ __device__ void project_strip(const Arguments &a, u8 *memory, int place, int str
     }
 }
 
-// What an expert's skipped channels add by the map, for 8 tokens at a time: a lane has a coefficient, a warp every
-// fourth word of channels.
+// Sums what an expert's skipped channels add through the map, for 8 tokens at a time: a lane has one coefficient, a warp
+// every fourth word of channels.
 __device__ void restore(const Arguments &a, float *sums, int place) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
@@ -123,7 +123,7 @@ __device__ void restore(const Arguments &a, float *sums, int place) {
     }
 }
 
-// Of each active expert first the map, where there is one, then the strips.
+// For each active expert first the map, if there is one, then the strips.
 extern "C" __global__ void __launch_bounds__(PROJECTING, 3) project(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     constexpr int ROLES = STRIPS + (RANK > 0);

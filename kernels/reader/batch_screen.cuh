@@ -1,12 +1,12 @@
-// The second launch of batch.cu: a block has 32 words of an expert's code rows, 160 channels' gate and up, a warp 8 of
-// them, and all the expert's tokens, TOKENS at a time. Blocks are small, so that all are there at once.
+// The second launch of batch.cu. A block has 32 words of an expert's code rows (gate and up of 160 channels), a warp 8 of
+// these words, and all tokens of the expert, TOKENS at a time. Blocks are small, so that all run at once.
 //
-// A sum of code 3^i over 3^i, rounded to the next whole number, is that of the codes from the ith on. So are sums of
-// products with x, and the ith code's is that less three times the next.
+// A word holds the sum of code_j 3^j. Divided by 3^i and rounded to an integer, it is the sum of code_j 3^(j - i) over
+// j >= i. Products with x keep this, and subtracting three times the result for i + 1 gives that of code_i alone.
 
-constexpr int SHARES = (ROW + 63) / 64, SHARE = 160;  // Of an expert; channels of a share.
+constexpr int SHARES = (ROW + 63) / 64, SHARE = 160;  // Shares of an expert; channels of a share.
 constexpr int SCREENING = 128;                        // Threads.
-constexpr int PITCH = 80;                             // Bytes from row to row: rows 0, 2, 4, 6 share no banks.
+constexpr int PITCH = 80;                             // Bytes between rows: rows 0, 2, 4, 6 share no banks.
 constexpr int AHEAD = 4;                              // Stages.
 
 template <int TOKENS> struct Stage {
@@ -20,14 +20,14 @@ template <int TOKENS> struct Screening {
     int offset[BLOCKS * COORDINATES];  // Bytes from an expert's codes to a chosen coordinate's row.
 };
 
-// What a thread copies into every stage: a fourth of rows of codes, of scales and of tokens' records an eighth.
+// The part that a thread copies into every stage: a quarter of rows of codes and scales, an eighth of tokens' records.
 template <int TOKENS> struct Copier {
     const u8 *codes, *record, *scales;
     long long step;
 
     __device__ __forceinline__ Copier(const Arguments &a, int expert, int share, int first, int tokens) {
         const int part = threadIdx.x % 4, at = threadIdx.x / 8, row = threadIdx.x / (SHARE / 8);
-        // Rows may be half as long at an expert's end.
+        // Rows may be half as long at the end of an expert.
         codes = part * 16 < ROW - share * 64 ? a.codes + (long long)expert * HIDDEN * ROW + share * 64 + part * 16 : nullptr;
         record = at < tokens ? a.record + (long long)a.token[first + at] * RECORD + threadIdx.x % 8 * 16 : nullptr;
         step = (long long)a.tokens * RECORD;
@@ -36,7 +36,7 @@ template <int TOKENS> struct Copier {
             ? (const u8 *)(a.scales + ((long long)expert * BLOCKS * 2 + row) * INTER + channel) : nullptr;
     }
 
-    // The next block of coordinates into a stage.
+    // Copies the next block of coordinates into a stage.
     __device__ __forceinline__ void fetch(Screening<TOKENS> &shared, int turn) {
         Stage<TOKENS> &to = shared.stage[turn % AHEAD];
         if (turn < BLOCKS) {
@@ -59,7 +59,7 @@ template <int TOKENS> struct Copier {
     }
 };
 
-// A block of coordinates: sums [tile][code] of gate (x, y) and up (z, w), of tokens 2t and 2t + 1 of a tile.
+// Multiplies a block of coordinates: sums [tile][code] of gate (x, y) and up (z, w), for tokens 2t and 2t + 1 of a tile.
 template <int TILES>
 __device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int group, int lane, float4 (&sum)[TILES][5]) {
     const int g = lane / 4, t = lane % 4;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int g
     }
 }
 
-// Up to TILES * 8 tokens from the sorted pair `first`: their estimates, and what they add to channels' scores.
+// Computes the estimates of up to TILES * 8 tokens from sorted pair `first`, and adds to the channels' scores.
 template <int TILES>
 __device__ __forceinline__ void screen_tokens(
     const Arguments &a, Screening<TILES * 8> &shared, int expert, int share, int first, int tokens, float (&total)[5]) {
@@ -180,7 +180,7 @@ template <int TILES> __device__ __forceinline__ void screen_share(const Argument
     }
 }
 
-// For small batches, 8 tokens of an expert at a time, and for larger ones, 16.
+// Small batches take 8 tokens of an expert at a time, larger ones 16.
 extern "C" __global__ void __launch_bounds__(SCREENING, 5) screen(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     screen_share<1>(a, memory);

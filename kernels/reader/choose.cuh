@@ -1,13 +1,13 @@
-// The choice of reader.cu: a token's channels of the largest scores, found by each of its blocks alike.
+// The choice of reader.cu: the channels of a token with the largest scores. Each block of the token finds the same ones.
 
-// Channels are ordered by their keys, then the lower first: as one number, of which no two are alike.
+// The order of channels as one distinct number: by key, then the lower channel first.
 __device__ __forceinline__ u64 order_of(u32 key, int channel) { return (u64)key << 16 | (u32)(65535 - channel); }
 
-// A thread has two channels of every 2 THREADS: of a warp's 64, the lane's in both halves.
+// A thread has two of every 2 THREADS channels: one in each half of its warp's 64.
 typedef u32 Keys[EACH][2];
 __device__ __forceinline__ int channel_of(int i, int half, int warp, int lane) { return (i * WARPS + warp) * 64 + half * 32 + lane; }
 
-// A thread's keys, once they have come.
+// Waits for a thread's keys and reads them.
 __device__ __forceinline__ void await_keys(const u64 *scores, u32 tag, Keys &key, int warp, int lane) {
     u32 late = 0;
 #pragma unroll
@@ -15,7 +15,7 @@ __device__ __forceinline__ void await_keys(const u64 *scores, u32 tag, Keys &key
         key[i][0] = key[i][1] = 0;
         if (channel_of(i, 0, warp, lane) < CHANNELS) late |= 1u << i;
     }
-    // One is waited for, so that those who still write are not disturbed.
+    // Polls only one key, so as not to disturb blocks that still write.
     const u64 *own = scores + score_at(channel_of(0, 0, warp, lane));
     if (late) await_tag(own, tag);
 #pragma unroll 1
@@ -34,12 +34,12 @@ __device__ __forceinline__ void await_keys(const u64 *scores, u32 tag, Keys &key
     }
 }
 
-// The sum of what warps before this one have told.
+// The sum of the values of the warps before this one.
 __device__ __forceinline__ int sum_before(const int (&told)[WARPS], int warp, int lane) {
     return __reduce_add_sync(~0u, lane < warp ? told[lane] : 0);
 }
 
-// Counts of bins from the top down: where the `wanted`th is. -> its bin; wanted: how many of it are; equal: how many there are.
+// Finds the bin of the `wanted`-th item from the top. wanted: becomes the items to take from it; equal: its items in total.
 __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal, int warp, int lane) {
     constexpr int OWN = BINS / THREADS;
     int count[OWN], total = 0;
@@ -74,20 +74,20 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
     return shared.found[0];
 }
 
-// Bins and rivals.
+// Zeroes bins and rivals.
 __device__ __forceinline__ void clear_bins(Shared &shared) {
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4 *)shared.bin)[i] = make_uint4(0, 0, 0, 0);
     for (int i = threadIdx.x; i < RIVALS / 2; i += THREADS) ((uint4 *)shared.rival)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) shared.rivals = 0;
 }
 
-// A key's bin: 64 of an octave, 64 octaves; others are in the first or the last.
+// The bin of a key: 64 bins per octave for 64 octaves; others are in the first or the last bin.
 __device__ __forceinline__ int bin_of(u32 key) {
     const int bin = (int)(key >> 17) - LOWEST;
     return bin < 0 ? 0 : bin < BINS ? bin : BINS - 1;
 }
 
-// The order of the last of the `wanted` first channels. Bins are 0 at first.
+// The order of the last of the first `wanted` channels. Bins must be 0.
 __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wanted, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i)
@@ -97,7 +97,7 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
     const int bin = find_bin(shared, within, equal, warp, lane);
     u64 from = bin ? (u64)(bin + LOWEST) << 33 : order_of(1, 65535), upto = bin < BINS - 1 ? (u64)(bin + 1 + LOWEST) << 33 : ~0ull;
     if (equal > RIVALS) {
-        // Most are in one bin: 12 bits of their orders at a time, until few are left.
+        // Too many are in one bin: refine by 12 bits of their orders at a time, until few are left.
         u64 prefix = 0;
         int shift = 47;
         within = wanted;
@@ -118,7 +118,7 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
         from = prefix << shift, upto = (prefix + 1) << shift;
     }
     if (equal == within) return from;
-    // Few warps have any of them.
+    // Few warps have any rivals.
     const u32 lowest = (u32)(from >> 16), highest = (u32)((upto - 1) >> 16);
     u32 near = 0;
 #pragma unroll
@@ -140,7 +140,7 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
         const u64 own = shared.rival[i];
         int better = 0;
 #pragma unroll 1
-        for (int other = 0; other < equal; other += 8)  // Those behind the last are 0.
+        for (int other = 0; other < equal; other += 8)  // Entries after the last are 0.
 #pragma unroll
             for (int j = 0; j < 8; ++j) better += shared.rival[other + j] > own;
         if (better == within - 1) shared.least = own;
@@ -149,8 +149,8 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
     return shared.least;
 }
 
-// The channels that a token keeps: bits. Of them this block's `part`th of `parts` are listed, in an order that all of the
-// token's blocks share; -> how many. expert: the lane-th of the token, or below 0. Bins are 0 at first.
+// Sets the bits of the channels that a token keeps, lists this block's part (`part` of `parts`) in an order that all
+// blocks of the token share, and returns its size. expert: the lane-th of the token, or below 0. Bins must be 0.
 __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 tag, int token, int expert, int part, int parts, int warp, int lane) {
     const int experts = __popc(__ballot_sync(~0u, expert >= 0)), all = experts * INTER, given = a.kept_of[experts];
     const int wanted = given < all ? given : all, begin = wanted * part / parts, number = wanted * (part + 1) / parts - begin;
@@ -160,14 +160,14 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     u64 least = wanted > 0 ? order_of(1, 65535) : ~0ull;
     if (wanted > 0 && wanted < all) least = least_of(shared, key, wanted, warp, lane);
     const u32 lowest = (u32)(least >> 16);
-    u32 word = 0;  // The lane-th of the warp's bits.
+    u32 word = 0;  // The lane-th word of the warp's bits.
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i) {
         const u32 bits = __ballot_sync(~0u, key[i / 2][i % 2] >= lowest);
         if (lane == i) word = bits;
     }
     int before = 0, total = 0;
-    // How many the warp has, and all those before it; -> all.
+    // Counts the channels of the warp and of all warps before it; returns the total.
     auto count = [&]() {
         total = __reduce_add_sync(~0u, __popc(word));
         if (lane == 0) shared.kept[warp] = total;
@@ -178,9 +178,9 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     const int at = channel_of(lane / 2, lane % 2, warp, 0) / 32;
     const bool has = lane < EACH * 2 && at < WORDS;
     if (has) shared.bits[at] = word;
-    before_copies();  // Rows come where bins and rivals are.
+    before_copies();  // Rows are copied over the memory of bins and rivals.
     if (count() != wanted) {
-        // Of those equal to the last one, only the lower are kept.
+        // Of the channels equal to the last one, only the lower are kept.
         const int last = 65535 - (int)(least & 65535);
 #pragma unroll
         for (int i = 0; i < EACH * 2; ++i) {

@@ -1,4 +1,4 @@
-// The gathering of reader.cu: kept channels in full, and what is restored of the others.
+// The gathering of reader.cu: computes kept channels in full and restores the others.
 
 __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float sum) {
     sum += low(one.x) * low(other.x), sum += high(one.x) * high(other.x);
@@ -8,7 +8,7 @@ __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float
     return sum;
 }
 
-// Gate and up rows times x; of a team of warps each has a part.
+// Multiplies gate and up rows with x; each warp of a team has a part.
 __device__ __forceinline__ float2 dot_rows(const u16 (*row)[HIDDEN], const uint4 *x, int team, int member, int lane) {
     const uint4 *gate = (const uint4 *)row[0], *up = (const uint4 *)row[1];
     float one = 0, other = 0;
@@ -22,7 +22,7 @@ __device__ __forceinline__ float2 dot_rows(const u16 (*row)[HIDDEN], const uint4
     return make_float2(one, other);
 }
 
-// sum plus a row of U times 32 numbers.
+// Adds a row of U times 32 numbers to sum.
 __device__ __forceinline__ float through_map(const uint4 (&u)[4], const float *numbers, float sum) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ float through_map(const uint4 (&u)[4], const float *n
     return sum;
 }
 
-// Sums of w b p over channels that are skipped, eight a turn: eight lanes have one, four numbers each. What two turns need
-// is asked for at once, before it is added.
+// Sums w b p over skipped channels, eight per turn: eight lanes share a channel, with four numbers each. The data of two
+// turns are loaded together, before they are added.
 struct Restoring {
     float4 sum;
     int turn, step;
@@ -46,7 +46,7 @@ struct Restoring {
     __device__ __forceinline__ bool more() const { return turn * 8 < CHANNELS; }
     __device__ __forceinline__ int channel_of(int i, int lane) const { return (turn + i / 2 * step) * 8 + i % 2 * 4 + lane / 8; }
 
-    // expert: of the token's lane-th. estimates: the token's.
+    // expert: the lane-th of the token. estimates: of the token.
     __device__ __forceinline__ void ask(const Arguments &a, const Shared &shared, const u64 *estimates, int expert, int lane) {
         there = 0;
 #pragma unroll
@@ -74,7 +74,7 @@ struct Restoring {
         turn += 2 * step;
     }
 
-    // What is left, and the block's sums: of each warp, by its first eight lanes.
+    // Adds the rest, and writes each warp's sums, by its first eight lanes.
     __device__ __forceinline__ void end(const Arguments &a, Shared &shared, const u64 *estimates, u32 tag, int expert, float weight, int warp, int lane) {
 #pragma unroll 1
         while (more()) {
@@ -89,7 +89,7 @@ struct Restoring {
         if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = sum;
     }
 
-    // All warps' together, which other blocks are told.
+    // Writes the sum over warps for other blocks.
     __device__ __forceinline__ void put(u64 *to, const Shared &shared, u32 tag, int lane) const {
         float whole = 0;
 #pragma unroll
@@ -98,9 +98,9 @@ struct Restoring {
     }
 };
 
-// A part of a token's channels, the `part`th of `parts`: kept ones in full, of the others b. A channel's rows have a place,
-// and a warp or two that multiply gate and up; down rows are added up by all, two columns a thread at a time.
-// parity: bit i is of place i's barriers.
+// Computes a part (`part` of `parts`) of a token's channels: kept ones in full, the others with b. A channel's rows have a
+// slot and one or two warps that multiply gate and up; all warps add down rows, two columns per thread at a time.
+// parity: bit i is the parity of slot i's barriers.
 __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 tag, int token, int part, int parts, int row, u32 &parity, int warp, int lane) {
     constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS, FEW = GATHERING < WARPS / 2 ? GATHERING : WARPS / 2;
     const u64 policy = read_once();
@@ -109,7 +109,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
     const int expert = lane < COLUMNS ? (int)a.ids[token * COLUMNS + lane] : -1;
     const float weight = lane < COLUMNS ? a.weights[token * COLUMNS + lane] : 0;
     const int number = choose(a, shared, tag, token, expert, part, parts, warp, lane);
-    // The two halves of a channel's rows, to a place: gate and up, then down.
+    // Copies half of a channel's rows into a slot: gate and up, or down.
     auto fetch = [&](int i, int place, int half) {
         if (i >= number) return;
         const int slot = shared.list[i] / INTER, channel = shared.list[i] - slot * INTER;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
             copy_in(shared.row[place][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[place][0], policy);
         }
     };
-    // Few channels have two warps each; of more, places' rows are fetched again.
+    // Few channels get two warps each; with more, slots are refilled.
     const int team = number <= FEW ? 2 : 1, own = warp / team, member = warp % team;
     if (own < GATHERING && member == 0) fetch(own, own, 0);
     if (own < GATHERING && member == team - 1) fetch(own, own, 1);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
             wait(shared.full[own][0], parity >> own & 1);
             const float2 dots = dot_rows(shared.row[own], shared.x, team, member, lane);
             if (lane == 0) shared.dots[warp] = dots;
-            if (team == 1) fetch(begin + GATHERING + own, own, 0);  // Only now have all lanes' values come: a barrier alone can overtake them.
+            if (team == 1) fetch(begin + GATHERING + own, own, 0);  // Only now have all lanes read their values; a barrier alone could overtake the reads.
         }
 #if RANK
         if (restoring.more()) restoring.add(estimates, tag, weight, lane);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
 #endif
         __syncthreads();
         if (RANK && last && warp == WARPS - 1) restoring.put(a.mapped + row * 32, shared, tag, lane);
-        // What the lane-th channel's down row is multiplied by.
+        // The factor of the lane-th channel's down row.
         float2 dots = lane < there ? shared.dots[lane * team] : make_float2(0, 0);
         if (team == 2 && lane < there) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;
         const float amount = activation(dots.x) * dots.y * __shfl_sync(~0u, weight, lane < there ? shared.list[begin + lane] / INTER : 0);

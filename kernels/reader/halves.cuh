@@ -1,10 +1,10 @@
-// Instructions of the readers that CUDA C++ has no words for, or none without its own headers.
+// Inline PTX for instructions of the readers that CUDA C++ lacks, or offers only in its own headers.
 
-// Of a kernel that may begin before the one before it has ended.
+// For a kernel that may begin before the previous one has ended.
 __device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// sum [16, 8] += a [16, 16] b [16, 8] in fp16, spread over a warp. Subnormal values count as what they are.
+// sum [16, 8] += a [16, 16] b [16, 8] in fp16, spread over a warp. Subnormal values are kept.
 __device__ __forceinline__ void multiply_halves(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -24,39 +24,39 @@ __device__ __forceinline__ float from_half(u16 bits) {
     return value;
 }
 
-// Of two halves each; subnormal values are kept.
+// Operations on two halves; subnormal values are kept.
 __device__ __forceinline__ u32 times_halves(u32 one, u32 other) {
     u32 products;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(products) : "r"(one), "r"(other));
     return products;
 }
 
-// A third of each, rounded to whole numbers of units of 2^-24, fp16's smallest.
+// A third of each half, rounded to an integer in units of 2^-24, the smallest fp16.
 __device__ __forceinline__ u32 thirds(u32 halves) { return times_halves(halves, 0x35553555); }
 
-// Two packed bytes of codes, each twice in a half -> sums of code 3^i in units of 2^-24: 7 bits of size, one of sign.
+// Turns two packed bytes of codes, each twice in a half, into sums of code 3^i in units of 2^-24 (7 bits of size, a sign).
 __device__ __forceinline__ u32 code_sums(u32 bytes) { return bytes & 0x807f807fu; }
 
-// 16 bytes to shared memory, as they are in L2.
+// Copies 16 bytes to shared memory, bypassing L1.
 __device__ __forceinline__ void copy_16(void *to, const void *from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address(to)), "l"(from) : "memory");
 }
 
-// What this thread has copied since the last of these is a group.
+// Ends a group of this thread's copies.
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// This thread's groups are there, but for the last LATER.
+// Waits for this thread's groups, except the last LATER.
 template <int LATER> __device__ __forceinline__ void copies_there() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
-// All that this thread has copied is there, for itself.
+// Waits for all of this thread's copies.
 __device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// What the copy engine writes comes after what threads have done with shared memory so far.
+// Orders the copy engine's writes after the threads' earlier accesses to shared memory.
 __device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// A number and the launch that it is of, in one word: who reads it knows whether it has come.
+// A number and its launch in one word, so that a reader knows whether the number has arrived.
 __device__ __forceinline__ u64 tagged(u32 bits, u32 tag) { return (u64)tag << 32 | bits; }
 
 __device__ __forceinline__ void put_tagged(u64 *at, u32 bits, u32 tag) {

@@ -1,17 +1,17 @@
-// A mixture-of-experts layer of which each token reads only the channels that matter to it, in one launch.
+// A mixture-of-experts layer in which each token reads only the channels that matter to it, in one launch.
 //
-// Compiled for one shape: HIDDEN (a multiple of 128, at most 3,072), INTER, COLUMNS (experts of a token), COORDINATES
-// (of 128, read by the screen; a multiple of 16), RANK (32, or 0 for no restoring), GELU (0 for SiLU), BUFFERS (tasks of
-// the screen whose codes are held, 1 or 2), GATHERING (channels that are held, at most one a warp) and SHARED (bytes). One
-// block a multiprocessor, all at once. What they tell each other carries the launch's number, and is waited for by itself:
-// no block waits for all others. What a block does once is kept short: fetching instructions is much of its time.
+// Compiled for one shape: HIDDEN (a multiple of 128, at most 3,072), INTER, COLUMNS (experts per token), COORDINATES
+// (of each 128, read by the screen; a multiple of 16), RANK (32, or 0 for no restoring), GELU (0 for SiLU), BUFFERS (screen
+// tasks whose codes are held, 1 or 2), GATHERING (channels held, at most one per warp) and SHARED (bytes). One block per
+// multiprocessor; all run at once. Words that they exchange carry the launch's number, and a block waits for single words,
+// never for all other blocks. Code that runs once is kept short, because fetching instructions takes much of the time.
 //
-// screen   A task is a token's expert and a sector of 32 bytes of each code row, 80 channels. A warp has blocks of 128
-//          coordinates: it rotates the token's, lists the largest, and multiplies their codes by tensor cores, so that
-//          sums of codes times x, x in 23 bits of its block's largest, are exact.
-// choose   The blocks of a token each find the same channels: all its scores are counted in bins, the last bin's compared.
-// gather   A warp has a kept channel's gate and up rows, all warps its down row. Skipped channels add their b.
-// finish   Sums over a token's blocks in fixed order, so that every run gives the same bits; the map U; bfloat16.
+// screen   A task is an expert of a token and a sector of 32 bytes (80 channels) of each code row. A warp has blocks of
+//          128 coordinates: it rotates the token's, lists the largest, and multiplies their codes with tensor cores. x
+//          has 23 bits relative to the largest of its block, so that sums of codes times x are exact.
+// choose   Each block of a token finds the same channels: it counts all scores in bins and compares those of the last bin.
+// gather   A warp has a kept channel's gate and up rows; all warps have its down row. Skipped channels add their b.
+// finish   Sums over a token's blocks in fixed order, so that every run gives the same bits; applies U; writes bfloat16.
 
 #include "../experts/hopper.cuh"
 #include "halves.cuh"
@@ -29,14 +29,14 @@ struct Arguments {
     const u16 *coefficients;    // [experts, INTER, RANK] bf16
     const u16 *gate_up;         // [experts, 2 INTER, HIDDEN] bf16
     const u16 *down;            // [experts, INTER, HIDDEN] bf16: transposed
-    const int *kept_of;         // [COLUMNS + 1]: channels that a token of so many experts keeps
+    const int *kept_of;         // [COLUMNS + 1]: channels to keep, by the token's number of experts
     u64 *estimates;             // [tokens, COLUMNS, INTER] tagged: activation(gate) up
-    u64 *scores;                // [tokens, SCORES] tagged: a score's bits + 1 (as all are at least 0, in their order); 0 where there is no expert
+    u64 *scores;                // [tokens, SCORES] tagged: a score's bits + 1 (scores are >= 0, so bits have their order); 0 without an expert
     u64 *parts;                 // [larger of blocks and tokens, HIDDEN] tagged: sums of a block's kept channels
     u64 *mapped;                // [the same, 32] tagged: sums of a block's w b p
     u32 *kept;                  // [tokens, WORDS] bits, slot-major; or null
     u16 *output;                // [tokens, HIDDEN] bf16
-    u64 *ended;                 // blocks, over all launches of as many: 0 at first, then left alone
+    u64 *ended;                 // ended blocks over all launches, which have equally many; 0 at first
     long long stride;
     int tokens;
 };
@@ -48,16 +48,16 @@ constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate a
 constexpr int STEPS = COORDINATES / 16, A_TOKEN = STRIPS * COLUMNS;  // Tasks of a token.
 constexpr int CHANNELS = COLUMNS * INTER, WORDS = (CHANNELS + 31) / 32;
 constexpr int SCORES = (CHANNELS + 63) / 64 * 64;
-constexpr int EACH = (SCORES / 2 + THREADS - 1) / THREADS;  // Two scores each, of a thread.
+constexpr int EACH = (SCORES / 2 + THREADS - 1) / THREADS;  // Pairs of scores per thread.
 constexpr int BIN_BITS = 12, BINS = 1 << BIN_BITS;
-constexpr int LOWEST = (127 - 48) << 6;  // Of the first bin, 2^-48: the exponent and 6 bits of a key.
-constexpr u32 INFINITE = 0x7f800000;  // Bits of the largest score: a score that is no number has it.
-constexpr int RIVALS = 1024;          // Most channels of a bin that are compared one by one.
+constexpr int LOWEST = (127 - 48) << 6;  // The first bin, 2^-48: the exponent and 6 bits of a key.
+constexpr u32 INFINITE = 0x7f800000;  // Bits of the largest score, which NaN also gets.
+constexpr int RIVALS = 1024;          // The most channels of a bin that are compared one by one.
 
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
 static_assert(COLUMNS <= 32 && CHANNELS <= 16384 && (RANK == 32 || RANK == 0) && GATHERING <= WARPS, "shape");
 
-// The largest coordinates of a block of Rx: which, and x / unit in two parts.
+// The largest coordinates of a block of Rx: their indices, and x / unit in two parts.
 struct Screened {
     u16 part[2][COORDINATES];
     u8 coordinate[COORDINATES];
@@ -73,23 +73,23 @@ struct Shared {
             alignas(16) int bin[BINS];
             alignas(16) u64 rival[RIVALS];
         };
-        alignas(16) u16 row[GATHERING][3][HIDDEN];     // Gate, up and down of a channel.
+        alignas(16) u16 row[GATHERING][3][HIDDEN];     // Gate, up and down rows of a channel.
     };
     uint4 x[HIDDEN / 8];
     alignas(16) float mapped[WARPS][32];
-    u64 full[GATHERING][2];     // Gate and up, and down, of a channel have come.
+    u64 full[GATHERING][2];     // Barriers: a channel's gate and up rows, and its down row, are copied.
     u64 least;
     u32 tag;
-    float2 dots[WARPS];         // Of a warp's channel, or a half of one: gate and up.
+    float2 dots[WARPS];         // Gate and up of a warp's channel, or of half of one.
     float pair[THREADS];
-    u32 bits[WORDS];            // Which channels are kept.
+    u32 bits[WORDS];            // The kept channels.
     int across[WARPS], kept[WARPS];
     int found[3], rivals;
-    u16 list[CHANNELS];         // Of kept channels that are this block's.
+    u16 list[CHANNELS];         // This block's kept channels.
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
 
-// Where a channel's score is: the lower and the upper half of 64 take turns, so that a thread's two lie side by side.
+// The index of a channel's score: the lower and the upper half of 64 alternate, so that a thread's two are adjacent.
 __device__ __forceinline__ int score_at(int channel) { return (channel & ~63) | (channel & 31) << 1 | (channel >> 5 & 1); }
 
 __device__ __forceinline__ void await_tag(const u64 *at, u32 tag) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void await_tag(const u64 *at, u32 tag) {
 #include "choose.cuh"
 #include "gather.cuh"
 
-// 32 columns of a token at a time: its blocks' sums and the map. As many warps do it together as its blocks keep busy.
+// Sums a token's blocks and applies the map, 32 columns at a time, with as many warps as its blocks keep busy.
 __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 tag, int warp, int lane) {
     constexpr u32 UNITS = HIDDEN / 32, EACH_WARP = 9;
     const u32 blocks = gridDim.x, tokens = a.tokens, rows = tokens <= blocks ? (blocks + tokens - 1) / tokens : 1;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
 #pragma unroll 1
         for (int row = first + member; row < last; row += EACH_WARP * team) {
             u64 part[EACH_WARP], some[EACH_WARP];
-            // A row's last word is waited for first, so that those who still write are not disturbed.
+            // Polls a row's last word first, so as not to disturb blocks that still write.
             const int own = row + (lane < EACH_WARP ? lane : 0) * team;
             if (own < last) await_tag(a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
             __syncwarp();
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_con
     let_next_begin();
     const u64 ended = get_tagged(a.ended);
     screen(a, shared, begin, end, ended, warp, lane);
-    const bool alone = a.tokens > (int)blocks;  // A block has whole tokens, or a part of one.
+    const bool alone = a.tokens > (int)blocks;  // A block has whole tokens, or else a part of one.
     u32 token = alone ? blockIdx.x : ((blockIdx.x + 1) * tokens - 1) / blocks;
     const int first = token * blocks / tokens, last = (token + 1) * blocks / tokens;
     const u32 tag = shared.tag;

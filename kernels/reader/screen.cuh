@@ -1,16 +1,16 @@
-// The screen of reader.cu: what channels would be, from the codes of the largest coordinates.
+// The screen of reader.cu: estimates channels from the codes of the largest coordinates.
 
-// Where the codes of the `at`th coordinate are held: of 16, lane t multiplies the 2t, 2t + 1, 2t + 8 and 2t + 9th, whose
-// rows are t, t + 4, t + 8 and t + 12, so that lanes read from different banks.
+// The row that holds the codes of the `at`-th coordinate. Of each 16, lane t multiplies coordinates 2t, 2t + 1, 2t + 8 and
+// 2t + 9, whose rows are t, t + 4, t + 8 and t + 12, so that lanes read from different banks.
 __device__ __forceinline__ int row_of(int at) { return (at & ~7) | (at & 1) << 2 | (at >> 1 & 3); }
 
-// Where the last of the listed coordinates is in a normal distribution, in units of the largest of 128, and how fast their
-// number falls there, of all: first guesses.
+// First guesses from a normal distribution: the size of the last listed coordinate relative to the largest of 128, and how
+// much the size changes per coordinate there.
 constexpr float EXPECTED = COORDINATES >= 112 ? 0.06f : COORDINATES >= 96 ? 0.12f : COORDINATES >= 80 ? 0.17f
     : COORDINATES >= 64 ? 0.255f : COORDINATES >= 48 ? 0.335f : COORDINATES >= 32 ? 0.435f : 0.58f;
 constexpr float A_COORDINATE = 1.0f / (COORDINATES >= 64 ? 240 : COORDINATES >= 32 ? 160 : 80);
 
-// A block of 128 coordinates, 4 a lane: rotated, and the largest listed. One warp.
+// Rotates a block of 128 coordinates, 4 per lane, and lists the largest. One warp.
 __device__ void list_largest(const Arguments &a, int token, int block, int lane, Screened &to) {
     float v[4];
     const u16 *x = a.x + token * a.stride + block * 128 + lane * 4;
@@ -28,8 +28,8 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         most = key[i] > most ? key[i] : most;
     }
     most = __reduce_max_sync(~0u, most);
-    // `there` keys, COORDINATES or more, are at least `least`; `past`, fewer, are at least `beyond`. Guesses as of a normal
-    // distribution, then by a straight line between the two, then by halves of what is left of their bits.
+    // `there` keys (COORDINATES or more) are >= `least`; `past` keys (fewer) are >= `beyond`. The level between them is
+    // guessed from a normal distribution, then by linear interpolation, then by bisection of the bits.
     u32 least = 0, beyond = most + 1;
     int there = 128, past = 0;
     float guess = __int_as_float(most) * EXPECTED;
@@ -47,9 +47,9 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         guess = turn < 3 ? __int_as_float(level) + __int_as_float(most) * (A_COORDINATE * (count - COORDINATES))
                          : from + __fdividef(upto - from, there - past) * (there - COORDINATES + 0.5f);
     }
-    // Too many equals: the first of them are taken.
+    // Too many equal keys: take the first of them.
     const u32 before = (1u << lane) - 1;
-    u32 spared = 0;  // Of this lane's, bits.
+    u32 spared = 0;  // Bits of this lane's keys that are taken.
     if (there != COORDINATES) {
         int ties = 0, room = COORDINATES - there;
 #pragma unroll
@@ -61,9 +61,9 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         for (int i = 0; i < 4; ++i)
             if (key[i] == least && ties++ >= room) spared |= 1u << i;
     }
-    // x in units of 2^-21 of the largest's power of two, as two whole numbers of at most 12 bits: 2^11 of the second are
-    // one of the first. With codes their sums are exact.
-    constexpr float WHOLE = 12582912;  // To this is added what is rounded to a whole number.
+    // x in units of 2^-21 of the largest's power of two, as two integers of at most 12 bits; the first counts 2^11 of the
+    // second. Their sums with codes are exact.
+    constexpr float WHOLE = 12582912;  // Adding this to a number rounds it to an integer.
     const int found = most >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
     const float one_over = __int_as_float((254 - exponent) << 23);
     int place = 0;
@@ -84,12 +84,12 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     __syncwarp();
 }
 
-// A byte of each of two words, see halves.cuh.
+// Takes a byte of each of two words, see halves.cuh.
 __device__ __forceinline__ u32 codes_of(u32 one, u32 other, int which) {
     return code_sums(__byte_perm(one, other, which == 0 ? 0x4400 : which == 1 ? 0x5511 : which == 2 ? 0x6622 : 0x7733));
 }
 
-// Codes of a strip in a block of coordinates, a sector of each: two lanes a row.
+// Copies the codes of a strip in a block of coordinates, one sector per row, with two lanes per row.
 __device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from, int lane, u32 (&code)[COORDINATES][8]) {
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -98,9 +98,9 @@ __device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from
     }
 }
 
-// -> products [PAIRED]: of a word's 10 values, gate's five come first. sum of code times x, over 1024.
-// A sum of code 3^i over 3^i, rounded to the next whole number, is that of the codes from the ith on. So are sums of
-// products with x, and the ith code's is that less three times the next.
+// Writes products [PAIRED]: sums of code times x, over 1024; of a word's 10 values, the five of gate come first. A word
+// holds the sum of code_j 3^j. Divided by 3^i and rounded to an integer, it is the sum of code_j 3^(j - i) over j >= i.
+// Products with x keep this, and subtracting three times the result for i + 1 gives that of code_i alone.
 __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[COORDINATES][8], int lane, float *products) {
     const int g = lane / 4, t = lane % 4;
     float4 sum[2][5];
@@ -127,7 +127,7 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
             }
         }
     }
-    if (t) return;  // The first lane has both parts of x.
+    if (t) return;  // The first lane of four has both parts of x.
     const float unit = from.unit, part = 1.0f / 2048;
 #pragma unroll
     for (int which = 0; which < 2; ++which)
@@ -143,10 +143,10 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
         }
 }
 
-// The codes of a task's strip, of the coordinates that are largest in its token: listed where they are not yet. -> expert
+// Fetches the codes of a task's strip for its token's largest coordinates, which it lists if needed. Returns the expert.
 __device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, int task, int listed, int warp, int lane) {
     const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
-    const long long expert = *(volatile const long long *)(a.ids + pair);  // On its way while coordinates are listed.
+    const long long expert = *(volatile const long long *)(a.ids + pair);  // Loads while coordinates are listed.
     const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
 #pragma unroll 1
     for (int block = warp; block < BLOCKS; block += WARPS) {
@@ -157,14 +157,14 @@ __device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, i
     return expert;
 }
 
-// What a thread has of a task: gate or up of a channel, if any, with its scales; the next lane has the other. As they come
-// from memory: nothing waits for them before codes are multiplied.
+// A thread's part of a task: gate or up of a channel, if any, with its scales; the next lane has the other. Values are as
+// loaded from memory, so that nothing waits for them before codes are multiplied.
 struct Scored {
-    int own, channel;  // Of the task's values, of the expert's channels.
+    int own, channel;  // Index of the task's values; of the expert's channels.
     u16 scale[BLOCKS], norm;
     float weight;
 
-    // Of a few warps, others at every task.
+    // By a few warps, which change with every task.
     __device__ __forceinline__ bool has() const { return own < PAIRED && channel < INTER; }
 
     __device__ __forceinline__ void ask(const Arguments &a, int task, long long expert) {
@@ -176,7 +176,7 @@ struct Scored {
         norm = a.norms[expert * INTER + channel], weight = a.weights[task / STRIPS];
     }
 
-    // The channel's estimate and score, of what all warps have found.
+    // Computes the channel's estimate and score from the results of all warps.
     __device__ __forceinline__ void tell(const Arguments &a, const Shared &shared, int task, long long expert) const {
         if (own >= PAIRED) return;
         const int pair = task / STRIPS, token = pair / COLUMNS;
@@ -186,7 +186,7 @@ struct Scored {
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * products[block * PAIRED];
         }
-        sum *= 1024;  // See screen_block: not sooner, so that x may be of any size.
+        sum *= 1024;  // See screen_block. Not earlier, so that x may have any size.
         const float up = __shfl_xor_sync(~0u, sum, 1);
         if (own % 2 || channel >= INTER) return;
         u64 *score = a.scores + (long long)token * SCORES + score_at(pair % COLUMNS * INTER + channel);
@@ -195,14 +195,14 @@ struct Scored {
             return;
         }
         const float active = activation(sum) * up;
-        const u32 bits = (u32)__float_as_int(weight * wide(norm) * active) & 0x7fffffffu;  // No -0, whose key would be the largest.
+        const u32 bits = (u32)__float_as_int(weight * wide(norm) * active) & 0x7fffffffu;  // Clears the sign: the key of -0 would be the largest.
         put_tagged(a.estimates + (long long)pair * INTER + channel, __float_as_int(active), shared.tag);
         put_tagged(score, (bits > INFINITE ? INFINITE : bits) + 1, shared.tag);
     }
 };
 
-// A block's tasks, from `begin` to `end`. With two buffers the next one's codes come while one is multiplied: half of the
-// warps ask for them before they multiply, half after. ended: blocks of all launches.
+// Runs a block's tasks, from `begin` to `end`. With two buffers the codes of the next task load while one is multiplied:
+// half of the warps request them before they multiply, half after. ended: blocks of all launches.
 __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int begin, int end, u64 ended, int warp, int lane) {
     constexpr int AHEAD = BUFFERS - 1;
     int expert = -1, expert_next = -1;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int b
             if (half == late) {
                 if (next < end) expert_next = fetch_codes(a, shared, next, next > begin ? (next - 1) / A_TOKEN : -1, warp, lane);
                 end_group();
-                // Launches before this one, and not 0: none of its blocks ends before this one has told the others its sums.
+                // The tag: the number of earlier launches, non-zero by its top bit. No block ends before this one has sent its sums.
                 if (next == begin && threadIdx.x == THREADS - 1) shared.tag = (u32)(ended / gridDim.x) | 0x80000000u;
                 if (!AHEAD) expert = expert_next, scored.ask(a, task, expert);
             } else if (task >= begin && expert >= 0) {

@@ -1,4 +1,4 @@
-// What the reader's kernels compute alike. GELU: of the shape; SiLU where not.
+// Shared by the reader's kernels. GELU: of the shape, else SiLU.
 
 __device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
 __device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
@@ -13,7 +13,7 @@ __device__ __forceinline__ float activation(float gate) {
 #endif
 }
 
-// A block of 128 coordinates, 4 a lane, times its signs: by a Hadamard matrix, 128^0.5 times too long. One warp.
+// Multiplies a block of 128 coordinates, 4 per lane, with a Hadamard matrix, without the factor 128^-0.5. One warp.
 __device__ __forceinline__ void turn(float (&v)[4], int lane) {
 #pragma unroll
     for (int far = 1; far < 4; far *= 2)
