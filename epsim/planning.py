@@ -35,7 +35,7 @@ class Plan(Placement):
 
 
 def to_counts(block: Block, num_experts: int) -> CountsBlock:
-    """Any block at the coarsest level."""
+    """A block of any level as a block of counts."""
     if isinstance(block, CountsBlock):
         return block
     if isinstance(block, RankCountsBlock):
@@ -52,12 +52,12 @@ def plan_placements(
     progress: Progress,
     keys: list[Ints] | None = None,
 ) -> list[Placement]:
-    """The placement of each stack, for the layers of `meta`, planned on the first `num_steps` steps of `history`.
+    """Plans the placement of each stack for the layers of `meta`, on the first `num_steps` steps of `history`.
 
     Stacks whose placement policy is the same share one placement, unless the policy plans for the stack.
 
-    keys: a list that receives the `step_keys` of the steps planned on.
-    Raises ValueError where history and meta are of different models, or a policy finds no placement that fits.
+    keys: receives the `step_keys` of the steps that were planned on.
+    Raises ValueError if the history is of another model, or if a policy finds no placement that fits the cluster.
     """
     policies = {stack.placement for stack in stacks}
     shape = (meta.num_layers, meta.num_experts)
@@ -65,7 +65,7 @@ def plan_placements(
     steps: list[Ints] = []
     if any(policy.needs_history for policy in policies):
         pick = _matching_layers(history.meta, meta)
-        # Policies that look at single steps see at most as many, evenly spaced, as fit the memory set aside.
+        # Policies that use single steps get evenly spaced steps, as many as fit MAX_HISTORY_BYTES.
         stride = max(1, -(-num_steps * total.nbytes // MAX_HISTORY_BYTES))
         seen = 0
         for block in history.blocks(0, num_steps, max_bytes=BLOCK_BYTES):
@@ -91,19 +91,19 @@ def plan_placements(
 
 
 def planned_as(stack: Stack) -> object:
-    """Equal for stacks that share a placement."""
+    """A key that is equal for stacks that share a placement."""
     return stack if stack.placement.plans_for_stack else stack.placement
 
 
 def _matching_layers(history: TraceMeta, meta: TraceMeta) -> list[int]:
-    """Places in the history of the trace's layers."""
+    """The indices, in the history, of the trace's layers."""
     if history.num_experts != meta.num_experts:
         raise ValueError(
-            f"--history has {history.num_experts} experts a layer and the trace {meta.num_experts}: "
+            f"--history has {history.num_experts} experts per layer and the trace has {meta.num_experts}: "
             "give a history of the same model"
         )
-    place = {layer: i for i, layer in enumerate(history.layers)}
-    missing = [layer for layer in meta.layers if layer not in place]
+    index = {layer: i for i, layer in enumerate(history.layers)}
+    missing = [layer for layer in meta.layers if layer not in index]
     if missing:
         raise ValueError(f"--history lacks layer {missing[0]} of the trace: give a history of the same model")
-    return [place[layer] for layer in meta.layers]
+    return [index[layer] for layer in meta.layers]

@@ -1,4 +1,4 @@
-"""Replay: a recorded trace through policy stacks; which one makes the slowest rank least slow, and by how much."""
+"""Replay of a recorded trace under several policy stacks: which has the lowest peak load, and by how much."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class ReplayOptions(PlanningOptions):
-    """policies: (name or "", stack) in the order of the report; the first is what the others are compared with.
+    """policies: (name or "", stack) in the order of the report. The others are compared with the first.
 
-    shared_cost: None takes the trace's; plan_share: part of the trace that placements are planned on where there is no
-    history, the rest being scored. device: where splits are solved; both give the same results, bit for bit. All else
-    is done on the CPU, where sums of real numbers have one order. timing: how long layers take; None leaves times out.
+    shared_cost: the shared expert's work in routed assignments; None for the trace's. plan_share: the share of the
+    steps that placements are planned on if there is no history; only the other steps are scored. device: where splits
+    are solved, with the same results bit for bit. Everything else runs on the CPU, where sums have a fixed order.
+    timing: the model that predicts times; None for no times.
     """
 
     cluster: Cluster
@@ -52,15 +53,15 @@ class ReplayOptions(PlanningOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.policies:
-            raise ValueError("no policy to replay: give --policy STACK at least once")
+            raise ValueError("there is no policy to replay: give --policy STACK at least once")
         names = [name or str(stack) for name, stack in self.policies]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
-            raise ValueError(f"--policy {twice} is given twice: name each with NAME=STACK")
+            raise ValueError(f"--policy {twice} is given twice: give each a name with NAME=STACK")
 
 
 def check_device(name: str) -> Device:
-    """The device of that name. Raises ValueError where there is none."""
+    """The device of that name. Raises ValueError if the machine has none."""
     if name == "cpu":
         return "cpu"
     if name != "cuda":
@@ -68,7 +69,7 @@ def check_device(name: str) -> Device:
     if not cuda.available():
         raise ValueError(
             "--device cuda needs a CUDA device that PyTorch sees, and CuPy (pip install epsim[gpu]): "
-            "leave --device out to solve on the CPU, with the same results"
+            "leave out --device to solve on the CPU, with the same results"
         )
     return "cuda"
 
@@ -82,13 +83,13 @@ def replay(
     history_name: str = "",
     progress: Progress = lambda steps: None,
 ) -> ResultsData:
-    """Scores every stack of `options` on the trace; returns results of schema 1 (docs/results.md).
+    """Scores every stack of `options` on the trace and returns the results (docs/results.md).
 
-    history: the trace that placements are planned on; without it they are planned on the first `plan_share` of the
-    trace's steps and only the rest is scored. A history that holds the scored steps, whatever its name and format, is
-    named as hindsight. progress is called with numbers of steps that sum to `replay_length`.
+    history: the trace that placements are planned on. Without one they are planned on the first `plan_share` of the
+    trace's steps, and only the other steps are scored. If the history contains the scored steps, under any file name
+    and format, the results call it hindsight. progress: called with numbers of steps, which sum to `replay_length`.
 
-    Raises ValueError where a stack needs a finer trace, or cluster, history and trace do not fit together.
+    Raises ValueError if a stack needs a finer trace, or if cluster, history and trace do not fit together.
     """
     cluster = options.cluster
     meta = regrouped_meta(trace.meta, cluster.num_ranks)
@@ -157,28 +158,28 @@ def replay(
 
 
 def _steps_a_block(meta: TraceMeta, num_physical: int, num_ranks: int) -> int:
-    """So many that their counts by source rank and physical expert fit the memory set aside, however few tokens."""
+    """The number of steps whose counts by source rank and physical expert fit COUNTS_BYTES; at least one."""
     ranks = 1 if meta.level == "counts" else num_ranks
     step_bytes = 8 * meta.num_layers * num_physical * ranks
     return max(1, COUNTS_BYTES // step_bytes)
 
 
 def planned_steps(trace: StoredTrace, options: ReplayOptions, history: StoredTrace | None) -> int:
-    """How many of the trace's first steps are planned on rather than scored."""
+    """The number of first steps that placements are planned on, and that are not scored."""
     if trace.num_steps < 1:
-        raise ValueError("the trace holds no step: there is nothing to score")
+        raise ValueError("the trace has no steps: there is nothing to score")
     if history is not None or not any(stack.placement.needs_history for _, stack in options.policies):
         return 0
     if trace.num_steps < 2:
         raise ValueError(
-            "the trace holds one step, which cannot be both planned on and scored: give --history TRACE "
-            "(the same file is allowed, and is then named as hindsight)"
+            "the trace has only one step, which cannot be used both for planning and for scoring: give --history TRACE "
+            "(the same file is allowed; the results then call it hindsight)"
         )
     return min(max(round(trace.num_steps * options.plan_share), 1), trace.num_steps - 1)
 
 
 def replay_length(trace: StoredTrace, history: StoredTrace | None) -> int:
-    """Steps that `replay` reports to `progress` at most: those of the trace, and those of the history."""
+    """The largest number of steps that `replay` reports to `progress`: those of the trace and of the history."""
     return trace.num_steps + (history.num_steps if history is not None else 0)
 
 
@@ -189,32 +190,34 @@ def _shared_cost(meta: TraceMeta, options: ReplayOptions) -> tuple[float, list[s
         return meta.shared_cost, []
     if options.timing is not None:
         return options.timing.model.shared_cost, []
-    return 0.0, ["the recording does not tell of a shared expert: none is assumed; --shared-cost says otherwise"]
+    return 0.0, [
+        "the recording does not say whether there is a shared expert: none is assumed; --shared-cost changes that"
+    ]
 
 
 def _expert_bytes(meta: TraceMeta, timing: LayerTiming | None) -> ResultsData:
-    """The weights of one expert, where the model is known: what a redundant one takes of the memory."""
+    """The memory of one redundant expert, if the model is known."""
     model = None if timing is None else timing.model
-    if model is None and not meta.model.endswith(".toml"):  # no file that a trace names is read
-        with suppress(ValueError, OSError):  # a model that no specification describes
+    if model is None and not meta.model.endswith(".toml"):  # a file that a trace names is never read
+        with suppress(ValueError, OSError):  # no specification describes the model
             model = load_model(meta.model)
     fits = model is not None and model.num_experts == meta.num_experts
     return {"expert_bytes": model.expert_bytes} if model is not None and fits else {}
 
 
 def _history_words(num_planned: int, history_name: str, history_keys: Sequence[Ints], scored: Ints) -> str:
-    """What placements were planned on; the keys (`step_keys`) of a given history and of the scored steps [S] tell
-    whether these are among them, or add up to the same counts."""
+    """What placements were planned on. history_keys: `step_keys` of the history, empty without one. scored [S]: those
+    of the scored steps. They show whether the history contains the scored steps or sums to the same counts."""
     if num_planned:
         return f"placements planned on the first {num_planned} steps, which are not scored"
     if not history_keys:
-        return "no placement here needs a history"
+        return "no placement needs a history"
     known, scored = np.concatenate(history_keys), scored[scored != 0]
     again = int(np.isin(scored, known).sum())
     if again == len(scored) > 0:
-        return f"hindsight: placements planned on the very steps they are scored on ({history_name})"
+        return f"hindsight: placements planned on the same steps that they are scored on ({history_name})"
     if again:
         return f"partly hindsight: placements planned on {history_name}, with {again} of the {len(scored)} scored steps"
     if len(scored) and known.sum() == scored.sum():
-        return f"hindsight: placements planned on counts that sum to those they are scored on ({history_name})"
+        return f"hindsight: placements planned on counts with the same sum as the scored steps ({history_name})"
     return f"placements planned on {history_name}"

@@ -305,7 +305,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
     """results.json of schema 1; the run's, or what a replay says of the same steps and placements."""
     meta, cluster, options = prepared.meta, prepared.cluster, prepared.options
     first, history = prepared.first, prepared.history
-    words = "no placement here needs a history"
+    words = "no placement needs a history"
     if history is not None:
         words = f"placements planned on {Path(options.history or '').name}"
     elif first:

@@ -105,12 +105,12 @@ def test_a_history_of_the_scored_steps_is_hindsight_under_any_name(make_trace: T
     copied = StoredTrace(shutil.copy(trace.path, tmp_path / "copy.parquet"))
     (tmp_path / "hard.parquet").hardlink_to(trace.path)
     histories = {
-        "very steps": [
+        "same steps that they are scored on": [
             copied,
             StoredTrace(tmp_path / "hard.parquet"),
             store(tmp_path / "counted.parquet", np.concatenate([counts_of(other), counts])),
         ],
-        "counts that sum to those": [store(tmp_path / "sum.parquet", counts.sum(0, keepdims=True))],
+        "counts with the same sum as": [store(tmp_path / "sum.parquet", counts.sum(0, keepdims=True))],
         "with 2 of the 6 scored steps": [store(tmp_path / "part.parquet", counts[1:3])],
     }
     for words, of_that_kind in histories.items():
@@ -120,7 +120,7 @@ def test_a_history_of_the_scored_steps_is_hindsight_under_any_name(make_trace: T
             assert "hindsight" in said
     assert replay(trace, options("eplb"), other, history_name="h")["setting"]["history"] == "placements planned on h"
     unused = replay(trace, options("contiguous"), trace, history_name="h")["setting"]["history"]
-    assert unused == "no placement here needs a history"
+    assert unused == "no placement needs a history"
 
 
 @pytest.mark.recordings

@@ -1,4 +1,4 @@
-"""What a report shows of a stack over steps, layers and ranks: gathered block by block, bounded in size."""
+"""The detail of one stack for the report, by step, layer and rank: gathered block by block, with a bounded size."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from epsim.score.metrics import Values
 from epsim.score.statistics import Floats
 
 MOST_STRETCHES = 200
-"""Successive steps are joined to stretches where there are more."""
+"""If there are more steps, successive steps are joined into stretches."""
 MOST_CELLS = 1 << 15
-"""Values of one stack's heat map over stretches and ranks."""
+"""Limit on the values of one stack's heat map by stretch and rank."""
 MOST_LAYER_CELLS = 24_000
-"""Values of one stack's heat maps of every layer, in all."""
+"""Limit on the values of one stack's heat maps by layer, all layers together."""
 MOST_LAYER_STRETCHES = 64
 QUANTILES = np.linspace(0.0, 1.0, 201)
 
 
 class StackDetail:
-    """Gathers one stack's detail over `num_steps` steps, which are added in order."""
+    """Gathers the detail of one stack over `num_steps` steps, which are added in order."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps, self._seen = num_steps, 0
@@ -35,11 +35,11 @@ class StackDetail:
 
     @property
     def stretches(self) -> int:
-        """That steps are joined to."""
+        """The number of stretches that steps are joined into."""
         return len(self._rank)
 
     def add(self, metrics: Mapping[str, Values], total: torch.Tensor, tokens: torch.Tensor) -> None:
-        """metrics of a block of steps; total [S, L, R] float64: the load; tokens [S, L] float64."""
+        """Adds a block of S steps. total [S, L, R] float64: the load of each rank. tokens [S, L] float64."""
         num_steps, num_layers, num_ranks = total.shape
         if not self._rank.numel():
             stretches = max(1, min(self._num_steps, MOST_STRETCHES, MOST_CELLS // num_ranks))
@@ -47,24 +47,24 @@ class StackDetail:
             coarse = min(self._num_steps, MOST_LAYER_STRETCHES, MOST_LAYER_CELLS // cells)
             self._rank, self._pairs = _zeros(stretches, num_ranks), _zeros(stretches)
             self._layer, self._layer_pairs = _zeros(coarse, num_layers, num_ranks), _zeros(coarse, num_layers)
-        over = (total / total.mean(-1, keepdim=True)).nan_to_num()
+        over_mean = (total / total.mean(-1, keepdim=True)).nan_to_num()
         busy = (total.sum(-1) > 0).double()
-        place = self._places(num_steps, len(self._rank))
-        _join(self._rank, place, over.sum(1))
-        _join(self._pairs, place, busy.sum(1))
+        stretch = self._stretch_of(num_steps, len(self._rank))
+        _join(self._rank, stretch, over_mean.sum(1))
+        _join(self._pairs, stretch, busy.sum(1))
         if len(self._layer):
-            coarse_place = self._places(num_steps, len(self._layer))
-            _join(self._layer, coarse_place, over)
-            _join(self._layer_pairs, coarse_place, busy)
-        self._add_metrics(metrics, place)
+            coarse_stretch = self._stretch_of(num_steps, len(self._layer))
+            _join(self._layer, coarse_stretch, over_mean)
+            _join(self._layer_pairs, coarse_stretch, busy)
+        self._add_metrics(metrics, stretch)
         self._add_tokens(metrics["max_over_mean"], tokens.amax(-1) / num_ranks)
         self._seen += num_steps
 
     def entry(self, values: npt.NDArray[np.float32]) -> dict[str, Any]:
-        """The parts of results.json; values: every max_over_mean."""
+        """The detail's keys in the stack's entry of results.json. values: all values of max_over_mean."""
         if not self._rank.numel():
             return {}
-        found: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "by_step": {key: _means(sums, self._counts[key]) for key, sums in self._sums.items()},
             "load_over_mean_by_step": _rounded(self._rank / self._pairs[:, None]),
             "max_over_mean_by_tokens": [
@@ -73,45 +73,46 @@ class StackDetail:
             ],
         }
         if len(self._layer):
-            found["load_over_mean_by_layer"] = _rounded((self._layer / self._layer_pairs[..., None]).transpose(0, 1))
+            entry["load_over_mean_by_layer"] = _rounded((self._layer / self._layer_pairs[..., None]).transpose(0, 1))
         if len(values):
-            found["max_over_mean_quantiles"] = np.round(np.quantile(values, QUANTILES), 5).tolist()
-        return found
+            entry["max_over_mean_quantiles"] = np.round(np.quantile(values, QUANTILES), 5).tolist()
+        return entry
 
-    def _places(self, num_steps: int, stretches: int) -> npt.NDArray[np.int64]:
+    def _stretch_of(self, num_steps: int, stretches: int) -> npt.NDArray[np.int64]:
+        """[S]: the stretch of each of the next steps."""
         return (self._seen + np.arange(num_steps)) * stretches // max(self._num_steps, 1)
 
-    def _add_metrics(self, metrics: Mapping[str, Values], place: npt.NDArray[np.int64]) -> None:
+    def _add_metrics(self, metrics: Mapping[str, Values], stretch: npt.NDArray[np.int64]) -> None:
         for key, value in metrics.items():
             if isinstance(value, str) or key.startswith("routed_"):
                 continue
-            steps = value.numpy().reshape(len(place), -1)
-            there = ~np.isnan(steps)
-            for kept, part in ((self._sums, np.where(there, steps, 0.0)), (self._counts, there)):
+            steps = value.numpy().reshape(len(stretch), -1)
+            valid = ~np.isnan(steps)
+            for kept, part in ((self._sums, np.where(valid, steps, 0.0)), (self._counts, valid)):
                 kept.setdefault(key, np.zeros(len(self._rank)))
-                np.add.at(kept[key], place, part.sum(1))
+                np.add.at(kept[key], stretch, part.sum(1))
 
     def _add_tokens(self, max_over_mean: Values, tokens: torch.Tensor) -> None:
-        """tokens [S]: a rank's, mean over ranks."""
+        """Sums by the steps' number of tokens, in powers of two. tokens [S]: tokens per rank, mean over ranks."""
         assert isinstance(max_over_mean, torch.Tensor)
-        there = ~max_over_mean.isnan()
-        power = torch.floor(torch.log2(tokens.clamp(min=0.5))).long()
-        for one in sorted(set(power[tokens > 0].tolist())):
-            of_power = (power == one) & (tokens > 0)
-            sums = [float(of_power.sum()), float(max_over_mean[of_power].nansum()), float(there[of_power].sum())]
+        valid = ~max_over_mean.isnan()
+        powers = torch.floor(torch.log2(tokens.clamp(min=0.5))).long()
+        for power in sorted(set(powers[tokens > 0].tolist())):
+            chosen = (powers == power) & (tokens > 0)
+            sums = [float(chosen.sum()), float(max_over_mean[chosen].nansum()), float(valid[chosen].sum())]
             if sums[2]:
-                self._by_tokens[one] = self._by_tokens.get(one, np.zeros(3)) + np.array(sums)
+                self._by_tokens[power] = self._by_tokens.get(power, np.zeros(3)) + np.array(sums)
 
 
-def _join(sums: torch.Tensor, place: npt.NDArray[np.int64], values: torch.Tensor) -> None:
-    """Adds values [S, ...] to sums [stretches, ...] at place [S], which ascends."""
-    # On one thread: torch's index_add_ starts them all for a sum of microseconds, and they spin after it.
-    there, starts = np.unique(place, return_index=True)
-    sums.numpy()[there] += np.add.reduceat(values.numpy(), starts, axis=0)
+def _join(sums: torch.Tensor, stretch: npt.NDArray[np.int64], values: torch.Tensor) -> None:
+    """Adds values [S, ...] to sums [stretches, ...] at the ascending indices stretch [S]."""
+    # NumPy uses one thread. torch's index_add_ wakes all threads for a sum of microseconds, and they spin after it.
+    indices, starts = np.unique(stretch, return_index=True)
+    sums.numpy()[indices] += np.add.reduceat(values.numpy(), starts, axis=0)
 
 
 def step_weights(counts: Floats, stretches: int) -> list[int]:
-    """counts [S] of each step -> [stretches], summed as `StackDetail` joins steps."""
+    """counts [S] -> [stretches]: their sums by the stretches of `StackDetail`."""
     sums = np.zeros(stretches)
     np.add.at(sums, np.arange(len(counts)) * stretches // max(len(counts), 1), counts)
     return [int(value) for value in sums]
@@ -130,7 +131,7 @@ def _means(sums: Floats, counts: Floats) -> list[float | None]:
 
 
 def _rounded(values: torch.Tensor) -> Any:
-    """Nested lists; null where nothing has tokens."""
+    """Nested lists with three decimals; None for NaN."""
     rounded = values.mul(1000).round().div(1000)
     flat = [None if value != value else value for value in rounded.flatten().tolist()]
     return np.array(flat, dtype=object).reshape(values.shape).tolist()

@@ -9,21 +9,23 @@ import torch
 from epsim.policies.load import Load
 
 Values: TypeAlias = "torch.Tensor | str"
-"""[S, L] float64 ([S] for a metric of whole steps), NaN where a layer has no tokens; or the reason for none."""
+"""[S, L] float64, or [S] for a metric of whole steps; NaN where a layer has no tokens. A string says why there is
+no value."""
 
 
-NO_ROUTER = "no router policy in this stack: every token keeps the experts its model chose"
-NO_MODEL = "needs the model's weight sizes, which a trace does not hold"
+NO_ROUTER = "the stack has no router policy: every token keeps the experts that the model chose"
+NO_MODEL = "needs the sizes of the model's weights, which a trace does not hold"
 NO_TIME = "needs a layer-time model"
-NO_SHARED = "no shared expert in this load"
-NO_SOURCE = "the trace does not tell source ranks (counts level)"
-NOT_ROUNDED = "real-valued: at counts level nothing is rounded"
+NO_SHARED = "this load has no shared expert"
+NO_SOURCE = "a trace at counts level has no source ranks"
+NOT_ROUNDED = "loads are real-valued at counts level: nothing is rounded"
 
 
 def layer_metrics(load: Load, optimum: torch.Tensor, shared: bool) -> dict[str, Values]:
-    """Every key of METRICS on total load; where the model has a shared expert, `routed_` keys beside them.
+    """The metrics of METRICS on total load. If the model has a shared expert (`shared`), also with the prefix `routed_`
+    on routed load.
 
-    optimum [S, L] float64: the least routed peak that any split of the placement can reach, or a proven lower bound.
+    optimum [S, L] float64: a proven lower bound of the routed peak of any split of the placement.
     """
     routed = load.routed.double()
     if not shared:
@@ -41,8 +43,8 @@ def _metrics(
     busy = load.assignments > 0
     peak = torch.where(busy, total.amax(-1), nan)
     mean = torch.where(busy, total.mean(-1), nan)
-    # The shared expert may be served anywhere: over splits and shared placements together the least peak is the
-    # larger of the routed optimum and the mean. Floating-point noise must not make a gap negative.
+    # The shared expert can be served on any rank, so the lowest total peak is the larger of the routed optimum and the
+    # mean. Floating-point noise must not make a gap negative.
     optimum = torch.maximum(optimum, mean)
     routed_real = load.routed_real.double().amax(-1)
     routed_best = torch.minimum(routed_real, routed.amax(-1)) if load.rounded else routed_real

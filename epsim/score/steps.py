@@ -1,4 +1,4 @@
-"""What results tell of the scored steps themselves: which they were, and their hottest experts."""
+"""The entry `scored` of results.json: a key of the scored steps, their sizes, and their hottest experts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ NUM_HOT = 12
 
 
 def step_keys(counts: Ints) -> Ints:
-    """counts [S, L, E] -> [S] int64: a key by content, 0 for a step without tokens; others are alike by chance alone.
+    """counts [S, L, E] -> [S] int64: a hash of each step's counts, 0 for a step without tokens.
 
-    A linear form modulo 2^64 with random coefficients, so that the key of a sum of steps is the sum of their keys.
+    It is a linear form modulo 2^64 with random coefficients, so the key of a sum of steps is the sum of their keys.
     """
     flat = counts.reshape(len(counts), -1)
     return flat @ _coefficients(flat.shape[1])
@@ -33,8 +33,8 @@ def _coefficients(number: int) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenSteps:
-    """What results tell of S steps. keys [S]: `step_keys`. busy_layers [S]: layers with tokens. total [L, E]: the sum
-    of the counts."""
+    """Facts about S recorded steps. keys [S]: `step_keys`. busy_layers [S]: the number of layers with tokens. total
+    [L, E]: the sum of the counts over the steps."""
 
     keys: Ints
     busy_layers: Ints
@@ -42,7 +42,7 @@ class SeenSteps:
 
     @staticmethod
     def joined(parts: Sequence[SeenSteps]) -> SeenSteps:
-        """One after the other."""
+        """Concatenates successive parts."""
         if len(parts) == 1:
             return parts[0]
         return SeenSteps(
@@ -53,12 +53,12 @@ class SeenSteps:
 
 
 def seen_steps(counts: Ints, assignments: Ints) -> SeenSteps:
-    """counts [S, L, E]: as recorded; assignments [S, L]: their sums over experts."""
+    """counts [S, L, E] as recorded, and their sums over experts, assignments [S, L]."""
     return SeenSteps(step_keys(counts), (assignments > 0).sum(1), counts.sum(0))
 
 
 class ScoredSteps:
-    """Gathers what results tell of the scored steps, block by block, in order."""
+    """Gathers facts about the scored steps, block by block, in order."""
 
     def __init__(self) -> None:
         self._keys: list[Ints] = []
@@ -76,32 +76,32 @@ class ScoredSteps:
         return np.concatenate(self._keys)
 
     def entry(self, stretches: int) -> dict[str, Any]:
-        """The entry `scored` of results.json. stretches: how many the stacks' detail joins steps to.
+        """The entry `scored` of results.json. stretches: the number of stretches in the stacks' detail.
 
-        key: of the steps' counts; the same in two results means the same steps. steps, busy_steps, busy_layers: numbers
-        of steps, of those with tokens, and of their layers with tokens, by stretch.
+        key: two results with the same key have the same scored steps. steps, busy_steps, busy_layers: for each stretch
+        the number of steps, of steps with tokens, and of layers with tokens.
         """
         assert self._total is not None
         layers = np.concatenate(self._busy_layers)
         mean = np.maximum(self._total.mean(1, keepdims=True), 1e-9)
-        over = self._total / mean
-        order = np.argsort(-over, axis=None, kind="stable")[:NUM_HOT]
-        places = [(int(layer), int(expert)) for layer, expert in zip(*np.unravel_index(order, over.shape), strict=True)]
+        over_mean = self._total / mean
+        order = np.argsort(-over_mean, axis=None, kind="stable")[:NUM_HOT]
+        hottest = zip(*(indices.tolist() for indices in np.unravel_index(order, over_mean.shape)), strict=True)
         return {
             "key": hashlib.sha256(self.keys.astype("<i8").tobytes()).hexdigest()[:32],
             "steps": step_weights(np.ones(len(layers)), stretches),
             "busy_steps": step_weights((layers > 0).astype(np.float64), stretches),
             "busy_layers": step_weights(layers.astype(np.float64), stretches),
             "hot_experts": [
-                {"layer": layer, "expert": expert, "load_over_mean": round(float(over[layer, expert]), 4)}
-                for layer, expert in places
-                if over[layer, expert] > 0
+                {"layer": layer, "expert": expert, "load_over_mean": round(float(over_mean[layer, expert]), 4)}
+                for layer, expert in hottest
+                if over_mean[layer, expert] > 0
             ],
         }
 
 
 def add_copies(entries: Sequence[dict[str, Any]], placements: Sequence[Placement], scored: dict[str, Any]) -> None:
-    """Adds to each stack's entry the ranks that hold copies of each of the hot experts."""
+    """Adds `hot_copies` to each stack's entry: the ranks that hold a copy, for each of the hot experts."""
     for entry, placement in zip(entries, placements, strict=True):
         slots = placement.physical_to_logical
         entry["hot_copies"] = [

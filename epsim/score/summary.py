@@ -1,4 +1,4 @@
-"""One stack's entry of results.json, gathered block by block, whether its loads were replayed or measured."""
+"""The entry of one stack in results.json, gathered block by block from replayed or measured loads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
 class StackSummary:
-    """Gathers one stack's metrics over blocks of steps, num_steps in all."""
+    """Gathers the metrics of one stack over `num_steps` steps, block by block."""
 
     def __init__(self, name: str, stack: PolicyStack, notes: Sequence[str], num_steps: int) -> None:
         self.name, self.stack, self.notes = name, stack, tuple(notes)
@@ -30,7 +30,7 @@ class StackSummary:
         self._rank_sums: torch.Tensor | None = None
 
     def add(self, score: StackScore) -> None:
-        """The next block of steps."""
+        """Adds the next block of steps."""
         for phase, us in score.phases.items():
             self.phases.setdefault(phase, Series()).add(us.numpy())
         for key, value in score.metrics.items():
@@ -48,13 +48,14 @@ class StackSummary:
         self.detail.add(score.metrics, total, score.load.tokens)
 
     def entry(self, bootstrap: BlockBootstrap, first: StackSummary) -> dict[str, Any]:
+        """The stack's entry. first: the stack that it is compared with."""
         metrics: dict[str, Any] = {}
         versus_first: dict[str, Any] = {}
         for key in (*self.series, *self.reasons):
             unit = METRICS[key.removeprefix("routed_")].unit
             summary = self.series[key].summary() if key in self.series else None
             if summary is None:
-                reason = self.reasons.get(key, "no layer of any step has tokens")
+                reason = self.reasons.get(key, "no step has tokens")
                 metrics[key] = dict.fromkeys(STATISTICS) | {"unit": unit, "reason": reason}
                 continue
             metrics[key] = summary | {"unit": unit}
@@ -76,19 +77,19 @@ class StackSummary:
 
 
 def load_over_mean(total: torch.Tensor) -> torch.Tensor:
-    """total [S, L, R] float64 -> [R]: each rank's load over the mean of its layer, summed over steps and layers."""
+    """total [S, L, R] float64 -> [R]: the load of each rank over the mean load, summed over steps and layers."""
     return (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1))
 
 
 def tied_with_best(entries: Sequence[dict[str, Any]], runs: Sequence[StackSummary], boot: BlockBootstrap) -> list[str]:
-    """Names of the stacks that the steps do not tell from the best one."""
-    place = best_of(entries)
-    if place is None:
+    """The names of the stacks whose 95% interval against the best stack includes zero."""
+    best = best_of(entries)
+    if best is None:
         return []
     tied = []
     for entry, run in zip(entries, runs, strict=True):
-        interval = boot.difference(run.series["max_over_mean"], runs[place].series["max_over_mean"])
+        interval = boot.difference(run.series["max_over_mean"], runs[best].series["max_over_mean"])
         low = interval["low"]
-        if run is not runs[place] and low is not None and low <= 0:
+        if run is not runs[best] and low is not None and low <= 0:
             tied.append(label(entry))
     return tied

@@ -1,4 +1,4 @@
-"""The metrics that need hardware and model: layer_time_us, bytes_read and throughput_gain of a load."""
+"""The metrics that need a hardware and a model: layer_time_us, bytes_read and throughput_gain."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from epsim.policies.load import Load
 from epsim.policies.stack import PolicyStack
 from epsim.score.metrics import Values
 
-TOGETHER = "timed for routed and shared experts together"
+TOGETHER = "routed and shared experts are timed together"
 
 
 def timed_metrics(
     timing: LayerTiming, load: Load, stack: PolicyStack, redundant: bool, shared: bool, first: torch.Tensor | None
 ) -> tuple[dict[str, Values], torch.Tensor, dict[str, torch.Tensor]]:
-    """The metrics of a load under its stack, the time of its steps [S] in microseconds, and of its layers by phase, as
-    `busy_phases`.
+    """The metrics of a load under its stack, the time of each step [S] in microseconds, and `busy_phases`.
 
-    redundant: whether any expert has several copies; shared: whether the load has a shared expert's part.
-    first [S]: the time of the same steps under the first stack, None where this is the first.
+    redundant: whether any expert has several copies. shared: whether the load includes a shared expert.
+    first [S]: the times of the same steps under the first stack; None if this is the first.
     """
     busy = load.assignments > 0
     phases = timing.phases(load, stack, redundant)
@@ -39,8 +38,8 @@ def timed_metrics(
 
 
 def busy_phases(timing: LayerTiming, load: Load, phases: Phases) -> dict[str, torch.Tensor]:
-    """Microseconds of a layer by phase, [S, L] each, NaN where it has no tokens: of the whole batch, not overlapped.
-    `route` where the model's router was measured."""
+    """Microseconds of a layer by phase, [S, L] each, NaN where the layer has no tokens. Times are of the whole batch,
+    without overlap. `route` is present if the model's router was measured."""
     named = ({} if timing.router is None else {"route": phases.route}) | {
         "balance": phases.policy,
         "dispatch": phases.dispatch,
