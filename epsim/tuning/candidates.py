@@ -1,4 +1,4 @@
-"""What is tried: stacks, redundancy and rebalance intervals, and how simple and cheap each is."""
+"""The candidates of the search: stacks, numbers of redundant experts, and rebalance intervals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epsim.policies.stack import PolicyStack, parse_stack
 from epsim.traces.trace import LEVELS, Level
 
 EXTRA_SLOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-"""Slots a GPU and layer beyond those that hold every expert once."""
+"""Extra slots per GPU and layer that are tried, beyond those that hold every expert once."""
 INTERVALS = tuple(mantissa * 10**power for power in range(1, 6) for mantissa in (1, 2, 5))
 MOST_INTERVALS = 5
 SGLANG_WATERFILL = "waterfill(load=routed+local,counts=local)"
@@ -23,9 +23,11 @@ SGLANG_WATERFILL = "waterfill(load=routed+local,counts=local)"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """stack on `redundant` physical experts more than logical ones. interval: steps between rebalances, None where the
-    placement is planned once. charged: the stack whose policies' time is charged, where it is not the stack's own: a
-    split that needs tokens, scored on counts as the exact one."""
+    """A stack with `redundant` redundant experts per layer.
+
+    interval: steps between rebalances; None if the placement is planned once. charged: the stack that is run and whose
+    policies' time is charged, if it is another: a split that needs tokens is scored on counts as the exact split.
+    """
 
     stack: PolicyStack
     redundant: int
@@ -48,7 +50,7 @@ class Candidate:
 
     @property
     def complexity(self) -> int:
-        """Steps away from what a serving system does when told nothing: a choice between candidates alike otherwise."""
+        """The distance from a serving system's defaults. It decides between candidates that are otherwise equal."""
         stack = self.shown_stack
         policies = [stack.placement, stack.router, stack.shared, stack.reader]
         policies += [stack.split] if self.redundant else []
@@ -56,11 +58,13 @@ class Candidate:
 
     @property
     def planned_once(self) -> Candidate:
+        """The same candidate without rebalances."""
         return dataclasses.replace(self, interval=None)
 
 
 def redundancies(num_experts: int, num_gpus: int, most_slots: int) -> tuple[int, ...]:
-    """Redundant experts a layer that divide among the GPUs and fit most_slots a GPU; no expert twice on a GPU."""
+    """The numbers of redundant experts per layer that divide among the GPUs and need at most most_slots per GPU. No GPU
+    holds more slots than there are experts."""
     least = -(-num_experts // num_gpus)
     spare = least * num_gpus - num_experts
     most = min(most_slots, num_experts)
@@ -93,8 +97,8 @@ def default_dispatches(level: Level, has_shared: bool) -> list[Dispatch]:
 
 
 def baseline(stack: PolicyStack | None, num_experts: int, least: Cluster) -> Candidate:
-    """What others are compared with: the stack that runs today, or what runs where nobody asks for balance. least: the
-    cluster with the fewest redundant experts."""
+    """The candidate that the others are compared with: the given stack, which runs today, or experts in order. least:
+    the cluster with the fewest redundant experts."""
     stack = stack or parse_stack("contiguous")
     return Candidate(stack, stack.placement.redundant(num_experts, least))
 
@@ -108,7 +112,8 @@ def all_candidates(
     routers: Sequence[str] = (),
     today: PolicyStack | None = None,
 ) -> list[Candidate]:
-    """The grid, the baseline first. clusters: one for each redundancy, ascending. today: as for `baseline`."""
+    """The default candidates, the baseline first. clusters: one for each number of redundant experts, ascending. today:
+    the stack that runs today; None for experts in order."""
     candidates = [baseline(today, num_experts, clusters[0])]
     for cluster in clusters:
         placements = ["eplb"]
@@ -133,7 +138,7 @@ def given_candidates(
     intervals: Sequence[int],
     today: PolicyStack | None = None,
 ) -> list[Candidate]:
-    """The stacks that the user names, and the baseline, in place of the grid's. today: as for `baseline`."""
+    """The baseline, and the given stacks on each cluster. today: as for `all_candidates`."""
     candidates = [baseline(today, num_experts, clusters[0])]
     for stack in stacks:
         for cluster in clusters:
@@ -143,13 +148,13 @@ def given_candidates(
 
 
 def check_levels(candidates: Sequence[Candidate], level: Level, has_shared: bool) -> None:
-    """Raises ValueError where a candidate needs a finer trace."""
+    """Raises ValueError if a candidate needs a finer trace."""
     for candidate in candidates:
         candidate.stack.check_level(level, candidate.redundant > 0, has_shared)
 
 
 def possible_intervals(most: int) -> tuple[int, ...]:
-    """The largest of 10, 20, 50, 100, ... that are at most `most`, at most MOST_INTERVALS of them."""
+    """Of 10, 20, 50, 100, ... the MOST_INTERVALS largest that are at most `most`."""
     return tuple(interval for interval in INTERVALS if interval <= most)[-MOST_INTERVALS:]
 
 
@@ -169,5 +174,5 @@ def _at(placement: str, router: str, dispatch: Dispatch, redundant: int, interva
 
 
 def _intervals(stack: PolicyStack, intervals: Sequence[int]) -> Sequence[int]:
-    """Systems that rebalance plan by EPLB; none searches while it serves."""
+    """The intervals tried for the stack's placement; none if no system rebalances with it."""
     return intervals if stack.placement.rebalances else ()

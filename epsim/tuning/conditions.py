@@ -1,4 +1,4 @@
-"""When advice stops paying: fewer tokens in a batch, other hot experts, an older placement."""
+"""The gain of a candidate under other conditions: fewer or more tokens per step, other hot experts."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FEWER = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 MORE = (2, 4, 8, 16)
 MOST_STEPS, MOST_LAYERS = 24, 8
 PAIR_TOKENS = 1 << 22
-"""(token, layer) pairs looked at under one condition, where tokens are looked at."""
+"""The number of (token, layer) pairs scored under one condition at token level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """The gain in throughput over the baseline under another condition. tokens_per_gpu: of a step, on average."""
+    """The throughput gain over the baseline under another condition. tokens_per_gpu: mean tokens per GPU and step."""
 
     words: str
     tokens_per_gpu: float
@@ -33,18 +33,18 @@ class Condition:
 def by_tokens(
     problem: Problem, candidate: Candidate, base: Candidate, part: Part, factors: Sequence[float]
 ) -> list[Condition]:
-    """With so many times the tokens a step. Fewer: drawn from the recorded ones, without replacement; more: each
-    counted so many times. The same steps at 1 come first."""
-    found, read = [], _Steps(problem, part)
+    """The gain with `factors` times the tokens per step, after that with the recorded tokens. Below 1, tokens are drawn
+    from the recorded ones without replacement. Above 1, each token counts that many times."""
+    conditions, steps = [], _Steps(problem, part)
     now = problem.tokens_a_step / problem.base.num_ranks
-    for factor in (1.0, *(one for one in factors if one > 1 or one * now >= 1)):
+    for factor in (1.0, *(factor for factor in factors if factor > 1 or factor * now >= 1)):
         resized = _Resized(factor, problem.meta.top_k, problem.setting.seed)
-        found.append(Condition(f"{factor:g} x the tokens", now * factor, read.gain(candidate, base, resized)))
-    return found
+        conditions.append(Condition(f"{factor:g} x the tokens", now * factor, steps.gain(candidate, base, resized)))
+    return conditions
 
 
 def with_other_experts(problem: Problem, candidate: Candidate, base: Candidate, part: Part) -> Condition:
-    """The same skew, on other experts than those that were planned for: every layer's experts permuted."""
+    """The gain when other experts are hot than those planned for: the experts of each layer are permuted."""
     num_layers, num_experts = problem.meta.num_layers, problem.meta.num_experts
     rng = np.random.default_rng(problem.setting.seed)
     order = rng.permuted(np.tile(np.arange(num_experts), (num_layers, 1)), axis=1)[_layers(problem)]
@@ -54,7 +54,7 @@ def with_other_experts(problem: Problem, candidate: Candidate, base: Candidate, 
 
 
 class _Steps:
-    """Some steps and layers of a part, read once."""
+    """A sample of the steps and layers of a part, which is read once."""
 
     def __init__(self, problem: Problem, part: Part) -> None:
         most = MOST_STEPS
@@ -74,12 +74,12 @@ class _Steps:
 
 
 def _layers(problem: Problem) -> list[int]:
-    return [int(place) for place in evenly(0, problem.meta.num_layers, MOST_LAYERS)]
+    return [int(layer) for layer in evenly(0, problem.meta.num_layers, MOST_LAYERS)]
 
 
 @dataclass(frozen=True, slots=True)
 class _Resized:
-    """A block with `factor` times its tokens."""
+    """Makes a block with `factor` times its tokens."""
 
     factor: float
     top_k: int
@@ -95,7 +95,7 @@ class _Resized:
             kept = rng.random(len(block.token_step)) < self.factor
             return _tokens(block, np.flatnonzero(kept))
         flat = block.counts.reshape(-1, block.counts.shape[-1])
-        # Whole tokens of top-k assignments each, at random rounded up where they are no whole number.
+        # Whole tokens of top-k assignments each; a fraction of a token is rounded up or down at random.
         wanted = flat.sum(1) * self.factor / self.top_k
         number = np.floor(wanted + rng.random(len(wanted))).astype(np.int64) * self.top_k
         number = np.minimum(number, flat.sum(1) // self.top_k * self.top_k)
@@ -122,15 +122,15 @@ def _tokens(block: TokenBlock, chosen: Ints) -> TokenBlock:
 
 
 def _permuted(block: Block, order: Ints) -> Block:
-    """order [L, E]: the expert that each becomes."""
+    """order [L, E]: the new number of each expert."""
     if isinstance(block, TokenBlock):
-        layer = np.arange(len(order))[None, :, None]
+        layers = np.arange(len(order))[None, :, None]
         ids = np.where(
-            block.expert_ids.astype(np.int64) >= 0, order[layer, block.expert_ids.astype(np.int64)], -1
+            block.expert_ids.astype(np.int64) >= 0, order[layers, block.expert_ids.astype(np.int64)], -1
         ).astype(block.expert_ids.dtype)
-        # Scores by expert id move with their experts; without a router nothing looks at them.
+        # Without a router policy nothing reads the scores.
         return dataclasses.replace(block, expert_ids=ids, scores=None, score_ids=None)
     counts = np.empty_like(block.counts)
-    for place, becomes in enumerate(order):
-        counts[:, place][..., becomes] = block.counts[:, place]
+    for layer, becomes in enumerate(order):
+        counts[:, layer][..., becomes] = block.counts[:, layer]
     return dataclasses.replace(block, counts=counts)

@@ -1,4 +1,4 @@
-"""The finalists on the steps held out: the entries of results.json."""
+"""The finalists on the held-out steps: their entries in results.json."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GAIN = "throughput_gain"
 
 
 class Finals:
-    """The finalists' scores on the steps held out, each compared with the first candidate.
+    """The finalists' scores on the held-out steps, each compared with the first candidate.
 
     times: step times by candidate. results: the entries `scored` and `stacks` of results.json.
     """

@@ -1,4 +1,4 @@
-"""The most that any balancing could gain: the same tokens if every rank did the same and no policy cost anything."""
+"""The lowest possible time of a step: perfect balance, with policies that take no time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epsim.tuning.steps import chosen_blocks
 
 
 def ideal_us(problem: Problem, places: Ints, layers: Sequence[int] | None = None) -> Floats:
-    """[n] microseconds of the steps at `places`, NaN for those without tokens; layers as for `score`."""
+    """[n] microseconds of the steps `places`, NaN for steps without tokens. layers: as for `score`."""
     stack, num_ranks, timing = parse_stack("contiguous"), problem.base.num_ranks, problem.timing
     parts = []
     for _, block in chosen_blocks(problem.trace, places, layers, num_ranks):
@@ -28,7 +28,7 @@ def ideal_us(problem: Problem, places: Ints, layers: Sequence[int] | None = None
 
 
 def _balanced(problem: Problem, block: Block) -> Load:
-    """Work and active experts spread evenly, each active expert on one rank."""
+    """The block's load with work and active experts spread evenly over ranks, each active expert on one rank."""
     num_ranks, setting = problem.base.num_ranks, problem.setting
     counts = torch.from_numpy(to_counts(block, problem.meta.num_experts).counts)
     assignments = counts.sum(-1)

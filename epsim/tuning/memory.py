@@ -1,4 +1,4 @@
-"""What weights take of a GPU's memory, and how many physical experts fit."""
+"""The memory that weights take on a GPU, and how many physical experts fit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _UNITS = {"": GB, "gb": GB, "gib": 2.0**30, "tb": 1e12, "mb": 1e6}
 
 def parse_memory(text: str) -> float:
     """`141GB`, `80GiB` or `141` (GB) -> bytes. Raises ValueError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = None if found is None else _UNITS.get(found[2].lower())
-    if found is None or unit is None or float(found[1]) <= 0:
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = None if parts is None else _UNITS.get(parts[2].lower())
+    if parts is None or unit is None or float(parts[1]) <= 0:
         raise ValueError(f"--memory-per-gpu {text}: give an amount above 0 such as 141GB or 80GiB")
-    return float(found[1]) * unit
+    return float(parts[1]) * unit
 
 
 def amount(size: float, sign: str = "") -> str:
-    """Bytes as GB, or MB where GB would round to nothing."""
+    """Bytes as text, in GB, or in MB below 0.1 GB."""
     small = 0 < abs(size) < 0.1 * GB
     return f"{size / 1e6:{sign},.3g} MB" if small else f"{size / GB:{sign},.1f} GB"
 
@@ -45,17 +45,18 @@ class Memory:
 
     @property
     def limit(self) -> float:
-        """Bytes that weights may take."""
+        """The bytes that weights may take."""
         return self.total * (1 - self.kept_share)
 
     @property
     def slot_bytes(self) -> float:
-        """One physical expert in every layer."""
+        """The bytes of one physical expert in every layer."""
         return self.model.moe_layers * self.model.expert_bytes
 
     @property
     def fixed_bytes(self) -> float:
-        """All weights but the routed experts'; embeddings, which the specification lacks, are in the share kept."""
+        """The bytes of all weights except routed experts and embeddings. The model's specification does not have the
+        embeddings; they belong to the share that is kept free."""
         model = self.model
         width = 1.0 if model.compute == "fp8" else 2.0
         layers = model.moe_layers + model.dense_layers
@@ -63,18 +64,18 @@ class Memory:
         return shared + width * (layers * model.rest_parameters + model.dense_layers * model.dense_parameters)
 
     def used(self, slots: int, moving: bool = False) -> float:
-        """Bytes of a GPU with that many slots a layer; moving: a layer's slots once more, into which a rebalance
-        receives."""
+        """The bytes of weights on a GPU with so many slots per layer. moving: with the slots of one more layer, which a
+        rebalance receives into."""
         return self.fixed_bytes + slots * (self.slot_bytes + moving * self.model.expert_bytes)
 
     def most_slots(self, num_gpus: int) -> int:
-        """Slots a GPU and layer that fit. Raises ValueError where the model itself does not fit on num_gpus."""
+        """The number of slots per GPU and layer that fit. Raises ValueError if the model does not fit on num_gpus."""
         most = int((self.limit - self.fixed_bytes) // self.slot_bytes) if self.limit > self.fixed_bytes else 0
         least = -(-self.model.num_experts // num_gpus)
         if most < least:
             raise ValueError(
-                f"{self.model.name} needs {amount(self.used(least))} of weights on each of {num_gpus} GPUs, and "
-                f"{amount(self.limit)} of {amount(self.total)} are for weights (--kv-share {self.kept_share:g} "
-                "kept free): give more --gpus or --memory-per-gpu, or a smaller --kv-share"
+                f"{self.model.name} needs {amount(self.used(least))} for weights on each of {num_gpus} GPUs, but "
+                f"only {amount(self.limit)} of {amount(self.total)} are for weights (--kv-share {self.kept_share:g} "
+                "is kept free): give more --gpus or --memory-per-gpu, or a smaller --kv-share"
             )
         return most

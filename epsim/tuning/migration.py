@@ -1,8 +1,8 @@
-"""What a rebalance costs: bytes of the experts that move, layer after layer, while the batch waits.
+"""The cost of a rebalance: experts move layer by layer while the batch waits.
 
-An expert's weights come from a rank of the same node that holds it (NVLink), else from another node (RDMA); those who
-hold it share the sending. A layer is one chunk: it takes as long as its busiest rank sends or receives on the slower of
-both levels, at the hardware's rates for that size, plus a fixed time a layer for the host's work.
+A rank receives an expert's weights from the ranks of its own node that hold the expert (by NVLink), or else from other
+nodes (by RDMA). The ranks that hold an expert share the sending. A layer takes as long as its busiest rank sends or
+receives on the slower of the two networks, at the hardware's rate for that size, plus a fixed time of host work.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from epsim.models.spec import ModelSpec
 from epsim.placement.base import Placement
 
 LAYER_MS = 10.0
-"""Host's work of a rebalance, a layer: vLLM's pull request 28369 tells of 260 ms of GPU time for the 26 layers of
-DeepSeek-V2-Lite on 8 H100s, of which bytes explain little; SGLang's issue 7879 of about 1 s and 20 ms a layer."""
+"""Host work of a rebalance per layer. vLLM's pull request 28369 reports 260 ms of GPU time for the 26 layers of
+DeepSeek-V2-Lite on 8 H100s, most of it not explained by bytes; SGLang's issue 7879 about 1 s, or 20 ms per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """us: how long the batch waits. bytes_moved: into the rank that receives most, all layers of the model together."""
+    """us: how long the batch waits. bytes_moved: bytes that the busiest receiver gets, in all layers."""
 
     us: float
     bytes_moved: float
 
 
 def migration(old: Placement, new: Placement, hardware: Hardware, model: ModelSpec, layer_ms: float) -> Migration:
-    """From one placement to another; layers that the placements lack of the model count as the mean of theirs."""
+    """The cost of changing from one placement to another. Layers of the model that the placements lack cost as much as
+    the mean of those they have."""
     before, after = held(old), held(new)
     arriving = (after & ~before).double()
     on_node = _by_node(before.double(), old.node_of_rank, old.num_nodes)
@@ -61,13 +62,13 @@ def _by_node(per_rank: torch.Tensor, node_of_rank: torch.Tensor, num_nodes: int)
 
 
 def _sent(near: torch.Tensor, before: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """[L, R]: experts that a rank sends within its node, holders sharing evenly."""
+    """[L, R]: experts that a rank sends within its node. The holders of an expert share evenly."""
     nodes, count = placement.node_of_rank, placement.num_nodes
     wanted, holders = _by_node(near, nodes, count), _by_node(before.double(), nodes, count)
     return ((wanted / holders.clamp(min=1))[:, nodes] * before).sum(-1)
 
 
 def _sent_far(far: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """[L, R]: experts that a rank sends to other nodes, holders sharing evenly."""
+    """[L, R]: experts that a rank sends to other nodes. The holders of an expert share evenly."""
     share = far.sum(1, keepdim=True) / before.double().sum(1, keepdim=True).clamp(min=1)
     return (share * before).sum(-1)

@@ -1,7 +1,7 @@
-"""The search: all candidates on a few steps, ever fewer on ever more, those told to be worse leaving first.
+"""The search: a first round scores all candidates on a few steps, and each later round fewer candidates on more steps.
 
-Successive halving (Jamieson and Talwalkar 2016, "Non-stochastic best arm identification") on paired steps: every round
-scores its candidates on the same steps, evenly spaced over the part that is chosen on.
+This is successive halving (Jamieson and Talwalkar 2016, "Non-stochastic best arm identification") on paired steps: all
+candidates of a round are scored on the same steps, evenly spaced over the part of the trace used for choosing.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from epsim.tuning.steps import evenly
 
 Class = Callable[[Candidate], bool]
 Cost = Callable[[Candidate], tuple[float, int, float, str]]
-"""What a candidate costs besides time: memory, complexity, rebalances a step, and its name to settle ties; less is
-preferred where times are alike."""
+"""What a candidate costs besides time: memory, complexity, rebalances per step, and its name as a tie-break. Of
+candidates with equal times the one with the lowest cost is preferred."""
 
 PAIR_US = {"counts": 9.0, "rank_counts": 300.0, "tokens": 300.0}
 TOKEN_US = 0.65
-"""A core's microseconds for a (step, layer) under one candidate by the trace's level, and for each of its tokens where
-they are looked at: what the sizes of the rounds reckon with. Rounded figures of this project's machine; rounds never
-depend on a clock."""
+"""Estimated microseconds of one core for a (step, layer) under one candidate, by the trace's level, and for each token
+at token level. The sizes of the rounds are computed from them, so they do not depend on a clock."""
 ROUND_US = 45e6
-"""Of one round, all candidates together, as far as the least steps and layers allow."""
+"""Core time of one round, all candidates together. A round has at least LEAST_STEPS steps and LEAST_LAYERS layers."""
 FIRST_STEPS = {"counts": 48, "rank_counts": 48, "tokens": 24}
 LEAST_STEPS, LEAST_LAYERS = 4, 2
 GROWTH, KEPT = 4, 3
-"""A round has GROWTH times the steps of the last and 1/KEPT of its candidates."""
+"""A round has GROWTH times the steps of the round before, and 1/KEPT of its candidates."""
 LEAST_KEPT = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A difference of step times as a share of the other's: mean, and a 95% interval, None where it cannot be told."""
+    """A relative difference: its mean, and its 95% interval, None if there are too few steps for one."""
 
     mean: float
     low: float | None
@@ -47,19 +46,19 @@ class Interval:
 
     @property
     def tells(self) -> bool:
-        """Whether it excludes zero."""
+        """Whether the interval excludes zero."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
     @property
     def gain(self) -> Interval:
-        """Of step times -> of throughput: tokens a second over the other's, minus 1."""
+        """From a relative difference of step times to that of throughput (tokens per second)."""
         low, high = (None if x is None else _inverse(x) for x in (self.high, self.low))
         return Interval(_inverse(self.mean), low, high)
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What a round scored: candidates, at so many steps and layers."""
+    """The step times of a round's candidates, and its number of steps and layers."""
 
     times: Mapping[Candidate, Times]
     num_steps: int
@@ -67,16 +66,15 @@ class Round:
 
 
 def change(ours: Floats, theirs: Floats, seed: int) -> Interval:
-    """Ours minus theirs, over the mean of theirs: step times [n] of the same steps, NaN for those without tokens."""
+    """(ours - theirs) / mean of theirs. ours, theirs [n]: times of the same steps, NaN for steps without tokens."""
     first, second = Series(), Series()
     first.add(ours)
     second.add(theirs)
-    found = BlockBootstrap(len(ours), seed).difference(first, second)
+    difference = BlockBootstrap(len(ours), seed).difference(first, second)
     base = float(np.nanmean(theirs))
-    low, high = found["low"], found["high"]
-    difference = found["difference"]
-    assert difference is not None
-    return Interval(difference / base, None if low is None else low / base, None if high is None else high / base)
+    mean, low, high = (None if value is None else value / base for value in difference.values())
+    assert mean is not None
+    return Interval(mean, low, high)
 
 
 def race(
@@ -88,10 +86,10 @@ def race(
     worth: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[Round]:
-    """Rounds until all steps of the part are scored, or as many as can be afforded; the last has the survivors.
+    """Runs rounds until all steps of the part are scored, or as many as ROUND_US allows.
 
-    classes: of each, the best survive. The baseline (the first candidate) and, of a candidate that rebalances, the one
-    planned once always do.
+    classes: the best candidates of each class survive a round. The baseline (the first candidate) always survives, and
+    with a candidate that rebalances the same one planned once.
     """
     rounds: list[Round] = []
     total = part.last - part.first
@@ -100,8 +98,8 @@ def race(
         num_steps, num_layers = affordable(problem, len(left), min(steps, total))
         layers = None if num_layers == problem.meta.num_layers else _layers(problem, num_layers)
         places = evenly(part.first, part.last, num_steps)
-        times = score(problem, [one for one in left if one.interval is None], part, places, layers)
-        rebalancing = [one for one in left if one.interval is not None]
+        times = score(problem, [c for c in left if c.interval is None], part, places, layers)
+        rebalancing = [c for c in left if c.interval is not None]
         if not rounds:
             rebalancing = _hopeful(problem, rebalancing, times, classes, places, layers)
         times |= score(problem, rebalancing, part, places, layers)
@@ -114,12 +112,12 @@ def race(
         fewer = survivors(
             rounds[-1].times, classes, cost, worth, max(len(left) // KEPT, LEAST_KEPT), problem.setting.seed
         )
-        left = [one for one in times if one in fewer or one == candidates[0]]
+        left = [candidate for candidate in times if candidate in fewer or candidate == candidates[0]]
         steps = num_steps * GROWTH
 
 
 def affordable(problem: Problem, num_candidates: int, most_steps: int) -> tuple[int, int]:
-    """Steps and layers of a round: all layers if they can be afforded, else evenly spaced ones."""
+    """The number of steps and layers of a round: all layers if ROUND_US allows."""
     layers = problem.meta.num_layers
     pairs = ROUND_US / (pair_us(problem) * num_candidates)
     few = min(most_steps, LEAST_STEPS)
@@ -128,7 +126,7 @@ def affordable(problem: Problem, num_candidates: int, most_steps: int) -> tuple[
 
 
 def pair_us(problem: Problem) -> float:
-    """Of one core, for a (step, layer) under one candidate."""
+    """Estimated core time of a (step, layer) under one candidate."""
     level = problem.meta.level
     return PAIR_US[level] + (TOKEN_US * problem.tokens_a_step if level == "tokens" else 0.0)
 
@@ -136,11 +134,11 @@ def pair_us(problem: Problem) -> float:
 def survivors(
     times: Mapping[Candidate, Times], classes: Sequence[Class], cost: Cost, worth: float, most: int, seed: int
 ) -> set[Candidate]:
-    """Of each class the best, at most `most` of those that are not told to be worse than its best, and the cheapest
-    of these; and what they would be without rebalancing."""
+    """The candidates of the next round: of each class the fastest `most` that are not clearly slower than its fastest,
+    and the cheapest of those; for each that rebalances also the same one planned once."""
     kept: set[Candidate] = set()
     for belongs in classes:
-        members = {candidate: own for candidate, own in times.items() if belongs(candidate)}
+        members = {candidate: own_times for candidate, own_times in times.items() if belongs(candidate)}
         if not members:
             continue
         alike = not_worse(members, worth, seed)
@@ -150,14 +148,14 @@ def survivors(
 
 
 def not_worse(times: Mapping[Candidate, Times], worth: float, seed: int) -> list[Candidate]:
-    """Those that the steps do not tell to be slower than the fastest, or that are slower by less than `worth`."""
+    """The candidates that are not clearly slower than the fastest, or slower by at most `worth`."""
     fastest = min(times, key=lambda candidate: times[candidate].mean_us)
-    found = []
-    for candidate, own in times.items():
-        slower = change(own.step_us, times[fastest].step_us, seed)
+    kept = []
+    for candidate, own_times in times.items():
+        slower = change(own_times.step_us, times[fastest].step_us, seed)
         if candidate == fastest or slower.low is None or slower.low <= 0 or slower.mean <= worth:
-            found.append(candidate)
-    return found
+            kept.append(candidate)
+    return kept
 
 
 def _hopeful(
@@ -168,18 +166,18 @@ def _hopeful(
     places: Ints,
     layers: Sequence[int] | None,
 ) -> list[Candidate]:
-    """Without those that rebalance so often that, for the host's work alone, even perfect balance would not make them
-    faster than what is planned once."""
+    """The candidates that could become faster than those planned once. The others rebalance so often that the host work
+    alone takes more time than perfect balance could save."""
     if not rebalancing:
         return []
     least = float(np.nanmean(ideal_us(problem, places, layers)))
-    fastest = [min(own.mean_us for one, own in once.items() if belongs(one)) for belongs in classes]
+    fastest = [min(times.mean_us for c, times in once.items() if belongs(c)) for belongs in classes]
     work_us = problem.layer_ms * 1e3 * problem.timing.model.moe_layers
-    return [one for one in rebalancing if one.interval is not None and least + work_us / one.interval < max(fastest)]
+    return [c for c in rebalancing if c.interval is not None and least + work_us / c.interval < max(fastest)]
 
 
 def _layers(problem: Problem, number: int) -> list[int]:
-    return [int(place) for place in evenly(0, problem.meta.num_layers, number)]
+    return [int(layer) for layer in evenly(0, problem.meta.num_layers, number)]
 
 
 def _inverse(change: float) -> float:

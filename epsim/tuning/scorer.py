@@ -1,8 +1,8 @@
-"""Candidates on chosen steps of a trace: the time of each step, every placement planned on earlier steps alone.
+"""The times of chosen steps under each candidate. Every placement is planned only on steps before those it serves.
 
-A candidate planned once has its placement from all steps before the scored part. One that rebalances every I steps has,
-at any step, the placement planned on the I steps before the last rebalance, as it would have in serving; what a
-rebalance costs is spread over the I steps that it serves.
+The placement of a candidate planned once is planned on all steps before the scored part. A candidate that rebalances
+every I steps always has the placement planned on the I steps before its last rebalance, as in serving. The cost of a
+rebalance is spread over the I steps that follow it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from epsim.tuning.steps import WindowSums, chosen_blocks
 
 ChangeBlock = Callable[[Block], Block]
 OnScore = Callable[[Candidate, BoundStack, StackScore, SeenSteps], None]
-"""Sees a candidate's score on successive steps, and what results tell of these steps."""
+"""Called with a candidate, its bound stack, its score on successive steps, and the facts about these steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A trace to tune for. meta: as regrouped to the cluster's ranks. base: the cluster, whatever its redundancy.
-    layer_ms: host's work of a rebalance, a layer. sums: what can be planned on. tokens_a_step: their mean."""
+    """A trace and the cluster to tune for.
+
+    meta: of the trace, regrouped to the cluster's ranks. base: the cluster without redundant experts. sums: the counts
+    that placements are planned on. layer_ms: host work of a rebalance per layer. tokens_a_step: mean tokens per step.
+    """
 
     trace: StoredTrace
     meta: TraceMeta
@@ -53,17 +56,18 @@ class Problem:
     _plans: dict[tuple[object, int, int, int], Placement] = field(default_factory=dict)
 
     def cluster(self, redundant: int) -> Cluster:
+        """The cluster with so many redundant experts."""
         return dataclasses.replace(self.base, num_redundant=redundant)
 
     def plan(self, stack: PolicyStack, redundant: int, first: int, last: int, keep: bool) -> Placement:
-        """Planned on steps first..last-1. keep: for as long as the problem lives."""
+        """A placement planned on steps first..last-1. keep: whether to keep it for later calls."""
         key = (planned_as(stack), redundant, first, last)
-        found = self._plans.get(key)
-        if found is None:
-            found = self.sums.plan(stack, self.cluster(redundant), first, last)
+        placement = self._plans.get(key)
+        if placement is None:
+            placement = self.sums.plan(stack, self.cluster(redundant), first, last)
             if keep:
-                self._plans[key] = found
-        return found
+                self._plans[key] = placement
+        return placement
 
     def in_order(self, redundant: int) -> Placement:
         """The placement that serving systems start with."""
@@ -72,17 +76,17 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Successive steps first..last-1 that are scored; everything before `first` is known."""
+    """Steps first..last-1, which are scored; placements may be planned on all steps before `first`."""
 
     first: int
     last: int
 
-    def segment(self, place: int, interval: int | None) -> int:
-        """Which stretch between rebalances a step is in."""
-        return 0 if interval is None else (place - self.first) // interval
+    def segment(self, step: int, interval: int | None) -> int:
+        """The number of rebalances between the start of the part and a step."""
+        return 0 if interval is None else (step - self.first) // interval
 
     def bounds(self, intervals: Sequence[int]) -> list[int]:
-        """Where windows to plan on may begin and end."""
+        """The steps at which the windows that placements are planned on begin and end."""
         edges = {self.first, self.last}
         for interval in intervals:
             edges |= set(range(self.first - interval, self.last, interval))
@@ -91,8 +95,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of one candidate on the chosen steps. step_us [n]: what a step takes, its share of a rebalance with it, NaN for a
-    step without tokens. migration: the mean of its rebalances, None where it has none."""
+    """The times of one candidate on the chosen steps.
+
+    step_us [n]: the time of each step with its share of a rebalance, NaN for a step without tokens. migration: the mean
+    cost of a rebalance; None if the candidate is planned once.
+    """
 
     step_us: Floats
     migration: Migration | None
@@ -103,7 +110,7 @@ class Times:
 
 
 class _Walk:
-    """One placement, planned once or again and again, through a part: the stacks that run on it."""
+    """The candidates that share a placement, which is planned once or at intervals, on the steps of a part in order."""
 
     def __init__(self, problem: Problem, part: Part, layers: Sequence[int] | None, candidates: list[Candidate]) -> None:
         self.problem, self.part, self.layers, self.candidates = problem, part, layers, candidates
@@ -117,7 +124,7 @@ class _Walk:
         self._bound: dict[PolicyStack, BoundStack] = {}
 
     def score(self, places: Ints, block: Block, on_score: OnScore | None) -> None:
-        """The next steps, at ascending places."""
+        """Scores the next steps, whose numbers in the trace are `places` (ascending)."""
         segments = np.array([self.part.segment(int(place), self.interval) for place in places])
         for segment in np.unique(segments):
             self._go_to(int(segment))
@@ -164,7 +171,8 @@ class _Walk:
         return found
 
     def _all_costs(self) -> dict[int, Migration]:
-        """The first stretch's rebalance is like those after it; a single one is taken as from no placement at all."""
+        """The cost of each rebalance. The first one starts from experts in order, so it is set to the mean of the
+        others, if there are any."""
         first = int(self.segments[0][0])
         others = [cost for segment, cost in self.costs.items() if segment != first]
         if others:
@@ -206,10 +214,12 @@ def score(
     changed: ChangeBlock = lambda block: block,
     blocks: Iterable[tuple[Ints, Block]] | None = None,
 ) -> dict[Candidate, Times]:
-    """The candidates on the steps at `places` (ascending, within the part), all of them on the same; layers: places of
-    the layers to look at, None for all. on_score is called step after step, but by several threads for several
-    placements. changed: what is made of the steps before they are scored; planning sees them as they are. blocks: the
-    steps where they have been read before, by `chosen_blocks`."""
+    """Scores the candidates on the steps `places` of the part (ascending).
+
+    layers: indices of the layers to score; None for all. on_score: called for successive steps in order, from several
+    threads for several placements. changed: changes the steps before they are scored, but not those that placements are
+    planned on. blocks: the steps, if `chosen_blocks` has read them before.
+    """
     groups: dict[tuple[object, int, int | None], list[Candidate]] = {}
     for candidate in candidates:
         key = (planned_as(candidate.stack), candidate.redundant, candidate.interval)
@@ -219,11 +229,11 @@ def score(
         return {}
     if blocks is None:
         blocks = chosen_blocks(problem.trace, places, layers, problem.base.num_ranks)
-    for here, block in blocks:
+    for steps, block in blocks:
         block = changed(block)
-        for _ in in_parallel(lambda walk: walk.score(here, block, on_score), walks):  # noqa: B023
+        for _ in in_parallel(lambda walk: walk.score(steps, block, on_score), walks):  # noqa: B023
             pass
-    found: dict[Candidate, Times] = {}
+    times: dict[Candidate, Times] = {}
     for walk in walks:
-        found |= walk.times()
-    return {candidate: found[candidate] for candidate in candidates}
+        times |= walk.times()
+    return {candidate: times[candidate] for candidate in candidates}

@@ -16,11 +16,11 @@ from epsim.results import ResultsData
 from epsim.tuning.memory import amount
 
 MOST_ROWS = 12
-HEADERS = ("candidate", "weights a GPU", "gain choosing", "gain on steps held out (95% interval)", "rounds")
+HEADERS = ("candidate", "weights per GPU", "gain when choosing", "gain on held-out steps (95% interval)", "rounds")
 
 
 def print_tune(results: ResultsData) -> None:
-    """Facts, the top candidates, the answers and the commands to paste; text from traces is never read as markup."""
+    """Prints the facts, the top candidates, the answers and the commands. Text from traces is never read as markup."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     found, trace, setting = results["tune"], results["trace"], results["setting"]
     shape = (

@@ -1,4 +1,4 @@
-"""Steps of a trace for a search: sums over windows to plan on, and chosen steps to score."""
+"""Steps of a trace for the search: sums of counts over windows, to plan on, and chosen steps, to score."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ T = TypeVar("T", CountsBlock, RankCountsBlock)
 
 
 class WindowSums:
-    """Counts of a trace summed between given bounds, so that any window between two of them can be planned on.
+    """The counts of a trace, summed between bounds. A window between any two bounds can be planned on.
 
-    bounds: places among the trace's steps, ascending; memory is that of so many steps' counts.
+    bounds: indices of steps. The sums take the memory of the counts of as many steps as there are bounds.
     """
 
     def __init__(self, trace: StoredTrace, bounds: Sequence[int]) -> None:
@@ -31,16 +31,16 @@ class WindowSums:
         meta = trace.meta
         self._layers = meta.layers
         self._sums = np.zeros((len(self.bounds) - 1, meta.num_layers, meta.num_experts), dtype=np.int64)
-        place = 0
+        first = 0
         for block in trace.blocks(0, int(self.bounds[-1]), max_bytes=SMALL_BLOCK):
             counts = to_counts(block, meta.num_experts).counts
-            cell = np.searchsorted(self.bounds, np.arange(place, place + len(counts)), side="right") - 1
-            for one in np.unique(cell):
-                self._sums[one] += counts[cell == one].sum(axis=0)
-            place += len(counts)
+            window = np.searchsorted(self.bounds, np.arange(first, first + len(counts)), side="right") - 1
+            for index in np.unique(window):
+                self._sums[index] += counts[window == index].sum(axis=0)
+            first += len(counts)
 
     def assignments(self, first: int, last: int) -> int:
-        """Of steps first..last-1, both bounds, in all layers."""
+        """The number of assignments of steps first..last-1 in all layers. first and last are bounds."""
         low, high = np.searchsorted(self.bounds, (first, last))
         return int(self._sums[low:high].sum())
 
@@ -56,7 +56,7 @@ class WindowSums:
 
 
 def evenly(first: int, last: int, most: int) -> Ints:
-    """At most `most` of the places first..last-1, evenly spaced, ascending."""
+    """At most `most` of the numbers first..last-1, evenly spaced, ascending."""
     if last - first <= most:
         return np.arange(first, last)
     return first + (np.arange(most) * 2 + 1) * (last - first) // (2 * most)
@@ -65,8 +65,8 @@ def evenly(first: int, last: int, most: int) -> Ints:
 def chosen_blocks(
     trace: StoredTrace, places: Ints, layers: Sequence[int] | None, num_ranks: int
 ) -> Iterator[tuple[Ints, Block]]:
-    """The steps at those places (ascending) and layers (None: all), on num_ranks source ranks, in blocks that fit the
-    memory set aside, each with its steps' places."""
+    """The steps `places` (ascending) and the layers (None for all), on num_ranks source ranks, in blocks of about
+    CHUNK_BYTES. Each block comes with the indices of its steps."""
     pending: list[Block] = []
     at: list[Ints] = []
     size = 0
@@ -89,7 +89,7 @@ def chosen_blocks(
 
 
 def _read(trace: StoredTrace, places: Ints) -> Iterator[tuple[Ints, Block]]:
-    """Blocks and their steps' places, of the row groups that hold any of the places."""
+    """The blocks of the row groups that hold any of the steps `places`, with the indices of their steps."""
     starts = trace.group_starts()
     groups = np.unique(np.searchsorted(starts, places, side="right") - 1)
     for run in np.split(groups, np.flatnonzero(np.diff(groups) > 1) + 1):
@@ -100,7 +100,7 @@ def _read(trace: StoredTrace, places: Ints) -> Iterator[tuple[Ints, Block]]:
 
 
 def joined_blocks(blocks: Sequence[Block]) -> Block:
-    """Blocks of one trace, all with or all without scores, one after the other."""
+    """Concatenates blocks of one trace, all with scores or all without."""
     first = blocks[0]
     if len(blocks) == 1:
         return first
@@ -123,8 +123,8 @@ def joined_blocks(blocks: Sequence[Block]) -> Block:
 
 
 def _together(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
-    there = [array for array in arrays if array is not None]
-    return np.concatenate(there) if len(there) == len(arrays) else None
+    present = [array for array in arrays if array is not None]
+    return np.concatenate(present) if len(present) == len(arrays) else None
 
 
 def _has_scores(block: Block) -> bool:

@@ -1,5 +1,7 @@
-"""`epsim tune`: which stack, redundancy and rebalance interval to run under a memory limit, chosen on one part of a
-trace's steps and judged on a later one."""
+"""The search of `epsim tune`: which stack, redundant experts and rebalance interval to run under a memory limit.
+
+Candidates are chosen on one part of a trace's steps and judged on a later part.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +40,21 @@ from epsim.version import VERSION
 FEWEST_STEPS = 6
 PLAN_SHARE, CHOOSE_SHARE = 0.3, 0.35
 TICKS = 64
-"""Sums of so many stretches are kept for placements that look at single steps."""
+"""Placements that use single steps get sums over so many windows instead."""
 MOST_SHOWN = 4
-"""Finalists beside the answers themselves."""
+"""The number of fastest candidates among the finalists, besides the answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
-    """gpus on nodes; groups: of the model's router. memory: bytes of a GPU. kv_share: of it kept free.
+    """gpus, nodes: of the cluster. groups: expert groups of the model's router. memory: bytes per GPU. kv_share: the
+    share of it that is kept free.
 
-    redundant, policies, intervals: what is tried in place of the grid; empty for the grid. routers: router policies
-    tried as well, which change what the model says: quality_loss names by how much, in the user's words, and is needed
-    with them. baseline: the stack that runs today, with which all are compared; None for experts in order. worth: gains
-    in throughput below it, as a share, are not worth memory or moving parts. layer_ms: host's work of a rebalance, a
-    layer. model_path, trace_path, reading (options of how the trace is read): for commands to paste.
+    redundant, policies, intervals: what is tried; empty for the defaults. routers: router policies that are tried as
+    well. They change the model's output, so they need quality_loss, the accepted loss in the user's words. baseline:
+    the stack that runs today, which the others are compared with; None for experts in order. worth: throughput gains
+    below this share do not justify more memory or moving parts. layer_ms: host work of a rebalance per layer.
+    model_path, trace_path, reading (options that say how the trace is read): used in the printed commands.
     """
 
     gpus: int
@@ -78,16 +81,18 @@ class TuneOptions:
         changing = [str(stack) for stack in self.policies if stack.router.acts or stack.reader.acts] + [*self.routers]
         if changing and not self.quality_loss.strip():
             raise ValueError(
-                f"{changing[0]} changes what the model says: name the loss you accept, as measured for your model, by "
-                '--quality-loss "..." (docs/oea.md, docs/reader.md), or leave it out'
+                f"{changing[0]} changes the model's output: give the loss you accept, as measured for your model, with "
+                '--quality-loss "..." (docs/oea.md, docs/reader.md), or leave the policy out'
             )
         for text in self.routers:
             if not parse_stack(text).router.acts:
-                raise ValueError(f"--router {text}: no router policy that acts; write one such as oea(k0=4)")
+                raise ValueError(
+                    f"--router {text}: this is not a router policy that changes anything; give one such as oea(k0=4)"
+                )
         if not 0 <= self.worth < 1:
             raise ValueError(f"--worth {self.worth}: give a share from 0 to below 1, such as 0.005")
         if not 0 <= self.layer_ms < 1e6:
-            raise ValueError(f"--rebalance-layer-ms {self.layer_ms}: give milliseconds from 0 on")
+            raise ValueError(f"--rebalance-layer-ms {self.layer_ms}: give milliseconds, 0 or more")
         if any(interval < 1 for interval in self.intervals):
             raise ValueError(f"--interval {min(self.intervals)}: give 1 step or more")
 
@@ -100,11 +105,11 @@ def tune(
     trace_name: str = "trace",
     progress: Callable[[str, float], None] = lambda words, share: None,
 ) -> ResultsData:
-    """Results of schema 1 with the finalists on the steps held out, the baseline first, and the entry `tune`
-    (docs/tune.md). progress: what is being done, and how far that is.
+    """Searches the candidates and returns results with the finalists on the held-out steps, the baseline first, and the
+    entry `tune` (docs/tune.md).
 
-    Raises ValueError in one line where trace, model, cluster and memory do not fit together, a stack needs a finer
-    trace, or there are too few steps.
+    progress: called with the current phase of the work and the share of it that is done. Raises ValueError if trace,
+    model, cluster and memory do not fit together, a stack needs a finer trace, or the trace has too few steps.
     """
     problem, choose, report, intervals = _problem(trace, options, timing)
     memory = Memory(timing.model, options.memory, options.kv_share)
@@ -125,7 +130,7 @@ def tune(
         return memory.used(slots, moving) + beside * (model.moe_layers + moving)
 
     def runs(system: System, candidate: Candidate) -> bool:
-        # One that plans by itself rebalances what is planned once as well, and needs the room for that.
+        # A system that plans by itself also rebalances a placement planned once, and needs the memory for that.
         moving = system.plans_itself and not candidate.stack.placement.trivial
         return not system.lacks(candidate.deployment) and used(candidate, moving) <= memory.limit
 
@@ -136,7 +141,7 @@ def tune(
         return used(candidate), candidate.complexity, often, candidate.name
 
     def class_of(system: System) -> Class:
-        """What the system runs; the baseline too, unless the system lacks it and runs others."""
+        """The candidates that the system can run. The baseline is among them, unless the system can run only others."""
         without = bool(system.lacks(candidates[0].deployment)) and any(runs(system, one) for one in candidates)
         return lambda c: runs(system, c) or (c == candidates[0] and not without)
 
@@ -192,8 +197,8 @@ def _problem(
     num_steps = trace.num_steps
     if num_steps < FEWEST_STEPS:
         raise ValueError(
-            f"the trace holds {num_steps} step(s), and tuning plans on some, chooses on others and judges on a third "
-            f"part: give at least {FEWEST_STEPS}, recorded or drawn by `epsim traces synthesize`"
+            f"the trace holds {num_steps} step(s), but tune plans on one part of the steps, chooses on a second and "
+            f"judges on a third: give at least {FEWEST_STEPS} steps, recorded or drawn by `epsim traces synthesize`"
         )
     first = max(round(num_steps * PLAN_SHARE), 2)
     second = max(first + round(num_steps * CHOOSE_SHARE), first + 2)
@@ -202,8 +207,8 @@ def _problem(
     too_long = next((interval for interval in options.intervals if interval > most), None)
     if too_long is not None:
         raise ValueError(
-            f"--interval {too_long}: on {num_steps} steps an interval of at most {most} is planned on and rebalanced "
-            "twice in each part: give a shorter one, or a longer trace"
+            f"--interval {too_long}: each part of the {num_steps} steps must hold the interval twice, so it can be at "
+            f"most {most}: give a shorter interval or a longer trace"
         )
     intervals = tuple(sorted(set(options.intervals))) or possible_intervals(most)
     ticks = evenly(0, second, TICKS).tolist()
@@ -211,8 +216,8 @@ def _problem(
     for part in (choose, report):
         if not sums.assignments(part.first, part.last):
             raise ValueError(
-                f"steps {part.first} to {part.last - 1} of the trace hold no tokens: there is nothing to judge by; "
-                "--min-tokens 1 leaves empty steps out"
+                f"steps {part.first} to {part.last - 1} of the trace have no tokens, so nothing can be compared: "
+                "leave out empty steps with --min-tokens 1"
             )
     tokens = sums.assignments(0, num_steps) / (num_steps * meta.num_layers * meta.top_k)
     cost = options.shared_cost
@@ -233,29 +238,30 @@ def _problem(
 
 
 def _clusters(problem: Problem, options: TuneOptions, memory: Memory) -> list[Cluster]:
-    """One for each redundancy, ascending. Raises ValueError where none, or one that is asked for, does not fit."""
+    """One cluster for each number of redundant experts, ascending. Raises ValueError if none fits, or if one that
+    the user asks for does not fit."""
     num_experts, gpus = problem.meta.num_experts, options.gpus
     most = memory.most_slots(gpus)
     if not options.redundant:
         return [problem.cluster(redundant) for redundant in redundancies(num_experts, gpus, most)]
-    found = [problem.cluster(redundant) for redundant in sorted({*options.redundant, -num_experts % gpus})]
-    for cluster in found:
+    clusters = [problem.cluster(redundant) for redundant in sorted({*options.redundant, -num_experts % gpus})]
+    for cluster in clusters:
         slots, room = cluster.num_physical(num_experts) // gpus, min(most, num_experts)
         if slots > room:
             raise ValueError(
-                f"--redundant {cluster.num_redundant} makes {slots} slots a GPU and layer "
-                f"({amount(memory.used(slots))} of weights), {room} fit {amount(memory.limit)}: give at most "
+                f"--redundant {cluster.num_redundant} makes {slots} slots per GPU and layer "
+                f"({amount(memory.used(slots))} of weights), but only {room} fit {amount(memory.limit)}: give at most "
                 f"{room * gpus - num_experts}, or a smaller --kv-share"
             )
-    return found
+    return clusters
 
 
 def _best_rebalanced(rounds: Sequence[Round]) -> Candidate | None:
-    """Of those that rebalance the fastest in the last round that had any."""
-    for one in reversed(rounds):
-        members = [candidate for candidate in one.times if candidate.interval is not None]
+    """The fastest candidate that rebalances, in the last round with any."""
+    for times in (round_.times for round_ in reversed(rounds)):
+        members = [candidate for candidate in times if candidate.interval is not None]
         if members:
-            return min(members, key=lambda candidate: one.times[candidate].mean_us)
+            return min(members, key=lambda candidate: times[candidate].mean_us)
     return None
 
 

@@ -56,7 +56,7 @@ def test_memory_of_deepseek_v3() -> None:
     assert memory.used(17, moving=True) == pytest.approx(by_hand + 58 * expert + 17 * expert)
     most = memory.most_slots(16)
     assert memory.used(most) <= memory.limit < memory.used(most + 1)
-    with pytest.raises(ValueError, match=r"DeepSeek-V3 needs 56\.0 GB of weights on each of 16 GPUs"):
+    with pytest.raises(ValueError, match=r"DeepSeek-V3 needs 56\.0 GB for weights on each of 16 GPUs"):
         Memory(V3, 60e9, 0.2).most_slots(16)
 
 
