@@ -36,7 +36,7 @@ def test_every_split_is_solved_on_the_device(make_trace: Any, monkeypatch: pytes
 
     monkeypatch.setattr(solver, "_solve", recorded)
     there = replayed(trace, "cuda")
-    # Each problem once: the split, whose bound is the optimum and which all stacks of fractions share; the whole tokens.
+    # Each problem once: the split, which all stacks of fractions share and which bounds the optimum, and whole tokens.
     assert asked == ["cuda"] * 2
     asked.clear()
     assert replayed(trace, "cpu") == there
