@@ -70,7 +70,9 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def results(python: str, name: str, arguments: tuple[str, ...], trace: Path, out: Path) -> dict[str, Any]:
     """The values of one command's results.json by path; floats as they are printed, which tells every bit."""
     words = [str(trace) if word == "COUNTS" else word for word in arguments]
-    done = subprocess.run([python, "-m", "epsim.cli", *words, "--out", str(out)], capture_output=True, text=True)
+    out.mkdir(parents=True)  # where it runs: in a checkout, `-m` would take the epsim of that checkout
+    command = [python, "-m", "epsim.cli", *words, "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=out)
     if done.returncode:
         raise SystemExit(f"{python}: {name} failed\n{done.stderr or done.stdout}")
     values = leaves(json.loads((out / "results.json").read_text()), f"{name}:")
