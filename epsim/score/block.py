@@ -54,10 +54,11 @@ def score_block(
 ) -> BlockScore:
     """Scores the same steps under every stack.
 
-    blocks: what each stack is given; the same object where stacks share their tokens. Stacks that share their copies
-    (`bind`) also share the optimum, which is solved once for each placement and counts.
-    timing: by which times are predicted, each stack as the one of `timed_as` (default: as itself);
-    `throughput_gain` compares with the first stack. Raises ValueError as `BoundStack.load`.
+    blocks: the steps as each stack receives them; the same object for stacks with the same tokens. Token counts are made
+    once for each object. Stacks that share their copies (see `bind`) also share the optimum, which is solved once.
+    timing: the model that predicts times; None for no times. timed_as: the stacks whose policies' time is charged; the
+    stacks themselves by default. `throughput_gain` compares with the first stack.
+    Raises ValueError as `BoundStack.load`.
     """
     loads, seen = _loads(blocks, stacks)
     scores: list[StackScore] = []
@@ -75,8 +76,8 @@ def score_block(
 
 
 def _loads(blocks: Sequence[Block], stacks: Sequence[BoundStack]) -> tuple[dict[tuple[int, int], _Solved], SeenSteps]:
-    """Load and optimum by the ids of block and stack."""
-    # Stacks that are given the same tokens share their counts; a router that acts has counts of its own.
+    """The load and the optimum, by the ids of block and stack, and the recorded steps."""
+    # Stacks with the same tokens share their counts. A router that acts changes the tokens, so its stack stands alone.
     groups: dict[tuple[int, int], list[BoundStack]] = {}
     for block, bound in zip(blocks, stacks, strict=True):
         bound.check_level(block)
@@ -84,7 +85,7 @@ def _loads(blocks: Sequence[Block], stacks: Sequence[BoundStack]) -> tuple[dict[
         if bound not in group:
             group.append(bound)
     by_id = {id(block): block for block in blocks}
-    found: dict[tuple[int, int], _Solved] = {}
+    solved: dict[tuple[int, int], _Solved] = {}
     seen: list[SeenSteps] = []
     for (block_id, router), members in groups.items():
         block, kept_mass = by_id[block_id], None
@@ -102,14 +103,14 @@ def _loads(blocks: Sequence[Block], stacks: Sequence[BoundStack]) -> tuple[dict[
         for bound, pairs in zip(members, parts, strict=True):
             load, optimum = joined([load for load, _ in pairs]), torch.cat([optimum for _, optimum in pairs])
             load = load if kept_mass is None else dataclasses.replace(load, kept_mass=kept_mass)
-            found[block_id, id(bound)] = load, optimum
+            solved[block_id, id(bound)] = load, optimum
     if not seen:  # every stack has a router that acts
         seen = [seen_steps(part.counts.numpy(), part.assignments.numpy()) for part in stacks[0].counted(blocks[0])]
-    return found, SeenSteps.joined(seen)
+    return solved, SeenSteps.joined(seen)
 
 
 def _part_loads(part: CountedSteps, stacks: Sequence[BoundStack]) -> list[_Solved]:
-    """Load and optimum of each stack. The optimum comes last: a split that has solved the problem gives it."""
+    """The load and the optimum of each stack. Optima come last, because splits may have solved the same problem."""
     views = {id(bound.copies): bound.copies.remembering() for bound in stacks}
     loads = [bound.load_of(part, views[id(bound.copies)]) for bound in stacks]
     return [(load, views[id(bound.copies)].optimum(part.counts)) for load, bound in zip(loads, stacks, strict=True)]

@@ -157,7 +157,7 @@ class _Walk:
         self.step_us[candidate].append(torch.where(busy, step_us, torch.nan).numpy())
 
     def times(self) -> dict[Candidate, Times]:
-        found: dict[Candidate, Times] = {}
+        times: dict[Candidate, Times] = {}
         mean: Migration | None = None
         share: Floats = np.zeros(1)
         if self.interval is not None:
@@ -167,8 +167,8 @@ class _Walk:
             us = float(np.mean([cost.us for cost in costs.values()]))
             mean = Migration(us, float(np.mean([cost.bytes_moved for cost in costs.values()])))
         for candidate, parts in self.step_us.items():
-            found[candidate] = Times(np.concatenate(parts) + share, mean)
-        return found
+            times[candidate] = Times(np.concatenate(parts) + share, mean)
+        return times
 
     def _all_costs(self) -> dict[int, Migration]:
         """The cost of each rebalance. The first one starts from experts in order, so it is set to the mean of the

@@ -22,7 +22,7 @@ HEADERS = ("candidate", "weights per GPU", "gain when choosing", "gain on held-o
 def print_tune(results: ResultsData) -> None:
     """Prints the facts, the top candidates, the answers and the commands. Text from traces is never read as markup."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
-    found, trace, setting = results["tune"], results["trace"], results["setting"]
+    tuned, trace, setting = results["tune"], results["trace"], results["setting"]
     shape = (
         f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}, {trace['level']} level"
     )
@@ -30,27 +30,27 @@ def print_tune(results: ResultsData) -> None:
         ("trace", f"{trace['name']} ({trace['origin']}, {shape})"),
         ("cluster", f"{setting['ranks']} GPUs on {setting['nodes']} node(s)"),
         ("time", setting["timing"]),
-        ("steps", found["split"]),
+        ("steps", tuned["split"]),
         *(("note", note) for note in trace["notes"]),
     )
     for name, value in facts:
         console.print(Text(f"{name}: {printable(value)}", style="dim" if name == "note" else ""))
-    console.print(_table(found))
-    for line in found["words"]:
+    console.print(_table(tuned))
+    for line in tuned["words"]:
         console.print(Text(f"{line['about']}: ", style="bold").append(printable(line["text"]), style="not bold"))
-    for one in found["answers"]:
-        for command in one["commands"]:
+    for answer in tuned["answers"]:
+        for command in answer["commands"]:
             # Printed without wrapping, to be copied.
             console.print(Text(f"  {command}"), soft_wrap=True)
     console.print(Text(printable(results["verdict"]), style="bold"))
 
 
-def _table(found: Mapping[str, Any]) -> Table:
+def _table(tuned: Mapping[str, Any]) -> Table:
     table = Table()
     for number, header in enumerate(HEADERS):
         table.add_column(Text(header), justify="left" if number == 0 else "right", overflow="fold")
-    rows = [row for row in found["candidates"] if row["gain"] is not None]
-    others = [row for row in found["candidates"] if row["gain"] is None]
+    rows = [row for row in tuned["candidates"] if row["gain"] is not None]
+    others = [row for row in tuned["candidates"] if row["gain"] is None]
     for row in (*rows, *others[: max(MOST_ROWS - len(rows), 0)]):
         gain, choosing = row["gain"], row["gain_choosing"]
         held_out = "-" if gain is None else f"{gain['mean']:+.2%}"

@@ -93,10 +93,10 @@ def _read(trace: StoredTrace, places: Ints) -> Iterator[tuple[Ints, Block]]:
     starts = trace.group_starts()
     groups = np.unique(np.searchsorted(starts, places, side="right") - 1)
     for run in np.split(groups, np.flatnonzero(np.diff(groups) > 1) + 1):
-        place = max(int(starts[run[0]]), int(places[0]))
-        for block in trace.blocks(place, min(int(starts[run[-1] + 1]), int(places[-1]) + 1), max_bytes=SMALL_BLOCK):
-            yield np.arange(place, place + len(block.steps)), block
-            place += len(block.steps)
+        step = max(int(starts[run[0]]), int(places[0]))
+        for block in trace.blocks(step, min(int(starts[run[-1] + 1]), int(places[-1]) + 1), max_bytes=SMALL_BLOCK):
+            yield np.arange(step, step + len(block.steps)), block
+            step += len(block.steps)
 
 
 def joined_blocks(blocks: Sequence[Block]) -> Block:
