@@ -54,7 +54,7 @@ def score_block(
 ) -> BlockScore:
     """Scores the same steps under every stack.
 
-    blocks: the steps as each stack receives them; the same object for stacks with the same tokens. Token counts are made
+    blocks: the steps as each stack receives them; the same object for stacks with the same tokens. Tokens are counted
     once for each object. Stacks that share their copies (see `bind`) also share the optimum, which is solved once.
     timing: the model that predicts times; None for no times. timed_as: the stacks whose policies' time is charged; the
     stacks themselves by default. `throughput_gain` compares with the first stack.
