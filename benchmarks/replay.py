@@ -98,7 +98,7 @@ def serve(path: Path) -> None:
     try:
         from epsim.replaying import ReplayOptions, replay
     except ImportError:  # an older version
-        from epsim.replaying import ReplayOptions, replay
+        from epsim.replay import ReplayOptions, replay
 
     for line in sys.stdin:
         level, stacks, timed = json.loads(line)
