@@ -1,7 +1,7 @@
-"""From a batch's top-k ids to physical experts on the GPU, without the host waiting for it.
+"""Maps a batch's top-k ids to physical experts on the GPU. The host does not wait for the device.
 
-`Rule.of(split, shared, cost, seed)` says which policies; where `Rule.uncovered()` gives a reason, or `available()` is
-false, the policies' own form (epsim.policies) is the way. `Dispatcher` holds the rest.
+`Rule.of(split, shared, cost, seed)` states the policies to follow. `Dispatcher` runs the kernels. If
+`Rule.uncovered()` returns a reason, or if `available()` is false, use the PyTorch code of the policies instead.
 """
 
 from epsim.kernels.dispatch.cuda import available

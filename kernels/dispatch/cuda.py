@@ -1,4 +1,4 @@
-"""dispatch.cu: its arguments, sizes and compiled kernels; by NVRTC at first use, CuPy keeps them on disk."""
+"""Compiles dispatch.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from epsim.kernels.split.launch import with_headers
+from epsim.kernels.split.launch import compiled, macros, with_headers
 
 MOST_EXPERTS, MOST_SLOTS, MOST_ASSIGNMENTS = 1 << 10, (1 << 16) - 1, 1 << 22
-"""What dispatch.cu's words and tables hold."""
+"""The largest sizes that fit the words and tables of dispatch.cu."""
 BUFFERS = ("counts", "own", "words", "ends", "routed", "step", "physical", "shared_rank", "slots_out")
 POINTERS = ("ids", "rows", "loads", "split", *BUFFERS, "first", "copies", "nearest", "node")
 NUMBERS = ("tokens", "top_k", "experts", "slots", "ranks", "rank", "follow", "shared", "global", "plus_local")
@@ -24,17 +23,21 @@ ARGUMENTS = np.dtype(
     + [(name, np.int32) for name in NUMBERS],
     align=True,
 )
-"""state.cuh's Arguments."""
-SYSTEMATIC, SAMPLES, GATHERED, STATIC = range(4)
-NO_SHARED, LOCAL, VISITED, EVERY = range(4)
+"""The struct Arguments of state.cuh."""
+FOLLOW = {"systematic": 0, "sampled": 1, "gathered": 2, "nearest": 3}
+CANDIDATES = {"none": 0, "own": 1, "visited": 2, "all": 3}
+"""The numbers in state.cuh of `SplitRule.follow` and `SharedRule.candidates`."""
 COST_BITS = 20
 WORD = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Threads of a block; `count`'s threads, blocks, and the ids that a thread has at a time; the source ranks that a
-    thread of `serve` has; `assign`'s most blocks."""
+    """Launch sizes.
+
+    threads: per block, of all kernels but `count`. count_threads, count_blocks: of `count`. items: ids that a thread of
+    `count` processes at a time. sources: source ranks per thread of `serve`. most_blocks: the most blocks of `assign`.
+    """
 
     threads: int = 256
     count_threads: int = 512
@@ -47,60 +50,42 @@ class Sizes:
         return self.count_threads if name == "count" else self.threads
 
     @property
-    def options(self) -> tuple[str, ...]:
-        return (
-            f"-DTHREADS={self.threads}",
-            f"-DCOUNT_THREADS={self.count_threads}",
-            f"-DCOUNT_BLOCKS={self.count_blocks}",
-            f"-DITEMS={self.items}",
-            f"-DSOURCES={self.sources}",
-        )
+    def definitions(self) -> dict[str, int]:
+        """The macros of dispatch.cu."""
+        return {name: value for name, value in macros(self).items() if name != "MOST_BLOCKS"}
 
 
 def available() -> bool:
     """Whether CuPy is installed and PyTorch's current CUDA device has clusters of blocks (compute capability 9.0)."""
-    found = importlib.util.find_spec("cupy") is not None and torch.cuda.is_available()
-    return found and torch.cuda.get_device_capability() >= (9, 0)
+    usable = importlib.util.find_spec("cupy") is not None and torch.cuda.is_available()
+    return usable and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def source() -> str:
-    """dispatch.cu with its headers in place."""
+    """The source of dispatch.cu with its headers inlined."""
     return with_headers(Path(__file__).with_name("dispatch.cu"))
 
 
 @functools.cache
-def _module(sizes: Sizes) -> Any:
-    import cupy
-
-    # No contraction: sums and products are rounded as on the CPU.
-    return cupy.RawModule(code=source(), options=("--std=c++17", "--fmad=false", *sizes.options))
-
-
-@functools.cache
-def kernel(device: int, sizes: Sizes, name: str, shared: int) -> Any:
-    import cupy
-
-    with cupy.cuda.Device(device):
-        found = _module(sizes).get_function(name)
-        if shared > 48 * 1024:
-            found.max_dynamic_shared_size_bytes = shared
-        return found
+def kernel(device: int, sizes: Sizes, name: str, shared: int) -> int:
+    """The driver's handle of a kernel."""
+    return compiled(device, source(), sizes.definitions, name, shared, exact=True)
 
 
 def finalise(bits: int) -> int:
-    """SplitMix64's finaliser, as in epsim/policies/hashing.py and state.cuh."""
+    """The finaliser of SplitMix64, as in epsim/policies/hashing.py and state.cuh."""
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & WORD
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EB & WORD
     return bits ^ bits >> 31
 
 
 def first_link(part: int) -> int:
-    """The key of a chain of one part, as a signed 64-bit number."""
+    """The hash key of a chain of one part, as a signed 64-bit integer."""
     return int(np.uint64(finalise((part + 0x9E3779B97F4A7C15) & WORD)).astype(np.int64))
 
 
 def shared_bytes(name: str, sizes: Sizes, experts: int, num_slots: int, num_ranks: int) -> int:
-    """Shared memory of a block, as the kernel of that name lays it out."""
+    """Bytes of shared memory of a block, as the kernel of that name uses it."""
     threads, count_warps = sizes.threads, sizes.count_threads // 32
     ends = [4 * num_slots] * 2 + [4 * experts] * 2 + [2 * num_slots]
     spans = {

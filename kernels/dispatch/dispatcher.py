@@ -1,4 +1,4 @@
-"""A source rank's dispatch: the tables of a placement, buffers, and what is launched when."""
+"""The dispatch of one source rank: tables of a placement, buffers, and the order of kernel launches."""
 
 from __future__ import annotations
 
@@ -9,26 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from epsim.kernels.dispatch.cuda import (
-    ARGUMENTS,
-    BUFFERS,
-    COST_BITS,
-    EVERY,
-    GATHERED,
-    LOCAL,
-    MOST_ASSIGNMENTS,
-    MOST_EXPERTS,
-    MOST_SLOTS,
-    NO_SHARED,
-    SAMPLES,
-    STATIC,
-    SYSTEMATIC,
-    VISITED,
-    Sizes,
-    first_link,
-    kernel,
-    shared_bytes,
-)
+from epsim.kernels.dispatch import cuda
+from epsim.kernels.dispatch.cuda import ARGUMENTS, Sizes, first_link
 from epsim.kernels.dispatch.rule import Rule, SharedRule, SplitRule
 from epsim.kernels.split import SplitStructure
 from epsim.kernels.split import cuda as split_cuda
@@ -38,13 +20,13 @@ from epsim.kernels.split.solver import EXACT, MAX_SWEEPS
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assigned:
-    """Of N tokens; buffers that the next `assign` of the same Dispatcher overwrites.
+    """The result of `Dispatcher.assign` for N tokens. The next `assign` overwrites it.
 
-    physical [N, k] int64: physical experts, numbered as the placement's, -1 for an empty slot.
-    shared_rank [N] int64: the rank that serves a token's shared expert, -1 for a token without experts; None without a
-    shared expert.
-    slots: [N, k + 1] int64, numbered with one more slot a rank, its last, for the shared expert, in column k; without
-    a shared expert `physical`.
+    physical [N, k] int64: physical experts, numbered as in the placement; -1 for none.
+    shared_rank [N] int64: the rank that serves a token's shared expert, -1 for a token without experts; None if the
+    model has no shared expert.
+    slots [N, k + 1] int64: physical experts and, in column k, the shared expert, numbered with one more slot per rank:
+    its last slot is for the shared expert. The same as `physical` if the model has no shared expert.
     """
 
     physical: torch.Tensor
@@ -53,16 +35,16 @@ class Assigned:
 
 
 class Dispatcher:
-    """From a source rank's top-k ids to physical experts, for all layers of a placement.
+    """Maps a source rank's top-k ids to physical experts, for all layers of a placement.
 
         counts = dispatcher.count(ids)
-        # the caller: as dispatcher.rule.collective says, sums counts over ranks or gathers them to [R, E + 1]
+        # Here the caller runs dispatcher.rule.collective: it sums counts over ranks, or gathers them to [R, E + 1].
         assigned = dispatcher.assign(layer, counts)
 
-    All on PyTorch's current stream, without allocations and without waiting: both calls can be captured in a CUDA
-    graph, for a number of tokens. Draws need `step` [1] int64, on the device: the step's number, to be written by the
-    caller, also between a graph's replays.
-    Equal to epsim.policies on the rank's tokens, integer for integer.
+    Both calls run on PyTorch's current stream, allocate nothing and do not wait for the device. They can be captured in
+    a CUDA graph for a fixed number of tokens. Random draws use `step` [1] int64 on the device, the number of the step:
+    the caller writes it before each step, also between replays of a graph.
+    The results are the same integers as those of epsim.policies for the rank's tokens.
     """
 
     def __init__(
@@ -79,23 +61,25 @@ class Dispatcher:
         nearest: torch.Tensor | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        """node_of_rank [R], ascending; layers: the model's number of each; max_tokens: of this rank in a step, and of
-        any other; nearest [L, R, E] int64: the slots that `static` takes. Compiles the kernels.
+        """Compiles the kernels.
 
-        Raises ValueError for a rule that `Rule.uncovered` names, and for what is too large for the tables.
+        node_of_rank [R]: ascending. layers: the model's number of each layer. max_tokens: the most tokens of any rank
+        in a step. nearest [L, R, E] int64: for the split `static`, the slot that serves each source rank.
+        Raises ValueError if `Rule.uncovered` returns a reason, or if sizes are too large for the tables.
         """
         num_ranks, num_experts, num_slots = structure.num_ranks, structure.num_experts, structure.num_physical
         slots = structure.physical_to_logical
         ordered = slots.sort(1).values
         if not bool(((ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)).any()):
-            rule = replace(rule, split=SplitRule())  # nothing to split, no draw to make: as BoundStack.split
+            rule = replace(rule, split=SplitRule())  # no expert has several copies, as in BoundStack.split
         reason = rule.uncovered()
         if reason:
             raise ValueError(reason)
-        if num_experts > MOST_EXPERTS or num_slots > MOST_SLOTS or max_tokens * top_k > MOST_ASSIGNMENTS:
+        limits = cuda.MOST_EXPERTS, cuda.MOST_SLOTS, cuda.MOST_ASSIGNMENTS
+        if any(size > most for size, most in zip((num_experts, num_slots, max_tokens * top_k), limits)):
             raise ValueError(
                 f"{num_experts} experts, {num_slots} slots and {max_tokens} tokens of top-{top_k} are more than the "
-                f"kernels take: {MOST_EXPERTS}, {MOST_SLOTS} and {MOST_ASSIGNMENTS} assignments"
+                f"kernels take: {limits[0]}, {limits[1]} and {limits[2]} assignments"
             )
         if not 0 <= rank < num_ranks or node_of_rank.shape != (num_ranks,) or len(layers) != structure.num_layers:
             raise ValueError(
@@ -108,15 +92,14 @@ class Dispatcher:
             raise ValueError(f"split {rule.names[0]} needs the table of nearest slots")
         self.structure, self.rule, self.rank, self.device = structure, rule, rank, device
         self.top_k, self.max_tokens = top_k, max_tokens
-        self.sizes = sizes or Sizes(
-            items=8 if max_tokens * top_k <= 1 << 16 else 16
-        )  # many ids: fewer rounds of blocks
+        self.sizes = sizes or Sizes(items=8 if max_tokens * top_k <= 1 << 16 else 16)
         if not 1 <= top_k <= self.sizes.threads:
             raise ValueError(f"top-{top_k}: the kernels take 1 to {self.sizes.threads}")
 
-        held = torch.where(slots < 0, num_experts, slots)  # empty slots come last, each with a number of 0 copies
-        order = held.argsort(dim=1, stable=True)
-        expert = held.gather(1, order)
+        # Empty slots come last, each as an expert with 0 copies.
+        expert_of_slot = torch.where(slots < 0, num_experts, slots)
+        order = expert_of_slot.argsort(dim=1, stable=True)
+        expert = expert_of_slot.gather(1, order)
         first = torch.searchsorted(expert, torch.arange(num_experts + 1).expand(len(slots), -1).contiguous())
         index = torch.arange(num_slots) - first.gather(1, expert)
         number = torch.nn.functional.pad(first.diff(dim=1), (0, 1)).gather(1, expert)
@@ -125,8 +108,8 @@ class Dispatcher:
         tables = {"first": first, "copies": torch.stack((order, expert % num_experts, index, number), -1)}
         if nearest is not None:
             tables["nearest"] = nearest
-        self._held = {name: self._table(table) for name, table in tables.items()}
-        self._tables = {name: [part.data_ptr() for part in table] for name, table in self._held.items()}
+        self._tables = {name: self._table(table) for name, table in tables.items()}
+        self._addresses = {name: [part.data_ptr() for part in table] for name, table in self._tables.items()}
         self._node = self._table(node)
 
         def empty(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
@@ -144,8 +127,9 @@ class Dispatcher:
         self._compile()
 
     def count(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [N, k] int64, logical experts, -1 for none -> [E + 1] int64: tokens of each expert, and how many tokens
-        have any. A buffer that the caller may overwrite, and the next call does."""
+        """The number of tokens of each expert, then the number of tokens with any expert, [E + 1] int64.
+
+        ids [N, k] int64: logical experts, -1 for none. The caller may overwrite the result; the next call does."""
         fits = ids.shape == (len(ids), self.top_k) and len(ids) <= self.max_tokens
         if not fits or not self._takes(ids):
             expected = f"[at most {self.max_tokens}, {self.top_k}] int64, contiguous, on {self._counts.device}"
@@ -156,8 +140,11 @@ class Dispatcher:
         return self._counts
 
     def assign(self, layer: int, counts: torch.Tensor) -> Assigned:
-        """layer: its place in the placement; counts: of the last `count`, after the rule's collective, [E + 1] or, all
-        ranks' gathered, [R, E + 1] int64 -> physical experts of the tokens last counted."""
+        """The physical experts of the tokens of the last `count`.
+
+        layer: its index in the placement. counts: the result of `count` after the rule's collective, [E + 1] int64, or
+        [R, E + 1] if all ranks' counts were gathered.
+        """
         rule, structure, arguments = self.rule, self.structure, self._arguments
         width, gathers = structure.num_experts + 1, rule.collective == "all_gather"
         expected = (structure.num_ranks, width) if gathers else (width,)
@@ -169,15 +156,15 @@ class Dispatcher:
         loads = self._loads if gathers else counts
         arguments["rows"] = counts.data_ptr() if gathers else 0
         arguments["loads"], arguments["layer_key"] = loads.data_ptr(), self._layer_keys[layer]
-        for name, table in self._tables.items():
-            arguments[name] = table[layer]
+        for name, addresses in self._addresses.items():
+            arguments[name] = addresses[layer]
         if gathers:
             self._launch("total", (-(-width // 32),))
         split = None
         if rule.solves:
             split = self._solve(loads[None, : structure.num_experts], self._layer[layer : layer + 1])
         arguments["split"] = 0 if split is None else split.data_ptr()
-        # What follows the split may begin before it ends: `count` and the collective have ended before it began.
+        # The next kernel may begin before the split ends: `count` and the collective ended before the split began.
         if rule.gathered:
             self._launch("quotas", (-(-structure.num_experts // (self.sizes.threads // 32)),), early=True)
         elif rule.sees_all_ranks:
@@ -192,16 +179,15 @@ class Dispatcher:
         return Assigned(physical, self._shared_rank[: self._tokens], self._slots_out[: self._tokens])
 
     def _takes(self, given: torch.Tensor) -> bool:
-        """The kernels get a pointer alone."""
+        """Whether the kernels can read the tensor: they get only its address."""
         return given.dtype == torch.int64 and given.is_contiguous() and given.device == self._counts.device
 
     def _solve(self, loads: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
         """loads [1, E], layer [1] -> split [1, P]."""
         whole = self.rule.gathered
         tol = 0.0 if whole else 1e-4
-        return split_cuda.solve(
-            self.structure, loads, layer, tol, None, MAX_SWEEPS, EXACT, whole, True, self._room
-        ).split
+        limits = MAX_SWEEPS, EXACT
+        return split_cuda.solve(self.structure, loads, layer, tol, None, *limits, whole, True, self._solved).split
 
     def _table(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(torch.int32).to(torch.int16).to(self.device).contiguous()
@@ -209,22 +195,20 @@ class Dispatcher:
     def _fixed_arguments(self) -> npt.NDArray[Any]:
         rule, structure = self.rule, self.structure
         arguments = np.zeros(1, ARGUMENTS)
-        for name in BUFFERS:
+        for name in cuda.BUFFERS:
             arguments[name] = getattr(self, "step" if name == "step" else f"_{name}").data_ptr()
-        follow = {"systematic": SYSTEMATIC, "sampled": SAMPLES, "nearest": STATIC, "gathered": GATHERED}
-        shared = {"none": NO_SHARED, "own": LOCAL, "visited": VISITED, "all": EVERY}
         assert rule.shared is not None
         values = {
             "node": self._node.data_ptr(),
             "seed_key": first_link(rule.seed),
-            "cost": round(rule.cost * (1 << COST_BITS)),
+            "cost": round(rule.cost * (1 << cuda.COST_BITS)),
             "top_k": self.top_k,
             "experts": structure.num_experts,
             "slots": structure.num_physical,
             "ranks": structure.num_ranks,
             "rank": self.rank,
-            "follow": follow[rule.follow],
-            "shared": shared[rule.shared.candidates],
+            "follow": cuda.FOLLOW[rule.follow],
+            "shared": cuda.CANDIDATES[rule.shared.candidates],
             "global": rule.sees_all_ranks,
             "plus_local": rule.shared.plus_local,
         }
@@ -233,22 +217,22 @@ class Dispatcher:
         return arguments
 
     def _shared_bytes(self, name: str) -> int:
-        structure = self.structure
-        return shared_bytes(name, self.sizes, structure.num_experts, structure.num_physical, structure.num_ranks)
+        sizes = self.structure.num_experts, self.structure.num_physical, self.structure.num_ranks
+        return cuda.shared_bytes(name, self.sizes, *sizes)
 
     def _compile(self) -> None:
         self._index = torch.cuda.current_device() if self.device.index is None else self.device.index
         self._kernels = {}
         for name in ("count", "total", "quotas", "serve", "assign"):
             threads, shared = self.sizes.threads_of(name), self._shared_bytes(name)
-            self._kernels[name] = kernel(self._index, self.sizes, name, shared).kernel.ptr, threads, shared
+            self._kernels[name] = cuda.kernel(self._index, self.sizes, name, shared), threads, shared
         if self.rule.solves:
             slots, whole = self.structure.num_physical, self.rule.gathered
-            self._room = split_cuda.empty(1, slots, self.device, integral=True, whole=whole, want_split=True)
+            self._solved = split_cuda.empty(1, slots, self.device, integral=True, whole=whole, want_split=True)
             self._solve(self._loads[None, : self.structure.num_experts], self._layer[:1])
 
     def _launch(self, name: str, grid: tuple[int, ...], early: bool = False) -> None:
-        """early: it may begin before the kernel before it has ended."""
+        """early: the kernel may begin before the previous one has ended."""
         function, threads, shared = self._kernels[name]
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with torch.cuda.device(self._index):

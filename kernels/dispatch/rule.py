@@ -1,4 +1,4 @@
-"""What the dispatch kernels follow of a stack: the rules that its split and its shared policy declare."""
+"""The rules that the dispatch kernels follow: those that the split and the shared policy of a stack declare."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ Follow: TypeAlias = Literal["systematic", "sampled", "nearest", "gathered"]
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How an expert's tokens divide over its copies.
+    """How an expert's tokens are divided over its copies.
 
-    solves: by the fractions of the lowest peak load, else in equal parts. follow: how tokens follow from them:
-    `systematic` rounding by each source rank, `sampled` per token, whole tokens from `gathered` counts; `nearest`: by a
-    table of one copy for each source rank.
+    solves: by the fractions that give the lowest peak load; otherwise in equal parts. follow: how tokens are assigned
+    by these fractions. `systematic`: each source rank rounds its own tokens. `sampled`: one random draw per token.
+    `gathered`: the split is in whole tokens, from the gathered counts. `nearest`: a table gives each
+    source rank's copy.
     """
 
     solves: bool = False
@@ -26,9 +27,9 @@ class SplitRule:
 class SharedRule:
     """Where a token's shared expert is computed.
 
-    candidates: `none`, there is no shared expert; on the token's `own` rank; on one of the ranks that it `visited`, or
-    of `all`. plus_local: a rank's load includes its own tokens' shared work. sees_all_ranks: loads are those of all
-    ranks' tokens, not of the source rank's alone.
+    candidates: `none` (there is no shared expert), the token's `own` rank, the ranks that it `visited`, or `all` ranks.
+    plus_local: a rank's load includes the shared work of its own tokens. sees_all_ranks: loads count the tokens of all
+    ranks, not only those of the source rank.
     """
 
     candidates: Literal["none", "own", "visited", "all"]
@@ -38,8 +39,8 @@ class SharedRule:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """split, shared: None where the policy has no kernel. names: of both policies. cost: of the shared expert in routed
-    assignments. seed: of the draws."""
+    """The rules of a stack. split, shared: None if the policy has no kernel. names: of both policies. cost: of the
+    shared expert, in routed assignments. seed: of the random draws."""
 
     split: SplitRule | None
     shared: SharedRule | None
@@ -49,18 +50,18 @@ class Rule:
 
     @classmethod
     def of(cls, split: Any, shared: Any, cost: float, seed: int) -> Rule:
-        """Of a stack's split and shared policies (objects of epsim.policies); a cost of 0: no shared expert."""
+        """The rule of a split and a shared policy (objects of epsim.policies). A cost of 0 means no shared expert."""
         names = (split.table_key, shared.table_key)
         return cls(split.kernel, shared.kernel if cost > 0 else SharedRule("none"), names, cost, seed)
 
     def uncovered(self) -> str | None:
-        """Why there are no kernels for it, in one line, or None where there are."""
+        """The reason why the kernels do not cover this rule, in one line, or None."""
         if self.split is None:
             return f"split {self.names[0]} has no kernel"
         if self.shared is None:
             return f"shared policy {self.names[1]} has no kernel"
         if self.shared.candidates in ("visited", "all") and self.follow == "sampled":
-            why = "the ranks' loads follow from no counts, but from draws"
+            why = "loads depend on random draws, not on counts"
             return f"{self.names[1]} after {self.names[0]} has no kernel: {why}"
         return None
 
@@ -78,12 +79,12 @@ class Rule:
 
     @property
     def sees_all_ranks(self) -> bool:
-        """Whether Waterfill looks at the loads of all ranks' tokens."""
+        """Whether Waterfill uses the loads from the tokens of all ranks."""
         return self.shared is not None and self.shared.sees_all_ranks
 
     @property
     def collective(self) -> Collective:
-        """What the caller does with the counts between `count` and `assign`."""
+        """The collective that the caller runs on the counts between `count` and `assign`."""
         if self.gathered or self.sees_all_ranks:
             return "all_gather"
         return "all_reduce" if self.solves else "none"

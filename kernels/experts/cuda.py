@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.kernels.split.launch import compiled, launch, with_headers
+from epsim.kernels.split.launch import compiled, launch, macros, with_headers
 
 POINTERS = ("hidden", "ids", "weights", "gate_up", "down", "rows", "activated", "output", "counts", "arrived")
 ARGUMENTS = np.dtype(
@@ -57,15 +57,7 @@ class Sizes:
 
     @property
     def definitions(self) -> dict[str, int]:
-        return {
-            "HIDDEN": self.hidden,
-            "INTER": self.inter,
-            "TOKENS": self.tokens,
-            "EXPERTS": self.experts,
-            "PAIRS": self.pairs,
-            "STAGES": self.stages,
-            "SHARED": self.shared,
-        }
+        return macros(self, "stages")
 
 
 def sizes_of(tokens: int, columns: int, experts: int, hidden: int, inter: int, shared: int) -> Sizes:

@@ -12,33 +12,13 @@ import torch
 
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.codes import BLOCK, row_bytes
-from epsim.kernels.reader.cuda import GIVEN, MAP, MOST_SHARED, blocks_of, uncovered_sketch
-from epsim.kernels.split.launch import compiled, launch, with_headers
+from epsim.kernels.reader.cuda import GIVEN, MAP, MOST_SHARED, addresses, blocks_of, uncovered_sketch
+from epsim.kernels.split.launch import compiled, launch, macros, with_headers
 
 POINTERS = (
-    *GIVEN,
-    "state",
-    "coordinate",
-    "record",
-    "expert",
-    "start",
-    "token",
-    "weight",
-    "place",
-    "amounts",
-    "scores",
-    "bins",
-    "rivals",
-    "channels",
-    "number",
-    "bits",
-    "unit",
-    "activated",
-    "parts",
-    "mapped",
-    "kept",
-    "output",
-)
+    *GIVEN, "state", "coordinate", "record", "expert", "start", "token", "weight", "place", "amounts", "scores", "bins",
+    "rivals", "channels", "number", "bits", "unit", "activated", "parts", "mapped", "kept", "output",
+)  # fmt: skip
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
     + [("stride", np.int64)]
@@ -65,13 +45,7 @@ class Sizes:
 
     @property
     def definitions(self) -> dict[str, int]:
-        return {
-            "HIDDEN": self.hidden,
-            "INTER": self.inter,
-            "COORDINATES": self.coordinates,
-            "RANK": self.rank,
-            "GELU": int(self.gelu),
-        }
+        return macros(self)
 
     @property
     def blocks(self) -> int:
@@ -160,7 +134,6 @@ def argument_of(
     (transposed), kept_of."""
     (tokens, columns), experts = tensors["ids"].shape, sketch.num_experts
     pairs, channels = tokens * columns, experts * sizes.inter
-    held = {name: tensor for name, tensor in sketch.tensors().items() if name != "errors"} | {"x": x, **tensors}
     shapes: dict[str, tuple[torch.dtype, int]] = {
         "state": (torch.int64, 4),
         "coordinate": (torch.uint8, sizes.blocks * sizes.coordinates),
@@ -188,12 +161,11 @@ def argument_of(
         begins[name] = end
         end += -(-size * dtype.itemsize // 256) * 256
     room = torch.empty(end, dtype=torch.uint8, device=x.device)
-    for name, (dtype, size) in shapes.items():
-        held[name] = room[begins[name] : begins[name] + size * dtype.itemsize].view(dtype)
-    held["output"] = torch.empty(tokens, sizes.hidden, dtype=torch.bfloat16, device=x.device)
-    if kept is not None:
-        held["kept"] = kept
-    pointers = [held[name].data_ptr() if name in held else 0 for name in POINTERS]
+    buffers = {
+        name: room[begins[name] : begins[name] + size * dtype.itemsize].view(dtype)
+        for name, (dtype, size) in shapes.items()
+    }
+    pointers, held = addresses(POINTERS, sketch, x, tensors | buffers, kept)
     return np.array([(*pointers, x.stride(0), tokens, experts, columns, sizes.stages(tokens))], ARGUMENTS), held
 
 

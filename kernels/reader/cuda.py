@@ -12,22 +12,10 @@ import torch
 
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.codes import BLOCK
-from epsim.kernels.split.launch import compiled, launch, with_headers
+from epsim.kernels.split.launch import compiled, launch, macros, with_headers
 
-GIVEN = (
-    "x",
-    "ids",
-    "weights",
-    "codes",
-    "scales",
-    "norms",
-    "signs",
-    "basis",
-    "coefficients",
-    "gate_up",
-    "down",
-    "kept_of",
-)
+SKETCH = ("codes", "scales", "norms", "signs", "basis", "coefficients")
+GIVEN = ("x", "ids", "weights", *SKETCH, "gate_up", "down", "kept_of")
 """The tensors that every kernel of the reader takes."""
 POINTERS = (*GIVEN, "estimates", "scores", "parts", "mapped", "kept", "output", "ended")
 ARGUMENTS = np.dtype(
@@ -56,17 +44,7 @@ class Sizes:
 
     @property
     def definitions(self) -> dict[str, int]:
-        return {
-            "HIDDEN": self.hidden,
-            "INTER": self.inter,
-            "COLUMNS": self.columns,
-            "COORDINATES": self.coordinates,
-            "RANK": self.rank,
-            "GELU": int(self.gelu),
-            "BUFFERS": self.buffers,
-            "GATHERING": self.gathering,
-            "SHARED": self.shared,
-        }
+        return macros(self, "buffers", "gathering", "shared")
 
     @property
     def words(self) -> int:
@@ -180,18 +158,27 @@ def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor
     return {**_workspaces[key], "ended": _ended(device)}
 
 
-def argument_of(
-    sizes: Sizes, sketch: LayerSketch, x: torch.Tensor, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None
-) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
-    """An ARGUMENTS record and the tensors it points to, including the output."""
-    tokens, device = len(x), x.device
-    held = {name: tensor for name, tensor in sketch.tensors().items() if name != "errors"}
-    held |= {"x": x, **tensors}
-    held["output"] = torch.empty(tokens, sizes.hidden, dtype=torch.bfloat16, device=device)
+def addresses(
+    names: tuple[str, ...],
+    sketch: LayerSketch,
+    x: torch.Tensor,
+    tensors: dict[str, torch.Tensor],
+    kept: torch.Tensor | None,
+) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The address of each named tensor (0 if there is none), and the tensors by name, including a new output."""
+    held = {name: getattr(sketch, name) for name in SKETCH} | {"x": x, **tensors}
+    held["output"] = torch.empty(len(x), sketch.hidden, dtype=torch.bfloat16, device=x.device)
     if kept is not None:
         held["kept"] = kept
-    pointers = [held[name].data_ptr() if name in held else 0 for name in POINTERS]
-    return np.array([(*pointers, x.stride(0), tokens)], ARGUMENTS), held
+    return [held[name].data_ptr() if name in held else 0 for name in names], held
+
+
+def argument_of(
+    sketch: LayerSketch, x: torch.Tensor, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None
+) -> tuple[np.ndarray, dict[str, torch.Tensor]]:
+    """An ARGUMENTS record and the tensors it points to, including the output."""
+    pointers, held = addresses(POINTERS, sketch, x, tensors, kept)
+    return np.array([(*pointers, x.stride(0), len(x))], ARGUMENTS), held
 
 
 def fused(
@@ -200,7 +187,7 @@ def fused(
     """`read` in one launch. tensors: ids, weights, gate_up, down (transposed), kept_of."""
     device = x.device.index
     blocks = blocks_of(device)
-    argument, held = argument_of(sizes, sketch, x, {**tensors, **_workspace(sizes, len(x), device)}, kept)
+    argument, held = argument_of(sketch, x, {**tensors, **_workspace(sizes, len(x), device)}, kept)
     stream = torch.cuda.current_stream().cuda_stream
     # Blocks wait for each other, so all must run at once: there is one per multiprocessor, each has room for one, and a
     # launch begins early only when all blocks of the launch before it already run.

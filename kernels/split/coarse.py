@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from epsim.kernels.split.flow import Graph
+from epsim.kernels.split.flow import Graph, largest
 from epsim.kernels.split.structure import Floats, Ints, Longs
 
 MOST_RANKS = 32
@@ -65,33 +65,32 @@ def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
     """
     for k in range(need.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
-        total, most_part, largest = np.float32(0.0), np.float32(0.0), first
+        total, most_part, most_copy = np.float32(0.0), np.float32(0.0), first
         for c in range(first, last):
             part = np.float32(before[c]) if before[c] > 0.0 else np.float32(0.0)
             before[c] = part
             total += part
             if part > most_part:
-                largest, most_part = c, part
+                most_copy, most_part = c, part
         # Outside this range, float32 cannot represent the total, or 2^30 units over the total.
         if not np.float32(1e-28) <= total <= np.float32(1e38):
             for c in range(first, last):
                 before[c] = 1.0
-            total, largest = np.float32(last - first), first
+            total, most_copy = np.float32(last - first), first
         # The other copies sum to less than the need. The largest copy takes the rest.
         scale = np.float32(need[k]) / total
         rest = need[k]
         for c in range(first, last):
-            if c != largest:
+            if c != most_copy:
                 x[c] = int(np.float32(before[c]) * scale)
                 rest -= x[c]
-        x[largest] = rest
+        x[most_copy] = rest
 
 
 @njit(nogil=True, error_model="numpy")
 def add_loads(graph: Graph, x: Longs | Floats, fixed: Longs | Floats, load: Longs | Floats) -> None:
     """Sets load [R] to the sum of each rank's fixed experts and copies, in units or in tokens."""
-    for r in range(load.size):
-        load[r] = fixed[r]
+    load[:] = fixed
     for c in range(x.size):
         load[graph.copy_rank[c]] += x[c]
 
@@ -142,24 +141,24 @@ def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
 def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool, words: Longs) -> tuple[int, int]:
     """The best bound in units from the sets {ranks with load >= t}, and the bits of that set."""
     num_ranks = load.size
-    order, place, held = words[0], words[1], words[2]
+    order, position, held = words[0], words[1], words[2]
     # Ranks are sorted by counting, which avoids unpredictable branches.
     for r in range(num_ranks):
-        here, ahead = load[r], 0
+        ahead = 0
         for j in range(r):
-            more = load[j] >= here
+            more = load[j] >= load[r]
             ahead += more
-            place[j] += not more
-        place[r] = ahead
+            position[j] += not more
+        position[r] = ahead
     for r in range(num_ranks):
-        order[place[r]], held[place[r]] = r, fixed[r]
+        order[position[r]], held[position[r]] = r, fixed[r]
     ranks, num_pairs = graph.copy_rank, graph.num_paired // 2
     for k in range(num_pairs):
-        held[max(place[ranks[2 * k]], place[ranks[2 * k + 1]])] += need[k]
+        held[max(position[ranks[2 * k]], position[ranks[2 * k + 1]])] += need[k]
     for k in range(num_pairs, need.size):
         last = 0
         for c in range(graph.copy_start[k], graph.copy_start[k + 1]):
-            last = max(last, place[ranks[c]])
+            last = max(last, position[ranks[c]])
         held[last] += need[k]
     captive, best = 0, -1
     for i in range(num_ranks):
@@ -169,8 +168,8 @@ def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool
         best = max(best, held[i])
     best_rank, best_set = num_ranks, 0
     for r in range(num_ranks - 1, -1, -1):
-        best_rank = r if held[place[r]] == best else best_rank
-    for i in range(place[best_rank] + 1):
+        best_rank = r if held[position[r]] == best else best_rank
+    for i in range(position[best_rank] + 1):
         best_set |= 1 << order[i]
     return best, best_set
 
@@ -186,17 +185,16 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
     near, levels, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
     parent, from_copy, to_copy, ranks = tree[0], tree[1], tree[2], graph.copy_rank
     seen = 0
-    for r in range(num_ranks):
-        near[r] = 0
+    near[:] = 0
     for k in range(graph.demand.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
-        here = 0
+        using = 0
         for c in range(first, last):
-            here |= (x[c] > 0) << ranks[c]
-        used[k] = here
+            using |= (x[c] > 0) << ranks[c]
+        used[k] = using
         for c in range(first, last):
             if x[c] > 0:
-                near[ranks[c]] |= here
+                near[ranks[c]] |= using
     for r in range(num_ranks):
         if not near[r] & ~(1 << r):
             seen |= 1 << r  # not connected to another rank
@@ -208,14 +206,14 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
             degree = num_bits(near[r]) if not seen >> r & 1 else 0
             if degree > most_near:
                 root, most_near = r, degree
-        num_levels, now, those, total = 0, 1 << root, 1 << root, load[root]
+        num_levels, now, tree_ranks, total = 0, 1 << root, 1 << root, load[root]
         while now:
             after = 0
             while now:
                 u = num_bits((now & -now) - 1)
                 now &= now - 1
-                fresh = near[u] & ~those
-                those |= fresh
+                fresh = near[u] & ~tree_ranks
+                tree_ranks |= fresh
                 after |= fresh
                 while fresh:
                     v = num_bits((fresh & -fresh) - 1)
@@ -232,8 +230,8 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
                     from_copy[v] = c
             levels[num_levels] = now = after
             num_levels += 1
-        seen |= those
-        mean = total // num_bits(those)
+        seen |= tree_ranks
+        mean = total // num_bits(tree_ranks)
         for level in range(num_levels - 2, -1, -1):
             # First the ranks of a level that draw load, so that they draw on what their parents' copies had before.
             for drawing in (True, False):
@@ -265,12 +263,8 @@ def search(
     """
     need, x, words = scratch.need, scratch.part, scratch.words
     num_ranks = load.size
-    top, total = load[0], 0
-    inside = (1 << num_ranks) - 1
-    for r in range(num_ranks):
-        total += load[r]
-        top = max(top, load[r])
-    bound = (total + (num_ranks - 1 if whole else 0)) // num_ranks
+    top, inside = largest(load), (1 << num_ranks) - 1
+    bound = (load.sum() + (num_ranks - 1 if whole else 0)) // num_ranks
     for r in range(num_ranks):
         if fixed[r] > bound:
             bound, inside = fixed[r], 1 << r
@@ -279,23 +273,23 @@ def search(
     sweeps = 0
     while top > bound + (bound * spare >> 32):
         levels = sweeps >= unlevelled and (sweeps <= LEVELLED or sweeps % 2) and sweeps < limit
-        found, those = -1, 0
+        new_bound, new_set = -1, 0
         if sweeps or levels:
-            found, those = level_sets(graph, need, fixed, load, whole, words)
+            new_bound, new_set = level_sets(graph, need, fixed, load, whole, words)
         if levels or sweeps >= limit:
-            if found > bound:
-                bound, inside = found, those
+            if new_bound > bound:
+                bound, inside = new_bound, new_set
             if top <= bound + (bound * spare >> 32) or not levels:
                 break
             level_out(graph, x, load, scratch)
-            top = most(load)
+            top = largest(load)
             if top <= bound + (bound * spare >> 32):
                 break
         sweep(graph, need, x, load)
-        top = most(load)
+        top = largest(load)
         sweeps += 1
-        if found > bound:  # a GPU computes it during the sweep
-            bound, inside = found, those
+        if new_bound > bound:  # a GPU computes it during the sweep
+            bound, inside = new_bound, new_set
     return inside, sweeps, top
 
 
@@ -305,11 +299,3 @@ def num_bits(word: int) -> int:
     word -= word >> 1 & 0x55555555
     word = (word & 0x33333333) + (word >> 2 & 0x33333333)
     return ((word + (word >> 4) & 0x0F0F0F0F) * 0x01010101 & 0xFFFFFFFF) >> 24
-
-
-@njit(nogil=True, error_model="numpy")
-def most(load: Longs) -> int:
-    found: int = load[0]
-    for r in range(1, load.size):
-        found = max(found, load[r])
-    return found

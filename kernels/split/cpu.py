@@ -36,21 +36,8 @@ import numpy as np
 from numba import njit
 
 from epsim.kernels.split import coarse, flow
-from epsim.kernels.split.coarse import (
-    COLD,
-    MOST_RANKS,
-    MOST_SWEEPS,
-    MOST_WHOLE,
-    WARM,
-    Scratch,
-    add_loads,
-    even_start,
-    most,
-    search,
-    unit_of,
-    warm_start,
-)
-from epsim.kernels.split.flow import Graph, Search, captive_load, close_gap, largest, rescale, water_fill
+from epsim.kernels.split.coarse import Scratch, add_loads
+from epsim.kernels.split.flow import Graph, Search, largest, water_fill
 from epsim.kernels.split.structure import Floats, Ints, Longs, Tables
 
 OK, BAD_LOAD, TOO_LARGE = 0, 1, 2
@@ -62,21 +49,19 @@ def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floa
     """Sums the fixed experts of each rank into fixed [R]. Returns the total, and the lowest load if it is below 0."""
     total, low = 0.0, 0.0
     for r in range(fixed.size):
-        here = 0.0
+        fixed[r] = 0.0
         for i in range(fixed_start[r], fixed_start[r + 1]):
             value = values[fixed_expert[i]]
-            here += value
+            fixed[r] += value
             low = min(low, value)
-        fixed[r] = here
-        total += here
+        total += fixed[r]
     return total, low
 
 
 @njit(nogil=True, error_model="numpy")
 def add_even(graph: Graph, share: Floats, fixed: Floats, load: Floats) -> float:
     """The peak load of the even split over slots."""
-    for r in range(load.size):
-        load[r] = fixed[r]
+    load[:] = fixed
     for c in range(share.size):
         load[graph.copy_rank[c]] += graph.demand[graph.copy_expert[c]] * share[c]
     return largest(load)
@@ -102,27 +87,27 @@ def near_split(
 
     Returns the bound's numerator and size, the number of sweeps, and whether the even split may have a lower peak.
     """
-    unit = unit_of(total, whole)
+    unit = coarse.unit_of(total, whole)
     need, part, fixed_units, load_units = scratch.need, scratch.part, scratch.words[4], scratch.words[5]
     for r in range(load.size):
         fixed_units[r] = int(fixed[r] * unit)
     for k in range(need.size):
         need[k] = int(graph.demand[k] * unit)
-    even_start(graph, until, need, part)
+    coarse.even_start(graph, until, need, part)
     add_loads(graph, part, fixed_units, load_units)
-    even_top, unlevelled = most(load_units), COLD
+    even_top, unlevelled = largest(load_units), coarse.COLD
     if warm:
-        warm_start(graph, x, need, part)
+        coarse.warm_start(graph, x, need, part)
         add_loads(graph, part, fixed_units, load_units)
         mean = load_units.sum() // load.size
-        above, even_above = most(load_units) - mean, even_top - mean
+        above, even_above = largest(load_units) - mean, even_top - mean
         if above < even_above:
-            unlevelled = 0 if above < even_above >> 1 else WARM
+            unlevelled = 0 if above < even_above >> 1 else coarse.WARM
         else:
-            even_start(graph, until, need, part)
+            coarse.even_start(graph, until, need, part)
             add_loads(graph, part, fixed_units, load_units)
-    most_sweeps = min(limit, MOST_WHOLE if whole else MOST_SWEEPS)
-    inside, sweeps, top = search(graph, fixed_units, load_units, tol, most_sweeps, unlevelled, whole, scratch)
+    most_sweeps = min(limit, coarse.MOST_WHOLE if whole else coarse.MOST_SWEEPS)
+    inside, sweeps, top = coarse.search(graph, fixed_units, load_units, tol, most_sweeps, unlevelled, whole, scratch)
     inverse = 1.0 / unit
     for c in range(x.size):
         x[c] = part[c] * inverse
@@ -133,7 +118,7 @@ def near_split(
     for r in range(load.size):
         seen.seen_rank[r] = inside >> r & 1
         size += inside >> r & 1
-    return captive_load(graph, fixed, seen, 1), size, sweeps, even_top <= top + num_physical
+    return flow.captive_load(graph, fixed, seen, 1), size, sweeps, even_top <= top + num_physical
 
 
 @njit(nogil=True, error_model="numpy")
@@ -150,7 +135,7 @@ def far_split(
 ) -> tuple[float, int, int, bool]:
     """As near_split, but by three sweeps in float64, for more than 32 ranks."""
     if warm:
-        rescale(graph, x)
+        flow.rescale(graph, x)
     else:
         for c in range(x.size):
             x[c] = 0.0 if whole else graph.demand[graph.copy_expert[c]] * share[c]
@@ -171,9 +156,9 @@ def write_split(source: Ints, twin: Ints, values: Floats, split: Floats, whole: 
     for p in range(split.size):
         split[p] = values[source[p]]
     for i in range(twin.shape[0]):
-        p, place, mates = twin[i, 0], twin[i, 1], twin[i, 2]
+        p, index, mates = twin[i, 0], twin[i, 1], twin[i, 2]
         if whole:
-            split[p] = math.floor((split[p] + (mates - 1 - place)) / mates) * 1.0
+            split[p] = math.floor((split[p] + (mates - 1 - index)) / mates) * 1.0
         else:
             split[p] /= mates
 
@@ -212,16 +197,12 @@ def _solve_range(
     seen_rank, seen_expert = np.empty(num_ranks, np.int32), np.empty(num_experts, np.int32)
     seen = Search(seen_rank, seen_expert, by_rank[0], by_rank[1], by_rank[2], by_rank[3])
     words, tree = np.empty((6, num_ranks), np.int64), np.empty((4, num_ranks), np.int32)
-    needs, parts, used = (
-        np.empty(num_experts, np.int64),
-        np.empty(num_physical, np.int64),
-        np.empty(num_experts, np.int64),
-    )
+    needs, used = np.empty((2, num_experts), np.int64)
+    parts = np.empty(num_physical, np.int64)
     tiny_part = num_ranks / (2 * num_physical)  # unused copies of a rank together hold less than half of the slack
     for b in range(loads.shape[0]):
         at = layer[b]
-        for e in range(num_experts):
-            values[e] = loads[b, e]
+        values[:num_experts] = loads[b]
         total, low = add_fixed(tables.fixed_start[at], tables.fixed_expert, values, fixed)
         first_expert, first_copy = tables.expert_start[at], tables.layer_copies[at]
         num_replicated = tables.expert_start[at + 1] - first_expert
@@ -247,33 +228,32 @@ def _solve_range(
 
         warm = start.shape[0] > 0
         if warm:
-            for c in range(x.size):
-                x[c] = 0.0
+            x[:] = 0.0
             for p in range(num_physical):
                 if tables.source[at, p] >= num_experts:
                     values[tables.source[at, p]] += start[b, p]
 
         share = tables.copy_share[first_copy:end_copy]
-        if num_ranks <= MOST_RANKS:
+        if num_ranks <= coarse.MOST_RANKS:
             until = tables.copy_until[first_copy:end_copy]
             scratch = Scratch(needs[:num_replicated], parts[: x.size], words, used, tree)
-            found = near_split(
+            bound = near_split(
                 graph, fixed, x, load, total, until, warm, tol, limit, whole, num_physical, scratch, seen
             )
         else:
-            found = far_split(graph, fixed, x, load, total, share, warm, limit, whole)
-        numerator[b], size[b], sweeps[b], look_at_even = found
+            bound = far_split(graph, fixed, x, load, total, share, warm, limit, whole)
+        numerator[b], size[b], sweeps[b], look_at_even = bound
         peak[b] = largest(load)
         proven = (peak[b] - 1.0) * size[b] < numerator[b] if whole else peak[b] <= numerator[b] / size[b] * (1 + tol)
         rounds = 0
         if not proven:
             rest = limit - sweeps[b]
-            numerator[b], size[b], rounds = close_gap(
+            numerator[b], size[b], rounds = flow.close_gap(
                 graph, fixed, x, load, numerator[b], size[b], tol, tiny_part, rest, whole, seen
             )
             if rounds:
                 sweeps[b] += rounds
-                if num_ranks > MOST_RANKS and not whole:
+                if num_ranks > coarse.MOST_RANKS and not whole:
                     water_fill(graph, x, load, whole)
                 add_loads(graph, x, fixed, load)
                 peak[b] = largest(load)

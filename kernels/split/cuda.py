@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from epsim.kernels.split.launch import launch, with_headers
+from epsim.kernels.split.launch import compiled, launch, with_headers
 from epsim.kernels.split.structure import SplitStructure
 
 NUM_INVERSES = 33
@@ -199,22 +199,7 @@ def source() -> str:
 
 @functools.cache
 def _kernel(device: int, name: str, shared: int) -> int:
-    """The driver's handle."""
-    import cupy
-
-    with cupy.cuda.Device(device):
-        kernel = _module().get_function(name)
-        if shared > 48 * 1024:
-            kernel.max_dynamic_shared_size_bytes = shared
-        return int(kernel.kernel.ptr)
-
-
-@functools.cache
-def _module() -> Any:
-    import cupy
-
-    # --fmad=false: sums and products are rounded as on the CPU.
-    return cupy.RawModule(code=source(), options=("--std=c++17", "--fmad=false"))
+    return compiled(device, source(), {}, name, shared, exact=True)
 
 
 def _on_device(structure: SplitStructure, device: torch.device) -> tuple[torch.Tensor, dict[str, int]]:

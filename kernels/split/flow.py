@@ -6,12 +6,12 @@ split.cu does the same steps with the same rounding. Tests compare bits, so both
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit
 
-from epsim.kernels.split.structure import Floats, Ints
+from epsim.kernels.split.structure import Floats, Ints, Longs
 
 NUM_LEVELLED = 3
 """Ranks are levelled after each of the first rounds of pushes. Pushes alone, which always end, follow."""
@@ -126,6 +126,30 @@ def rescale(graph: Graph, x: Floats) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
+def neighbours(graph: Graph, c: int, seen: Search, mark: int) -> tuple[int, int]:
+    """The range of copies to which load of copy c can move; empty if this round has already visited the expert."""
+    if c < graph.num_paired:
+        return c ^ 1, (c ^ 1) + 1
+    k = graph.copy_expert[c]
+    if seen.seen_expert[k] == mark:
+        return 0, 0
+    seen.seen_expert[k] = mark
+    return graph.copy_start[k], graph.copy_start[k + 1]
+
+
+@njit(nogil=True, error_model="numpy")
+def push_along(graph: Any, x: Any, load: Any, amount: Any, source: int, target: int, seen: Any) -> None:
+    """Moves `amount` from rank source to rank target, along the edges of the search tree."""
+    w = target
+    while w != source:
+        x[seen.from_copy[w]] -= amount
+        x[seen.to_copy[w]] += amount
+        w = graph.copy_rank[seen.from_copy[w]]
+    load[source] -= amount
+    load[target] += amount
+
+
+@njit(nogil=True, error_model="numpy")
 def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) -> None:
     """Moves each set of ranks that partly used copies connect towards its mean load, along a spanning tree.
 
@@ -148,13 +172,7 @@ def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) ->
                 c = graph.rank_copy[i]
                 if x[c] <= 0.0:
                     continue
-                first, last = c ^ 1, (c ^ 1) + 1
-                if c >= graph.num_paired:
-                    k = graph.copy_expert[c]
-                    if seen.seen_expert[k] == mark:
-                        continue
-                    seen.seen_expert[k] = mark
-                    first, last = graph.copy_start[k], graph.copy_start[k + 1]
+                first, last = neighbours(graph, c, seen, mark)
                 for d in range(first, last):
                     v = graph.copy_rank[d]
                     if seen.seen_rank[v] != mark and x[d] > 0.0:
@@ -199,13 +217,7 @@ def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: 
             c = graph.rank_copy[i]
             if x[c] <= tiny:
                 continue
-            first, last = c ^ 1, (c ^ 1) + 1
-            if c >= graph.num_paired:
-                k = graph.copy_expert[c]
-                if seen.seen_expert[k] == mark:
-                    continue
-                seen.seen_expert[k] = mark
-                first, last = graph.copy_start[k], graph.copy_start[k + 1]
+            first, last = neighbours(graph, c, seen, mark)
             for d in range(first, last):
                 v = graph.copy_rank[d]
                 if seen.seen_rank[v] == mark:
@@ -226,13 +238,7 @@ def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: 
                 if amount <= 0.0:
                     continue
                 pushed = True
-                w = v
-                while w != source:
-                    x[seen.from_copy[w]] -= amount
-                    x[seen.to_copy[w]] += amount
-                    w = graph.copy_rank[seen.from_copy[w]]
-                load[source] -= amount
-                load[v] += amount
+                push_along(graph, x, load, amount, source, v, seen)
     return -1 if pushed else tail
 
 
@@ -271,12 +277,9 @@ def close_gap(
     tiny_part: copies with a load below this share of the slack count as unused. Returns the last numerator and size,
     and the number of rounds (at most limit).
     """
-    for r in range(load.size):
-        seen.seen_rank[r] = 0
-    for k in range(graph.demand.size):
-        seen.seen_expert[k] = 0
-    mark = 0
-    rounds = 0
+    seen.seen_rank[:] = 0
+    seen.seen_expert[:] = 0
+    mark = rounds = 0
     while rounds < limit:
         if whole:
             # The rounded quotient may be too small by one. The products are exact.
@@ -304,8 +307,8 @@ def close_gap(
 
 
 @njit(nogil=True, error_model="numpy")
-def largest(load: Floats) -> float:
-    found: float = load[0]
+def largest(load: Floats | Longs) -> Any:
+    top = load[0]
     for r in range(1, load.size):
-        found = max(found, load[r])
-    return found
+        top = max(top, load[r])
+    return top

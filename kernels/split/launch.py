@@ -8,6 +8,7 @@ have ended by then.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import re
 from collections.abc import Container
@@ -38,6 +39,8 @@ class _Config(ctypes.Structure):
     )
 
 
+DEFAULT_SHARED = 48 << 10
+"""Bytes of dynamic shared memory that a kernel may have without asking for more."""
 COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 EARLY = ctypes.pointer(_Attribute(STREAM_SERIALIZATION, 0, (1,)))
 TOGETHER = ctypes.pointer(_Attribute(COOPERATIVE, 0, (1,)))
@@ -52,27 +55,44 @@ def with_headers(path: Path, without: Container[str] = ()) -> str:
     """The text of a CUDA file with our headers inserted, except those in `without`. CuPy caches binaries by this
     text."""
 
-    def text(found: re.Match[str]) -> str:
-        header = path.parent / found[1]
+    def text(include: re.Match[str]) -> str:
+        header = path.parent / include[1]
         return "" if header.name in without else header.read_text()
 
     return re.sub(r'#include "([\w./]+\.cuh)"', text, path.read_text())
 
 
-def compiled(device: int, source: str, definitions: dict[str, int], name: str, shared: int = 0) -> int:
+@functools.cache
+def _module(source: str, options: tuple[str, ...]) -> Any:
+    import cupy
+
+    return cupy.RawModule(code=source, options=options)
+
+
+def compiled(
+    device: int, source: str, definitions: dict[str, int], name: str, shared: int = 0, exact: bool = False
+) -> int:
     """The driver's handle of a kernel. NVRTC compiles it; CuPy caches the binary on disk. The caller keeps the handle.
 
-    definitions: macros for the compiler. shared: bytes of dynamic shared memory per block.
+    definitions: macros for the compiler. shared: bytes of dynamic shared memory per block. exact: no fused
+    multiply-adds, so that sums and products are rounded as on the CPU.
     """
     import cupy
 
-    options = ("--std=c++17", *(f"-D{macro}={value}" for macro, value in definitions.items()))
+    exactly = ("--fmad=false",) if exact else ()
+    options = ("--std=c++17", *exactly, *(f"-D{macro}={value}" for macro, value in definitions.items()))
     with cupy.cuda.Device(device):
-        found = cupy.RawModule(code=source, options=options).get_function(name)
-        if shared:
-            found.max_dynamic_shared_size_bytes = shared
-        function: int = found.kernel.ptr
+        kernel = _module(source, options).get_function(name)
+        if shared > DEFAULT_SHARED:
+            kernel.max_dynamic_shared_size_bytes = shared
+        function: int = kernel.kernel.ptr
         return function
+
+
+def macros(sizes: Any, *properties: str) -> dict[str, int]:
+    """Macros for `compiled`: a dataclass's fields and some of its properties, by their names in capitals."""
+    names = (*(field.name for field in dataclasses.fields(sizes)), *properties)
+    return {name.upper(): int(getattr(sizes, name)) for name in names}
 
 
 def launch(

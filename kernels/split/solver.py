@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -133,16 +133,9 @@ def _leading(structure: SplitStructure, counts: torch.Tensor) -> tuple[tuple[int
 
 
 def _reshaped(flat: Solution, lead: tuple[int, ...]) -> Solution:
-    return Solution(
-        split=flat.split.reshape(*lead, flat.split.shape[-1]),
-        peak=flat.peak.reshape(lead),
-        bound=flat.bound.reshape(lead),
-        bound_numerator=flat.bound_numerator.reshape(lead),
-        bound_size=flat.bound_size.reshape(lead),
-        sweeps=flat.sweeps.reshape(lead),
-        status=flat.status.reshape(lead),
-        tol=flat.tol,
-    )
+    names = ("peak", "bound", "bound_numerator", "bound_size", "sweeps", "status")
+    shaped = {name: getattr(flat, name).reshape(lead) for name in names}
+    return replace(flat, split=flat.split.reshape(*lead, flat.split.shape[-1]), **shaped)
 
 
 def _solve(
@@ -177,10 +170,9 @@ def _solve(
         from epsim.kernels.split import cuda
 
         if cuda.available():
-            there = loads if loads.is_cuda else loads.to("cuda")
-            found = cuda.solve(structure, there, layer, tol, start, max_sweeps, too_large, whole, want_split)
-            split, peak, bound, numerator, size, sweeps, status = (part.to(loads.device) for part in found)
-            return Solution(split, peak, bound, numerator, size, sweeps, status, tol)
+            on_gpu = loads if loads.is_cuda else loads.to("cuda")
+            results = cuda.solve(structure, on_gpu, layer, tol, start, max_sweeps, too_large, whole, want_split)
+            return Solution(*(tensor.to(loads.device) for tensor in results), tol)
         if backend == "cuda":
             raise ValueError("split backend cuda needs a CUDA device and CuPy (pip install epsim[gpu]); or use cpu")
     if num_problems and not 0 <= int(layer.min()) <= int(layer.max()) < structure.num_layers:

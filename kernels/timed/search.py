@@ -27,20 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from epsim.kernels.split import flow
 from epsim.kernels.split.structure import Longs, Tables
 from epsim.kernels.timed import steps
-from epsim.kernels.timed.steps import (
-    NO_LIMIT,
-    Flags,
-    Problem,
-    Scratch,
-    cost_of,
-    relaxed,
-    rounded_up,
-    settle,
-    try_open,
-    whole_experts,
-)
+from epsim.kernels.timed.steps import NO_LIMIT, Flags, Problem, Scratch, cost_of, settle
 
 FOUND, NONE, UNKNOWN = 0, 1, 2
 MOST_LEVELS = 256
@@ -61,6 +51,14 @@ class Tree(NamedTuple):
     paid: Flags
     num_usable: Longs
     num_paid: Longs
+
+
+@njit(nogil=True, error_model="numpy")
+def start_loads(p: Problem, weights: Longs, t: Tree, s: Scratch) -> None:
+    """Sets s.load [R] to the cost of each rank with these weights and open copies."""
+    s.load[:] = p.price * p.fixed_tokens + p.opening * p.fixed_active
+    for c in range(weights.size):
+        s.load[p.copy_rank[c]] += weights[c] + (p.opening if t.paid[c] else 0)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -127,17 +125,13 @@ def search(p: Problem, target: int, limit: int, root: Longs, weights: Longs, t: 
     FOUND: the solution is in s.trial. NONE: there is none. UNKNOWN: the limit was reached.
     root [copies]: the weights of the relaxation, where the search starts. weights: a buffer.
     """
-    num_ranks = s.load.size
     weights[:] = root
     t.usable[:] = True
     t.paid[:] = False
     t.num_paid[:] = 0
     for k in range(p.demand.size):
         t.num_usable[k] = p.copy_start[k + 1] - p.copy_start[k]
-    for r in range(num_ranks):
-        s.load[r] = p.price * p.fixed_tokens[r] + p.opening * p.fixed_active[r]
-    for c in range(weights.size):
-        s.load[p.copy_rank[c]] += weights[c]
+    start_loads(p, weights, t, s)
     depth, nodes = 0, 0
     while True:
         s.cap[:] = target
@@ -151,7 +145,7 @@ def search(p: Problem, target: int, limit: int, root: Longs, weights: Longs, t: 
                 if t.num_paid[k] > 0:
                     for c in range(p.copy_start[k], p.copy_start[k + 1]):
                         s.open[c] = s.open[c] or t.paid[c]
-            if try_open(p, target, weights, s):
+            if steps.try_open(p, target, weights, s):
                 return FOUND, nodes
             choice = undecided(p, weights, t)
             if depth == t.copy.size and choice >= 0:
@@ -179,10 +173,7 @@ def search(p: Problem, target: int, limit: int, root: Longs, weights: Longs, t: 
             close_copy(p, choice, weights, t, s)
             continue
         weights[:] = t.weights[depth - 1, : weights.size]
-        for r in range(num_ranks):
-            s.load[r] = p.price * p.fixed_tokens[r] + p.opening * p.fixed_active[r]
-        for c in range(weights.size):
-            s.load[p.copy_rank[c]] += weights[c] + (p.opening if t.paid[c] else 0)
+        start_loads(p, weights, t, s)
         t.stage[depth - 1] = 1
         open_copy(p, t.copy[depth - 1], weights, t, s)
 
@@ -277,24 +268,23 @@ def _solve_range(
 
         best[:] = 0
         for q in range(num_physical):
-            place = tables.source[at, q]
-            if place >= num_experts:
-                best[place - num_experts] += start[b, q]
+            index = tables.source[at, q]
+            if index >= num_experts:
+                best[index - num_experts] += start[b, q]
         high = cost_of(p, best, s)
-        whole_experts(p, root, s.load)
-        total, low, undecided_copies = 0, 0, 0
-        for r in range(num_ranks):
-            total += s.load[r]
-            low = max(low, p.price * fixed_tokens[r] + p.opening * fixed_active[r])
-        low = max(low, (total + num_ranks - 1) // num_ranks)
+        steps.whole_experts(p, root, s.load)
+        low = max(
+            (p.price * fixed_tokens + p.opening * fixed_active).max(), (s.load.sum() + num_ranks - 1) // num_ranks
+        )
+        undecided_copies = 0
         trial = by_copy[4, :width]
         for c in range(width):
             n = demand[p.copy_expert[c]]
             trial[c] = n if root[c] > 0 else 0
             undecided_copies += n > 0
-        own = cost_of(p, trial, s)
-        if own < high:
-            high = own
+        whole_cost = cost_of(p, trial, s)
+        if whole_cost < high:
+            high = whole_cost
             best[:] = trial
         t.usable[:] = True
         most_filled = 0
@@ -303,7 +293,7 @@ def _solve_range(
             for q in range(r * slots_per_rank, (r + 1) * slots_per_rank):
                 num_filled += tables.source[at, q] >= 0
             most_filled = max(most_filled, num_filled)
-        low = rounded_up(p, relaxed(p, root, low, t.usable, s), most_filled)
+        low = steps.rounded_up(p, steps.relaxed(p, root, low, t.usable, s), most_filled)
         bound[b] = min(low, high)
         used = 0
         few = undecided_copies <= few_copies
@@ -316,17 +306,15 @@ def _solve_range(
                 high = cost_of(p, s.trial, s)
                 best[:] = s.trial
             else:
-                low = rounded_up(p, target + 1, most_filled)
+                low = steps.rounded_up(p, target + 1, most_filled)
                 if status == NONE:
                     bound[b] = min(low, high)
             target = low + (high - 1 - low) // 2
         cost[b] = high
         nodes[b] = used
 
-        for e in range(num_experts):
-            values[e] = counts[b, e]
-        for c in range(width):
-            values[num_experts + c] = best[c]
+        values[:num_experts] = counts[b]
+        values[num_experts : num_experts + width] = best
         for q in range(num_physical):
             split[b, q] = values[tables.source[at, q]]
         for i in range(tables.twin_start[at], tables.twin_start[at + 1]):
@@ -346,4 +334,5 @@ def _cached(stamp: str) -> Callable[..., None]:
     return solve_range
 
 
-solve_range = _cached(hashlib.sha256(Path(steps.__file__).read_bytes()).hexdigest())
+_SOURCES = b"".join(Path(str(module.__file__)).read_bytes() for module in (steps, flow))
+solve_range = _cached(hashlib.sha256(_SOURCES).hexdigest())

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from epsim.kernels.split.flow import push_along
 from epsim.kernels.split.structure import Ints, Longs
 
 NO_LIMIT = 1 << 62
@@ -106,13 +107,7 @@ def settle(p: Problem, x: Longs, load: Longs, cap: Longs, usable: Flags, s: Scra
                     if amount <= 0:
                         continue
                     pushed = True
-                    w = v
-                    while w != source:
-                        x[s.from_copy[w]] -= amount
-                        x[s.to_copy[w]] += amount
-                        w = p.copy_rank[s.from_copy[w]]
-                    load[source] -= amount
-                    load[v] += amount
+                    push_along(p, x, load, amount, source, v, s)
         if not pushed:
             return tail
 
@@ -120,8 +115,7 @@ def settle(p: Problem, x: Longs, load: Longs, cap: Longs, usable: Flags, s: Scra
 @njit(nogil=True, error_model="numpy")
 def cost_of(p: Problem, x: Longs, s: Scratch) -> int:
     """The largest cost of a rank with tokens x [copies]."""
-    for r in range(s.token_load.size):
-        s.token_load[r] = p.price * p.fixed_tokens[r] + p.opening * p.fixed_active[r]
+    s.token_load[:] = p.price * p.fixed_tokens + p.opening * p.fixed_active
     for c in range(x.size):
         if x[c] > 0:
             s.token_load[p.copy_rank[c]] += p.price * x[c] + p.opening
@@ -132,8 +126,7 @@ def cost_of(p: Problem, x: Longs, s: Scratch) -> int:
 def whole_experts(p: Problem, weights: Longs, load: Longs) -> None:
     """Puts each expert, heaviest first, whole on the cheapest of its ranks. Sets weights [copies] and load [R]."""
     weights[:] = 0
-    for r in range(load.size):
-        load[r] = p.price * p.fixed_tokens[r] + p.opening * p.fixed_active[r]
+    load[:] = p.price * p.fixed_tokens + p.opening * p.fixed_active
     # A stable sort: equal experts stay in order.
     order = np.argsort(-p.demand, kind="mergesort")
     for k in order:
@@ -180,9 +173,8 @@ def relaxed(p: Problem, weights: Longs, bound: int, usable: Flags, s: Scratch) -
 @njit(nogil=True, error_model="numpy")
 def try_open(p: Problem, target: int, weights: Longs, s: Scratch) -> bool:
     """Whether the copies in s.open can serve all tokens within the target. If so, s.trial has their tokens."""
-    for r in range(s.token_load.size):
-        s.token_load[r] = p.fixed_tokens[r]
-        s.token_cap[r] = target - p.opening * p.fixed_active[r]
+    s.token_load[:] = p.fixed_tokens
+    s.token_cap[:] = target - p.opening * p.fixed_active
     for c in range(weights.size):
         if s.open[c]:
             s.token_cap[p.copy_rank[c]] -= p.opening

@@ -46,7 +46,12 @@ def build(factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source, kernels = dispatch_cuda.source(), Path(dispatch_cuda.__file__).parents[1]
     for on_device in ("dispatch/cluster.cuh", "split/device.cuh"):
         source = source.replace((kernels / on_device).read_text(), "")
-    return compiled(factory, source, Path(__file__).with_name("grid.h"), SMALL.options)
+    return compiled(
+        factory,
+        source,
+        Path(__file__).with_name("grid.h"),
+        [f"-D{name}={value}" for name, value in SMALL.definitions.items()],
+    )
 
 
 class HostDispatcher(Dispatcher):

@@ -193,9 +193,9 @@ def test_they_compile_for_hopper_without_spills(tmp_path: Path) -> None:
     text = tmp_path / "dispatch.cu"
     text.write_text(dispatch_cuda.source())
     options = ["-arch=sm_90", "-std=c++17", "--fmad=false", "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin"]
-    options += dispatch_cuda.Sizes().options
+    options += [f"-D{name}={value}" for name, value in dispatch_cuda.Sizes().definitions.items()]
     built = subprocess.run(
         ["nvcc", *options, "-o", tmp_path / "dispatch.cubin", text], check=True, capture_output=True, text=True
     )
     assert built.stderr.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == 5
-    assert SMALL.options != dispatch_cuda.Sizes().options
+    assert SMALL.definitions != dispatch_cuda.Sizes().definitions

@@ -57,7 +57,7 @@ def run_on_host(
     ended = torch.tensor([launches * blocks])
     tensors |= {"ended": ended, **(words or cuda.workspace(sizes, len(x), blocks, torch.device("cpu")))}
     kept = torch.full((len(x), sizes.words), -1, dtype=torch.int32)
-    argument, held = cuda.argument_of(sizes, layer.sketch, x, tensors, kept)
+    argument, held = cuda.argument_of(layer.sketch, x, tensors, kept)
     held["output"].fill_(torch.nan)
     run(argument, blocks, cuda.THREADS, sizes.shared, backwards)
     assert int(ended) == (launches + 1) * blocks
