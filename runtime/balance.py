@@ -1,16 +1,15 @@
-"""From a rank's expert ids to physical experts and the shared expert's ranks, by the policies the simulator scores.
+"""Maps a rank's expert ids to physical experts and to ranks of the shared expert, by the policies of the simulator.
 
-A rank knows its own tokens only. What a policy needs of the others' is one small collective each: the sum of counts
-[E] (`reduced`) or all counts [R, E] (`gathered`) for the split, the ranks' loads and tokens [2, R] for a shared
-dispatch that looks at them; policies that need neither make none.
+A rank knows only its own tokens. If a policy needs those of other ranks, it makes one small collective: for the split,
+the sum of counts [E] (`reduced`) or all counts [R, E] (`gathered`); for a shared policy that looks at loads, the loads
+and tokens of the ranks [2, R]. Other policies make no collective.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from epsim.kernels.dispatch import Assigned
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.base import Batch, Needs, SharedWork
@@ -19,21 +18,11 @@ from epsim.policies.stack import PolicyStack
 from epsim.runtime.collective import Collective
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Assignment:
-    """physical [T, k] int64: physical experts, -1 for none. shared_rank [T] int64: -1 for none; None without a shared
-    expert. slots [T, K] int64: both as the exchange numbers them, the shared one in the last column."""
-
-    physical: torch.Tensor
-    shared_rank: torch.Tensor | None
-    slots: torch.Tensor
-
-
 class Balancer:
-    """A stack on one layer's placement, on one rank of the group.
+    """Applies a policy stack to the tokens of one rank in one layer.
 
-    placement: [1, P], version: its name. setting: with this layer's number alone. split_needs, shared_needs: the
-    collectives it makes.
+    placement: of the layer, [1, P]; version: its name. setting: with this layer's number alone. split_needs,
+    shared_needs: the collectives that the split and the shared policy need.
     """
 
     def __init__(self, stack: PolicyStack, placement: Placement, setting: Setting, collective: Collective) -> None:
@@ -56,22 +45,23 @@ class Balancer:
 
     @property
     def slots_per_rank(self) -> int:
-        """As the exchange counts them: the shared expert's slot among them."""
+        """Slots per rank as the exchange numbers them, including the slot of the shared expert."""
         return self.placement.slots_per_rank + self.bound.has_shared
 
     def on(self, placement: Placement) -> Balancer:
-        """The same stack on another placement."""
+        """A balancer of the same stack for another placement."""
         return Balancer(self.bound.stack, placement, self.bound.setting, self.collective)
 
     def begin(self, step: int) -> None:
-        """Before a replay of a captured step: its number, which draws depend on."""
+        """Sets the step number that random draws use. Call it before each replay of a captured graph."""
 
-    def assign(self, ids: torch.Tensor, step: int) -> Assignment:
-        """ids [T, k] int64 of this rank's tokens, -1 for none. Collective where the policies need one."""
+    def assign(self, ids: torch.Tensor, step: int) -> Assigned:
+        """The slots and shared ranks of this rank's tokens. ids [T, k] int64, -1 for none. Collective if a policy needs
+        one."""
         batch = self._batch(ids, step)
         physical = self._physical(batch)
         shared_rank = self._shared(batch, physical) if self.bound.has_shared else None
-        return Assignment(physical[:, 0], shared_rank, self._slots(physical[:, 0], shared_rank))
+        return Assigned(physical[:, 0], shared_rank, self._slots(physical[:, 0], shared_rank))
 
     def _batch(self, ids: torch.Tensor, step: int) -> Batch:
         number = torch.arange(len(ids), device=ids.device)
@@ -85,40 +75,40 @@ class Balancer:
         )
 
     def _physical(self, batch: Batch) -> torch.Tensor:
-        """-> [T, 1, k]"""
+        """The physical experts, [T, 1, k]."""
         split, copies, fixed = self.bound.split, self.bound.copies, self._fixed
         rank_counts = torch.empty(0, dtype=torch.int64, device=batch.expert_ids.device)
         if fixed is None:
             num_experts = self.placement.num_experts
-            own = torch.bincount(batch.expert_ids.flatten() + 1, minlength=num_experts + 1)[1:]
+            rank_count = torch.bincount(batch.expert_ids.flatten() + 1, minlength=num_experts + 1)[1:]
             if self.split_needs == "gathered":
-                rank_counts = self.collective.all_gather(own)[None, None]
+                rank_counts = self.collective.all_gather(rank_count)[None, None]
                 counts = rank_counts.sum(2)
             else:
-                counts = self.collective.all_reduce(own)[None, None]
+                counts = self.collective.all_reduce(rank_count)[None, None]
             fixed = self._fractions(counts)
         return split.physical_ids(batch, rank_counts, fixed, copies, self.bound.setting.seed)
 
     def _fractions(self, counts: torch.Tensor) -> torch.Tensor:
-        """counts [1, 1, E] -> fixed-point fractions [1, 1, P], or nothing for a split that has none."""
+        """Fixed-point fractions [1, 1, P] from counts [1, 1, E]; empty for a split without fractions."""
         split, copies = self.bound.split, self.bound.copies
         return fixed_point(split.fractions(counts, copies), copies) if split.by_fractions else counts.new_empty(0)
 
     def _shared(self, batch: Batch, physical: torch.Tensor) -> torch.Tensor:
-        """-> [T]"""
+        """The rank of each token's shared expert, [T]."""
         num_ranks, rank = self.collective.size, self.collective.rank
         ranks = torch.where(physical >= 0, physical // self.placement.slots_per_rank, -1)
-        own = torch.bincount(ranks.flatten() + 1, minlength=num_ranks + 1)[1:]
+        rank_loads = torch.bincount(ranks.flatten() + 1, minlength=num_ranks + 1)[1:]
         number = (batch.expert_ids >= 0).any(-1).sum()
         loads = torch.zeros(1, 1, num_ranks, num_ranks, dtype=torch.int64, device=ranks.device)
         tokens = torch.zeros(1, 1, num_ranks, dtype=torch.int64, device=ranks.device)
-        loads[0, 0, rank], tokens[0, 0, rank] = own, number
+        loads[0, 0, rank], tokens[0, 0, rank] = rank_loads, number
         routed = loads.sum(2)
         if self.shared_needs == "reduced":
-            summed, numbers = self.collective.loads_and_tokens(own, number)
+            summed, numbers = self.collective.loads_and_tokens(rank_loads, number)
             routed, tokens = summed[None, None], numbers[None, None]
         elif self.shared_needs == "gathered":
-            rows = self.collective.all_gather(torch.cat([own, number[None]]))
+            rows = self.collective.all_gather(torch.cat([rank_loads, number[None]]))
             loads, tokens = rows[None, None, :, :-1], rows[None, None, :, -1]
             routed = loads.sum(2)
         setting = self.bound.setting
@@ -140,7 +130,7 @@ class Balancer:
     def _slots(self, physical: torch.Tensor, shared_rank: torch.Tensor | None) -> torch.Tensor:
         if shared_rank is None:
             return physical
-        # A rank's shared slot follows its routed ones.
+        # The shared slot of a rank follows its routed slots.
         shifted = torch.where(physical >= 0, physical + physical // self.placement.slots_per_rank, -1)
         last = self.slots_per_rank - 1
         shared = torch.where(shared_rank >= 0, shared_rank * self.slots_per_rank + last, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,6 @@ from epsim.runtime.phases import LAYER_PHASES, PhaseClock
 from epsim.runtime.seeds import generator
 from epsim.runtime.telemetry import COUNTS, TelemetryWriter
 from epsim.runtime.trial import Trial
-from epsim.runtime.weights import RandomWeights
 from epsim.traces.trace import Array, Phase, TokenBlock
 
 
@@ -148,32 +147,27 @@ def build_layers(job: Job, place: Place, clock: PhaseClock, model: Any = None) -
     for of_job in job.stacks:
         layers = []
         for number, layer in enumerate(job.layers):
-            placement = of_job.placement
-            one = Placement(
-                placement.physical_to_logical[number : number + 1],
-                placement.num_experts,
-                placement.num_ranks,
-                placement.num_nodes,
-            )
-            weights = RandomWeights(job.shape, job.seed, place.device, place.dtype) if model is None else model
-            made = build_layer(
+            slots = of_job.placement.physical_to_logical[number : number + 1]
+            placement = replace(of_job.placement, physical_to_logical=slots)
+            per_rank = placement.slots_per_rank
+            built_layer = build_layer(
                 job.shape,
                 of_job.stack,
-                one,
+                placement,
                 layer=layer,
                 seed=job.seed,
                 group=place.group,
                 device=place.device,
                 dtype=place.dtype,
-                exchange=exchanges.get(one.slots_per_rank, job.exchange),
+                exchange=exchanges.get(per_rank, job.exchange),
                 max_tokens=max(job.max_tokens, 1),
-                weights=weights,
+                weights=model,
                 router=None if model is None else model.router(layer, place.device, place.dtype),
                 clock=clock,
                 collective=collective,
             )
-            exchanges[one.slots_per_rank], collective = made.exchange, made.balancer.collective
-            layers.append(made)
+            exchanges[per_rank], collective = built_layer.exchange, built_layer.balancer.collective
+            layers.append(built_layer)
         built.append(layers)
     return built
 

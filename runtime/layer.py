@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from epsim.kernels.dispatch import Assigned
 from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting
 from epsim.policies.base import RouterWork, alone
 from epsim.policies.one_copy import held_by_rank
 from epsim.policies.stack import PolicyStack
-from epsim.runtime.balance import Assignment, Balancer
+from epsim.runtime.balance import Balancer
 from epsim.runtime.balance_cuda import make_balancer
 from epsim.runtime.collective import Collective
 from epsim.runtime.exchange.base import Exchange
@@ -191,7 +192,7 @@ class ExpertParallelMoE(torch.nn.Module):
         return self.clock.error("router scores are not finite: check the hidden states and the router's weights")
 
     def _keep(
-        self, step: int, chosen: torch.Tensor, routing: Routing, assignment: Assignment, counts: torch.Tensor
+        self, step: int, chosen: torch.Tensor, routing: Routing, assignment: Assigned, counts: torch.Tensor
     ) -> None:
         num_slots = self.experts.num_slots
         self.record = LayerRecord(
@@ -243,10 +244,8 @@ def build_layer(
         collective, _ = choose_collective(collective, group, device, ROWS * (shape.num_experts + 1))
     clock = clock or PhaseClock(collective.rank, device)
     setting = Setting(seed=seed, shared_cost=shape.shared_cost, top_k=shape.top_k, layers=(layer,))
-    here = Placement(
-        placement.physical_to_logical.to(device), placement.num_experts, placement.num_ranks, placement.num_nodes
-    )
-    balancer = make_balancer(stack, here, setting, collective, max_tokens)
+    on_device = dataclasses.replace(placement, physical_to_logical=placement.physical_to_logical.to(device))
+    balancer = make_balancer(stack, on_device, setting, collective, max_tokens)
     if isinstance(exchange, str):
         exchange = choose_exchange(
             exchange,
@@ -258,8 +257,8 @@ def build_layer(
             columns=shape.top_k + shape.has_shared,
             max_tokens=max_tokens,
         )
-    first = collective.rank * here.slots_per_rank
-    local = placement.physical_to_logical[0, first : first + here.slots_per_rank].tolist()
+    first = collective.rank * placement.slots_per_rank
+    local = placement.physical_to_logical[0, first : first + placement.slots_per_rank].tolist()
     weights = weights or RandomWeights(shape, seed, device, dtype)
     experts = Experts(shape, layer, local, weights, device, dtype, spare_slots)
     router = router or make_router(shape, layer, seed, device, dtype)

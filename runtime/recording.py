@@ -13,7 +13,7 @@ from epsim.runtime.layer import ExpertParallelMoE, LayerRecord
 from epsim.traces.trace import Array, Phase, TokenBlock
 
 Seen: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
-Own: TypeAlias = tuple[Array, Array | None]
+RankRecording: TypeAlias = tuple[Array, Array | None]
 
 
 class RoutingRecorder:
@@ -39,14 +39,14 @@ class RoutingRecorder:
         numbers = sorted({step for step, _ in self._seen})
         return [step for step in numbers if all((step, layer) in self._seen for layer in self.layers)]
 
-    def own(self) -> dict[int, Own]:
+    def recorded(self) -> dict[int, RankRecording]:
         """This rank's recording: step -> ids [T, L, k], scores [T, L, E] float32 or None."""
-        found: dict[int, Own] = {}
+        result: dict[int, RankRecording] = {}
         for step in self.steps():
             ids, scores = zip(*(self._seen[step, layer] for layer in self.layers))
             kept = torch.stack(scores, dim=1).cpu().numpy() if self.scores else None
-            found[step] = (torch.stack(ids, dim=1).cpu().numpy(), kept)
-        return found
+            result[step] = (torch.stack(ids, dim=1).cpu().numpy(), kept)
+        return result
 
     def block(
         self, group: dist.ProcessGroup | None = None, phase_of: Mapping[int, Phase] | None = None
@@ -55,31 +55,30 @@ class RoutingRecorder:
 
         phase_of: the phase of each step, to be stored in the block.
         """
-        own = self.own()
+        recorded = self.recorded()
         if not dist.is_initialized():
-            return joined([own], phase_of)
+            return joined([recorded], phase_of)
         gathered: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-        dist.gather_object(own, gathered, group=group, group_dst=0)
+        dist.gather_object(recorded, gathered, group=group, group_dst=0)
         return None if gathered is None else joined(gathered, phase_of)
 
 
-def joined(by_rank: list[dict[int, Own]], phase_of: Mapping[int, Phase] | None = None) -> TokenBlock:
-    """Joins each rank's `RoutingRecorder.own` into a block, ranks in order."""
+def joined(by_rank: list[dict[int, RankRecording]], phase_of: Mapping[int, Phase] | None = None) -> TokenBlock:
+    """Joins each rank's `RoutingRecorder.recorded` into a block, ranks in order."""
     steps = sorted(by_rank[0])
     for rank, seen in enumerate(by_rank):
         if sorted(seen) != steps:
             raise ValueError(f"rank {rank} recorded {len(seen)} steps, rank 0 {len(steps)}: ranks ran different steps")
-    parts = [(place, rank, by_rank[rank][step]) for place, step in enumerate(steps) for rank in range(len(by_rank))]
-    sizes = [len(ids) for _, _, (ids, _) in parts]
+    parts = [(rank, *recorded[step]) for step in steps for rank, recorded in enumerate(by_rank)]
+    sizes = [len(ids) for _, ids, _ in parts]
     if not parts:
         raise ValueError("nothing recorded: run at least one step")
+    scores = [part for _, _, part in parts if part is not None]
     return TokenBlock(
         np.array(steps, dtype=np.int64),
-        np.repeat(np.array([place for place, _, _ in parts], dtype=np.int64), sizes),
-        np.repeat(np.array([rank for _, rank, _ in parts], dtype=np.int64), sizes),
-        np.concatenate([ids for _, _, (ids, _) in parts]),
-        None
-        if parts[0][2][1] is None
-        else np.concatenate([scores for _, _, (_, scores) in parts if scores is not None]),
+        np.repeat(np.repeat(np.arange(len(steps)), len(by_rank)), sizes),
+        np.repeat(np.array([rank for rank, _, _ in parts], dtype=np.int64), sizes),
+        np.concatenate([ids for _, ids, _ in parts]),
+        np.concatenate(scores) if scores else None,
         phase=None if phase_of is None else np.array([phase_of[step] for step in steps], dtype=object),
     )

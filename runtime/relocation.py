@@ -12,7 +12,7 @@ others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -86,9 +86,9 @@ def plan_moves(now: list[int], new: list[int], wave: list[int], per_rank: int) -
         if new[target] < 0:
             continue
         holders = [slot for slot, expert in enumerate(now) if expert == new[target]]
-        own = [slot for slot in holders if slot // per_rank == target // per_rank]
-        source = own[0] if own else min(holders, key=lambda slot: (given.get(slot // per_rank, 0), slot))
-        if not own:
+        on_rank = [slot for slot in holders if slot // per_rank == target // per_rank]
+        source = on_rank[0] if on_rank else min(holders, key=lambda slot: (given.get(slot // per_rank, 0), slot))
+        if not on_rank:
             given[source // per_rank] = given.get(source // per_rank, 0) + 1
         moves.append(Move(source, target))
     return moves
@@ -102,16 +102,16 @@ def plan_pieces(moves: list[Move], per_rank: int, num_bytes: int, most: int) -> 
         into: dict[int, int] = {}
         out: dict[int, int] = {}
         step = []
-        for place, begin in list(left.items()):
-            source, target = moves[place].source // per_rank, moves[place].target // per_rank
+        for move, begin in list(left.items()):
+            source, target = moves[move].source // per_rank, moves[move].target // per_rank
             size = min(num_bytes - begin, most - into.get(target, 0), most - out.get(source, 0))
             if size <= 0:
                 continue
             into[target], out[source] = into.get(target, 0) + size, out.get(source, 0) + size
-            step.append(Piece(place, begin, begin + size))
-            left[place] = begin + size
+            step.append(Piece(move, begin, begin + size))
+            left[move] = begin + size
             if begin + size == num_bytes:
-                del left[place]
+                del left[move]
         steps.append(step)
     return steps
 
@@ -162,9 +162,8 @@ class Relocation:
             for slot in slots:
                 now[slot] = new[slot]
             table = torch.tensor([now], device=old.physical_to_logical.device)
-            there = Placement(table, old.num_experts, old.num_ranks, old.num_nodes)
             steps = plan_pieces(moves, self.per_rank, self._parts[1], bytes_per_step) or [[]]
-            self._waves.append(Wave(moves, steps, balancer.on(there)))
+            self._waves.append(Wave(moves, steps, balancer.on(replace(old, physical_to_logical=table))))
         self.num_steps = sum(len(wave.steps) for wave in self._waves)
         self._wave, self._step = 0, 0
         self._rows: dict[int, int] = {}
@@ -185,8 +184,8 @@ class Relocation:
         clock, wave = self.layer.clock, self._waves[self._wave]
         clock.enter("relocate", step, self.layer.layer)
         if not self._rows:
-            own = [move.target for move in wave.moves if move.target // self.per_rank == self.collective.rank]
-            self._rows = dict(zip(own, self.layer.experts.spare_rows))
+            targets = [move.target for move in wave.moves if move.target // self.per_rank == self.collective.rank]
+            self._rows = dict(zip(targets, self.layer.experts.spare_rows))
         received = self._transfer(wave, wave.steps[self._step])
         self._step += 1
         if self._step == len(wave.steps):
@@ -208,8 +207,8 @@ class Relocation:
             taken = self._bytes(piece, row=self._rows[move.target]) if rank == target else []
             received += sum(part.numel() for part in taken)
             if source == target:
-                for here, there in zip(given, taken):
-                    there.copy_(here)
+                for from_part, to_part in zip(given, taken):
+                    to_part.copy_(from_part)
                 continue
             operations += [self._operation(dist.isend, part, target) for part in given]
             operations += [self._operation(dist.irecv, part, source) for part in taken]

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from epsim.files import CannotWriteError, reason, whole_file
 from epsim.runtime.phases import LAYER_PHASES
+from epsim.traces.store import one_line
 
 FORMAT = "1"
 
@@ -140,11 +141,7 @@ def read_rank(folder: Path, rank: int) -> pa.Table:
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: no telemetry of rank {rank}") from None
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not telemetry, or damaged: {message(error)}") from None
-
-
-def message(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0][:200]
+        raise ValueError(f"{path}: not telemetry, or damaged: {one_line(error)}") from None
 
 
 def read_telemetry(folder: str | os.PathLike[str]) -> pa.Table:
@@ -171,8 +168,8 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 def described(table: pa.Table) -> dict[str, Any]:
     """The job's description in the file's metadata."""
-    found: dict[str, Any] = json.loads(table.schema.metadata[b"epsim.job"])
-    return found
+    description: dict[str, Any] = json.loads(table.schema.metadata[b"epsim.job"])
+    return description
 
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:

@@ -120,10 +120,5 @@ def blocks_of(passes: Sequence[Pass]) -> Iterator[TokenBlock]:
         yield TokenBlock(
             joined("steps"),
             np.repeat(np.arange(len(blocks)), sizes),
-            joined("source_rank"),
-            joined("expert_ids"),
-            joined("scores"),
-            joined("score_ids"),
-            joined("domain"),
-            joined("phase"),
+            *map(joined, ("source_rank", "expert_ids", "scores", "score_ids", "domain", "phase")),
         )

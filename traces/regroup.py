@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from epsim.traces.compose import deal
-from epsim.traces.trace import Block, RankCountsBlock, TokenBlock, TraceMeta
+from epsim.traces.trace import Block, CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
 
 
 def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
@@ -17,22 +17,17 @@ def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
     Otherwise the tokens of each step are dealt in contiguous equal shares, and counts by source rank become a
     CountsBlock, because their tokens are unknown.
     """
+    if isinstance(block, CountsBlock) or meta.num_source_ranks == num_ranks:
+        return block
+    folds = _folds(meta, num_ranks)
     if isinstance(block, TokenBlock):
-        if meta.num_source_ranks == num_ranks:
-            return block
-        if _folds(meta, num_ranks):
-            folded = block.source_rank // (meta.num_source_ranks // num_ranks)
-            return dataclasses.replace(block, source_rank=folded)
-        return dataclasses.replace(block, source_rank=deal(block.token_step, num_ranks))
-    if isinstance(block, RankCountsBlock):
-        if meta.num_source_ranks == num_ranks:
-            return block
-        if _folds(meta, num_ranks):
-            num_steps, num_layers, _, num_experts = block.counts.shape
-            parts = block.counts.reshape(num_steps, num_layers, num_ranks, -1, num_experts)
-            return RankCountsBlock(block.steps, np.sum(parts, axis=3))
+        folded = block.source_rank // max(meta.num_source_ranks // num_ranks, 1)
+        return dataclasses.replace(block, source_rank=folded if folds else deal(block.token_step, num_ranks))
+    if not folds:
         return block.to_counts()
-    return block
+    num_steps, num_layers, _, num_experts = block.counts.shape
+    parts = block.counts.reshape(num_steps, num_layers, num_ranks, -1, num_experts)
+    return RankCountsBlock(block.steps, np.sum(parts, axis=3))
 
 
 def regroup_note(meta: TraceMeta, num_ranks: int) -> str:

@@ -51,18 +51,8 @@ def take_steps(block: Block, chosen: npt.NDArray[np.bool_]) -> Block:
     """The chosen steps of a block. chosen [S] bool."""
     if not isinstance(block, TokenBlock):
         return dataclasses.replace(block, steps=block.steps[chosen], counts=block.counts[chosen])
-    token = chosen[block.token_step]
-    return dataclasses.replace(
-        block,
-        steps=block.steps[chosen],
-        token_step=(np.cumsum(chosen) - 1)[block.token_step[token]],
-        source_rank=block.source_rank[token],
-        expert_ids=block.expert_ids[token],
-        scores=None if block.scores is None else block.scores[token],
-        score_ids=None if block.score_ids is None else block.score_ids[token],
-        domain=None if block.domain is None else block.domain[token],
-        phase=None if block.phase is None else block.phase[chosen],
-    )
+    tokens = chosen[block.token_step]
+    return block.take(chosen, tokens, (np.cumsum(chosen) - 1)[block.token_step[tokens]])
 
 
 def take_layers(block: Block, kept: Sequence[int] | None) -> Block:

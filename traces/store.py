@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from epsim.files import CannotWriteError, check_source, check_target, temporary_beside, umask
 from epsim.traces.check import check_block
 from epsim.traces.columns import schema_of, to_block, to_table
-from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
+from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
 FORMAT = "1"
 GROUP_BYTES = 32 << 20
@@ -238,8 +238,8 @@ class StoredTrace:
                     last = int(block.steps[-1]) if len(block.steps) else last
                     for part in split_steps(slice_steps(block, low, high), max_bytes):
                         size = max_steps or max(len(part.steps), 1)
-                        for place in range(0, max(len(part.steps), 1), size):
-                            yield slice_steps(part, place, min(place + size, len(part.steps)))
+                        for begin in range(0, max(len(part.steps), 1), size):
+                            yield slice_steps(part, begin, min(begin + size, len(part.steps)))
                 first += num_steps
 
     def _read(
@@ -276,21 +276,8 @@ def slice_steps(block: Block, low: int, high: int) -> Block:
         return block
     if not isinstance(block, TokenBlock):
         return type(block)(block.steps[low:high], block.counts[low:high])
-    a, b = (int(x) for x in np.searchsorted(block.token_step, (low, high)))
-
-    def cut(array: Array | None) -> Array | None:
-        return None if array is None else array[a:b]
-
-    return TokenBlock(
-        block.steps[low:high],
-        block.token_step[a:b] - low,
-        block.source_rank[a:b],
-        block.expert_ids[a:b],
-        cut(block.scores),
-        cut(block.score_ids),
-        None if block.domain is None else block.domain[a:b],
-        None if block.phase is None else block.phase[low:high],
-    )
+    begin, end = (int(x) for x in np.searchsorted(block.token_step, (low, high)))
+    return block.take(slice(low, high), slice(begin, end), block.token_step[begin:end] - low)
 
 
 def split_steps(block: Block, max_bytes: int) -> Iterator[Block]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -154,6 +154,24 @@ class TokenBlock:
     score_ids: Array | None = None
     domain: npt.NDArray[np.object_] | None = None
     phase: npt.NDArray[np.object_] | None = None
+
+    def take(self, steps: Any, tokens: Any, token_step: Ints) -> TokenBlock:
+        """The block with only some steps and tokens. steps, tokens: indices, masks or slices; token_step: the new index
+        of each token's step."""
+
+        def of_tokens(array: Any) -> Any:
+            return None if array is None else array[tokens]
+
+        return TokenBlock(
+            self.steps[steps],
+            token_step,
+            self.source_rank[tokens],
+            self.expert_ids[tokens],
+            of_tokens(self.scores),
+            of_tokens(self.score_ids),
+            of_tokens(self.domain),
+            None if self.phase is None else self.phase[steps],
+        )
 
     def to_rank_counts(self, num_ranks: int, num_experts: int) -> RankCountsBlock:
         """Counts [S, L, num_ranks, num_experts]."""

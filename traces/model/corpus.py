@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -176,7 +175,3 @@ def fetch_texts(cache: Path, megabytes: float) -> tuple[dict[str, Texts], dict[s
             "heldout_characters": sum(map(len, texts[domain].heldout)),
         }
     return texts, {"packages": packages, "domains": sizes}
-
-
-def write_description(path: Path, description: dict[str, object]) -> None:
-    path.write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n")

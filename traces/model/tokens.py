@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,5 +114,5 @@ def fetch_corpus(options: FetchOptions) -> Path:
     for name in made.domains:
         sizes = description["domains"][name]  # type: ignore[index]
         sizes |= {"train_tokens": len(made.train[name]), "heldout_tokens": len(made.heldout[name])}
-    corpus.write_description(folder / "corpus.json", description)
+    (folder / "corpus.json").write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n")
     return folder

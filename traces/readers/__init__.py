@@ -23,18 +23,9 @@ from epsim.traces.readers.base import Recording, TraceReader, natural
 from epsim.traces.readers.document import Document, load_document, naming
 from epsim.traces.store import StoredTrace
 
-READERS: tuple[TraceReader, ...] = (
-    *sglang.READERS,
-    *gpt_oss.READERS,
-    *smartmoe.READERS,
-    *vllm.READERS,
-    *trtllm.READERS,
-    *megatron.READERS,
-    *token_log.READERS,
-    *harmoeny.READERS,
-    *flame_moe.READERS,
-    *router_logits.READERS,
-)
+MODULES = (sglang, gpt_oss, smartmoe, vllm, trtllm, megatron, token_log, harmoeny, flame_moe, router_logits)
+READERS: tuple[TraceReader, ...] = tuple(reader for module in MODULES for reader in module.READERS)
+"""All readers, in the order in which they are tried."""
 
 
 def find_reader(document: Document) -> TraceReader | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,31 @@ class TraceReader:
     name: str
     matches: Callable[[Document], bool]
     read: Callable[[Sequence[Document], ImportOptions], Recording]
+
+
+def has_key(key: str, *kinds: str, holding: type = object) -> Callable[[Document], bool]:
+    """A `TraceReader.matches` for documents of these kinds that are a dictionary with this key.
+
+    holding: the type of its value."""
+
+    def matches(document: Document) -> bool:
+        content = document.content
+        is_dict = document.kind in kinds and isinstance(content, dict)
+        return is_dict and key in content and isinstance(content[key], holding)
+
+    return matches
+
+
+def placement_reader(name: str, matches: Callable[[Document], bool], key: str, wanted: str) -> TraceReader:
+    """A reader that refuses a placement. key: what identifies the file; wanted: the file to give instead."""
+
+    def refuse(documents: Sequence[Document], options: ImportOptions) -> Recording:
+        raise ValueError(
+            f"{documents[0].path}: a placement ({key}), not a load: it says where experts live, not how many tokens "
+            f"they got; give the {wanted} that it was planned from"
+        )
+
+    return TraceReader(name, matches, refuse)
 
 
 def natural(path: Path) -> tuple[tuple[int, str], ...]:
@@ -237,6 +262,45 @@ def ragged(value: Any) -> str:
             return f"ragged: the list at {list(index)} has {len(item)} entries, the first of its depth has {expected}"
         level = [((*index, i), inner) for index, item in level for i, inner in enumerate(item)]
     return "ragged: lists of unequal depth, or a value that is not a number"
+
+
+def count_recording(counts: Ints, documents: Sequence[Document], options: ImportOptions, **known: Any) -> Recording:
+    """The recording of counts [S, L, E] in memory. known: further arguments of `settle`."""
+    num_layers, num_experts = counts.shape[1:]
+    meta = settle(options, documents, level="counts", num_layers=num_layers, num_experts=num_experts, **known)
+    return Recording(meta, lambda: count_blocks(counts))
+
+
+def sparse_recording(
+    steps: Sequence[Mapping[tuple[int, int], float]],
+    layers: Sequence[int],
+    documents: Sequence[Document],
+    options: ImportOptions,
+    notes: Sequence[str],
+    top_k: int | None = None,
+) -> Recording:
+    """The recording of each step's counts by (layer number, expert), rounded. A pair that is not listed has no tokens.
+    layers: the numbers of all layers."""
+    least = max((expert for counts in steps for _, expert in counts), default=0) + 1
+    num_experts, more_notes = experts_at_least(least, options)
+    meta = settle(
+        options,
+        documents,
+        level="counts",
+        num_layers=max(len(layers), 1),
+        num_experts=num_experts,
+        least_experts=least,
+        top_k=top_k,
+        layers=layers,
+        notes=[*notes, *more_notes],
+    )
+    table = np.zeros((len(steps), meta.num_layers, num_experts))
+    layer_index = {layer: index for index, layer in enumerate(layers)}
+    for step, counts in enumerate(steps):
+        for (layer, expert), count in counts.items():
+            table[step, layer_index[layer], expert] = count
+    rounded = whole(np.rint(table))
+    return Recording(meta, lambda: count_blocks(rounded))
 
 
 def count_blocks(counts: Ints, first: int = 0, steps_a_block: int = 256) -> Iterator[Block]:

@@ -17,16 +17,7 @@ import numpy.typing as npt
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import (
-    Recording,
-    TraceReader,
-    count_blocks,
-    experts_at_least,
-    half,
-    settle,
-    to_numpy,
-    whole,
-)
+from epsim.traces.readers.base import Recording, TraceReader, half, sparse_recording, to_numpy, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Array, Ints
@@ -170,12 +161,13 @@ def _is_summary(document: Document) -> bool:
 
 def _read_summaries(documents: Sequence[Document], options: ImportOptions) -> Recording:
     """Each file is one step; counts = count_frequency x sample_count x tokens per sample, rounded."""
-    counts: list[dict[int, dict[int, float]]] = []
+    counts: list[dict[tuple[int, int], float]] = []
+    numbers: set[int] = set()
     top_k = 1
     for document in documents:
         with naming(document.path, "expert analytics"):
             content = document.content
-            total: dict[int, dict[int, float]] = {}
+            total: dict[tuple[int, int], float] = {}
             for section in SECTIONS:
                 layers = content.get(f"{section}_expert_analytics")
                 if layers is None:
@@ -186,32 +178,12 @@ def _read_summaries(documents: Sequence[Document], options: ImportOptions) -> Re
                     if any(expert < 0 or expert >= 2**15 for expert in shares):
                         raise ValueError(f"an expert number of {name} is outside 0..32766")
                     top_k = max(top_k, math.ceil(sum(shares.values()) - 1e-6))
-                    row = total.setdefault(number, {})
+                    numbers.add(number)
                     for expert, share in shares.items():
-                        row[expert] = row.get(expert, 0.0) + share * tokens
+                        total[number, expert] = total.get((number, expert), 0.0) + share * tokens
             counts.append(total)
-    numbers = sorted({layer for total in counts for layer in total})
-    least = max((e for total in counts for row in total.values() for e in row), default=0) + 1
-    num_experts, notes = experts_at_least(least, options)
-    meta = settle(
-        options,
-        documents,
-        level="counts",
-        num_layers=max(len(numbers), 1),
-        num_experts=num_experts,
-        least_experts=least,
-        top_k=top_k,
-        layers=numbers,
-        notes=[f"one step per file: {len(documents)} summaries; counts are shares x tokens, rounded", *notes],
-    )
-    array = np.zeros((len(counts), max(len(numbers), 1), num_experts))
-    place = {layer: i for i, layer in enumerate(numbers)}
-    for step, total in enumerate(counts):
-        for layer, row in total.items():
-            for expert, value in row.items():
-                array[step, place[layer], expert] = value
-    rounded = whole(np.rint(array))
-    return Recording(meta, lambda: count_blocks(rounded))
+    note = f"one step per file: {len(documents)} summaries; counts are shares x tokens, rounded"
+    return sparse_recording(counts, sorted(numbers), documents, options, [note], top_k)
 
 
 def _positive(content: Any, key: str) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Recording, TraceReader, count_blocks, settle
+from epsim.traces.readers.base import Recording, TraceReader, count_recording
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.sglang import csv_numbers
 from epsim.traces.trace import Ints
@@ -51,16 +51,7 @@ def _read_wide(documents: Sequence[Document], options: ImportOptions) -> Recordi
     seen = list(dict.fromkeys(dataset for dataset, _ in rows))
     order = sorted(rows, key=lambda key: (seen.index(key[0]), key[1]))
     counts: Ints = np.array([[rows[key][layer] for layer in layers] for key in order], dtype=np.int64)
-    meta = settle(
-        options,
-        documents,
-        level="counts",
-        num_layers=len(layers),
-        num_experts=num_experts,
-        layers=layers,
-        notes=[_spans([dataset for dataset, _ in order])],
-    )
-    return Recording(meta, lambda: count_blocks(counts))
+    return count_recording(counts, documents, options, layers=layers, notes=[_spans([dataset for dataset, _ in order])])
 
 
 def _spans(datasets: list[str]) -> str:

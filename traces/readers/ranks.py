@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.base import Recording, settle
 from epsim.traces.readers.document import Document, naming
-from epsim.traces.trace import Block, CountsBlock, Ints, Phase, RankCountsBlock
+from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,15 @@ def rank_recording(
     *,
     num_layers: int,
     num_experts: int,
-    top_k: int | None = None,
-    layers: Sequence[int] = (),
-    phase: Phase = "unknown",
     served: bool = False,
     notes: Sequence[str] = (),
+    **known: Any,
 ) -> Recording:
-    """A recording of counts by source rank, or of plain counts in three cases, which the notes state: there is one
-    rank; all ranks wrote the same counts, so each saw all tokens (kept once); or ranks counted the tokens they served
-    instead of those they sent (served: summed)."""
+    """A recording of counts by source rank, or of plain counts in three cases, which the notes state.
+
+    The cases: there is one rank; all ranks wrote the same counts, so each saw all tokens (kept once); or ranks counted
+    the tokens they served, not those they sent (served: summed). known: further arguments of `settle`.
+    """
     ranks = sorted({p.rank for p in passes})
     by_step: dict[int, dict[int, list[PassCounts]]] = {}
     for entry in passes:
@@ -73,11 +74,9 @@ def rank_recording(
         level="rank_counts" if by_rank else "counts",
         num_layers=num_layers,
         num_experts=num_experts,
-        top_k=top_k,
-        layers=layers,
-        phase=phase,
         num_source_ranks=num_ranks if by_rank else 0,
         notes=all_notes,
+        **known,
     )
 
     def blocks() -> Iterator[Block]:

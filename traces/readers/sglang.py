@@ -13,18 +13,24 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Recording, TraceReader, count_blocks, experts_at_least, settle, to_numpy, whole
+from epsim.traces.readers.base import (
+    Recording,
+    TraceReader,
+    count_blocks,
+    has_key,
+    placement_reader,
+    settle,
+    sparse_recording,
+    to_numpy,
+    whole,
+)
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.ranks import PassCounts, rank_recording
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import MAX_EXPERTS, Array, Block, Ints, Phase
 
+MAP = "physical_to_logical_map"
 PHASE_OF_MODE: dict[int, Phase] = {1: "prefill", 2: "decode", 3: "mixed"}
-
-
-def _is_logical_count(document: Document) -> bool:
-    content = document.content
-    return document.kind in ("pt", "json") and isinstance(content, dict) and "logical_count" in content
 
 
 def _read_logical_count(documents: Sequence[Document], options: ImportOptions) -> Recording:
@@ -55,11 +61,6 @@ def _read_logical_count(documents: Sequence[Document], options: ImportOptions) -
             first += len(array)
 
     return Recording(meta, blocks, unfilled_end=any(len(a) > 1 for a in arrays))
-
-
-def _is_records(document: Document) -> bool:
-    content = document.content
-    return document.kind == "pt" and isinstance(content, dict) and isinstance(content.get("records"), list)
 
 
 def _logical_of(document: Document) -> Ints:
@@ -164,12 +165,12 @@ def _read_per_token(
     if same:
         notes.append(f"all {len(ranks)} ranks recorded the same tokens: counted once, source ranks unknown")
     kept = ranks[:1] if same else ranks
-    entries = [(step, place, ids[..., :top_k]) for place, rank in enumerate(kept) for step, ids in parts[rank]]
+    entries = [(step, index, ids[..., :top_k]) for index, rank in enumerate(kept) for step, ids in parts[rank]]
     phases = _step_phases(documents)
     tokens = Tokens(
         np.concatenate([ids for _, _, ids in entries]),
         step=np.concatenate([np.full(len(ids), step) for step, _, ids in entries]),
-        source_rank=None if same else np.concatenate([np.full(len(ids), place) for _, place, ids in entries]),
+        source_rank=None if same else np.concatenate([np.full(len(ids), index) for _, index, ids in entries]),
         num_source_ranks=len(kept),
         step_phase=phases if len(set(phases.values())) > 1 else None,
     )
@@ -207,29 +208,17 @@ def index_of(record: Any, key: str) -> int:
     return value
 
 
-def _is_placement(document: Document) -> bool:
-    content = document.content
-    return document.kind in ("json", "pt") and isinstance(content, dict) and "physical_to_logical_map" in content
-
-
-def _refuse_placement(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    raise ValueError(
-        f"{documents[0].path}: a placement (physical_to_logical_map), not a load: it says where experts live, not how "
-        "many tokens they got; give the recording (logical_count) that it was planned from"
-    )
-
-
 def _is_csv(document: Document) -> bool:
     return document.kind == "csv" and {"layer_id", "expert_id", "count"} <= set(document.content)
 
 
 def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recording:
     """Reads `layer_id,expert_id,count`: one step per file; pairs that are not listed have no tokens."""
-    entries: list[dict[tuple[int, int], int]] = []
+    entries: list[dict[tuple[int, int], float]] = []
     for document in documents:
         with naming(document.path, "expert count CSV"):
             columns = [document.content.index(name) for name in ("layer_id", "expert_id", "count")]
-            entry: dict[tuple[int, int], int] = {}
+            entry: dict[tuple[int, int], float] = {}
             for number, row in enumerate(document.rows(), 2):
                 if row:
                     layer, expert, count = csv_numbers(row, columns, number)
@@ -238,24 +227,7 @@ def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recordin
                 raise ValueError("it has no counts")
             entries.append(entry)
     layers = sorted({layer for entry in entries for layer, _ in entry})
-    least = max(expert for entry in entries for _, expert in entry) + 1
-    num_experts, notes = experts_at_least(least, options)
-    meta = settle(
-        options,
-        documents,
-        level="counts",
-        num_layers=len(layers),
-        num_experts=num_experts,
-        least_experts=least,
-        layers=layers,
-        notes=[f"one step per file: {len(documents)} aggregates", *notes],
-    )
-    counts = np.zeros((len(entries), len(layers), num_experts), dtype=np.int64)
-    place = {layer: i for i, layer in enumerate(layers)}
-    for step, entry in enumerate(entries):
-        for (layer, expert), count in entry.items():
-            counts[step, place[layer], expert] = count
-    return Recording(meta, lambda: count_blocks(counts))
+    return sparse_recording(entries, layers, documents, options, [f"one step per file: {len(documents)} aggregates"])
 
 
 def csv_numbers(row: Sequence[str], columns: Sequence[int], line: int) -> list[int]:
@@ -274,8 +246,8 @@ def csv_numbers(row: Sequence[str], columns: Sequence[int], line: int) -> list[i
 
 
 READERS = (
-    TraceReader("SGLang counts (logical_count)", _is_logical_count, _read_logical_count),
-    TraceReader("SGLang records (per_pass, per_token)", _is_records, _read_records),
-    TraceReader("SGLang placement", _is_placement, _refuse_placement),
+    TraceReader("SGLang counts (logical_count)", has_key("logical_count", "pt", "json"), _read_logical_count),
+    TraceReader("SGLang records (per_pass, per_token)", has_key("records", "pt", holding=list), _read_records),
+    placement_reader("SGLang placement", has_key(MAP, "json", "pt"), MAP, "recording (logical_count)"),
     TraceReader("expert count CSV (layer_id, expert_id, count)", _is_csv, _read_csv),
 )

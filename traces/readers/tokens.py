@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from epsim.traces import compose
 from epsim.traces.compose import Tokens
@@ -18,14 +19,13 @@ def token_recording(
     documents: Sequence[Document],
     options: ImportOptions,
     *,
-    num_experts: int | None = None,
-    model: str | None = None,
     phase: Phase = "unknown",
     notes: Sequence[str] = (),
-    layers: Sequence[int] = (),
+    **known: Any,
 ) -> Recording:
-    """Arranges tokens in steps and returns their recording. Raises ValueError if there are no tokens, or if neither the
-    file nor the options give the number of experts."""
+    """Arranges tokens in steps and returns their recording. known: further arguments of `settle`.
+
+    Raises ValueError if there are no tokens, or if neither the file nor the options give the number of experts."""
     if not len(tokens):
         raise ValueError(f"{documents[0].path}: it has no tokens")
     ids = tokens.expert_ids
@@ -35,15 +35,13 @@ def token_recording(
         documents,
         level="tokens",
         num_layers=ids.shape[1],
-        num_experts=num_experts,
         top_k=ids.shape[2],
         least_experts=int(ids.max()) + 1,
-        model=model,
         phase=arrangement.phase or phase,
         notes=(*notes, *arrangement.notes),
-        layers=layers,
         num_source_ranks=arrangement.num_source_ranks,
         num_scores=0 if tokens.scores is None else tokens.scores.shape[2],
+        **known,
     )
     meta = dataclasses.replace(meta, origin=arrangement.origin)
     return Recording(meta, lambda: compose.blocks(tokens, arrangement))

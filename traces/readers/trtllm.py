@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Recording, TraceReader, number_in_name, whole
+from epsim.traces.readers.base import Recording, TraceReader, number_in_name, placement_reader, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.ranks import PassCounts, rank_recording
 from epsim.traces.trace import Ints
@@ -92,18 +92,12 @@ def _counts(file: Document, step: int, layers: Sequence[int], num_experts: int) 
     return counts
 
 
-def _is_placement(document: Document) -> bool:
-    return document.kind == "yaml"
-
-
-def _refuse_placement(documents: Sequence[Document], options: ImportOptions) -> Recording:
-    raise ValueError(
-        f"{documents[0].path}: a placement (initial_global_assignments), not a load: it says where experts live, not "
-        "how many tokens they got; give the statistics (meta_info.json and rank*.safetensors) that it was planned from"
-    )
-
-
 READERS = (
     TraceReader("TensorRT-LLM expert statistics", _is_statistic, _read_statistic),
-    TraceReader("TensorRT-LLM placement", _is_placement, _refuse_placement),
+    placement_reader(
+        "TensorRT-LLM placement",
+        lambda document: document.kind == "yaml",
+        "initial_global_assignments",
+        "statistics (meta_info.json and rank*.safetensors)",
+    ),
 )

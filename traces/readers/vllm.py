@@ -13,7 +13,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Recording, TraceReader, count_blocks, natural, settle, whole
+from epsim.traces.readers.base import Recording, TraceReader, count_recording, has_key, natural, whole
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Ints
@@ -61,11 +61,6 @@ def _read_routed(documents: Sequence[Document], options: ImportOptions) -> Recor
     return token_recording(Tokens(ids, sequence=index), documents, options)
 
 
-def _is_load_dump(document: Document) -> bool:
-    content = document.content
-    return document.kind == "json" and isinstance(content, dict) and isinstance(content.get("load_history"), list)
-
-
 def _read_load_dump(documents: Sequence[Document], options: ImportOptions) -> Recording:
     """Each entry of load_history is a step; several files are joined in order."""
     loads: list[Ints] = []
@@ -82,12 +77,10 @@ def _read_load_dump(documents: Sequence[Document], options: ImportOptions) -> Re
                 loads.append(load)
     if not loads:
         raise ValueError(f"{documents[0].path}: load_history is empty")
-    counts = np.stack(loads)
-    meta = settle(options, documents, level="counts", num_layers=counts.shape[1], num_experts=counts.shape[2])
-    return Recording(meta, lambda: count_blocks(counts))
+    return count_recording(np.stack(loads), documents, options)
 
 
 READERS = (
     TraceReader("vLLM routed_experts", _is_routed, _read_routed),
-    TraceReader("vLLM load dump (load_history)", _is_load_dump, _read_load_dump),
+    TraceReader("vLLM load dump (load_history)", has_key("load_history", "json", holding=list), _read_load_dump),
 )
