@@ -103,13 +103,13 @@ class Fault:
 def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict[int, Beat]:
     """The last beat of each rank that has beaten. known: ranks known to have. Raises RuntimeError or OSError if the
     store is gone."""
-    there = [rank for rank in range(num_ranks) if rank in known or store.check([f"beat/{rank}"])]
-    texts = store.multi_get([f"beat/{rank}" for rank in there]) if there else []
-    found = {}
-    for rank, text in zip(there, texts, strict=True):
+    present = [rank for rank in range(num_ranks) if rank in known or store.check([f"beat/{rank}"])]
+    texts = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
+    beats = {}
+    for rank, text in zip(present, texts, strict=True):
         fields = json.loads(text)
-        found[rank] = Beat(**(fields | {"order": tuple(fields["order"])}))
-    return found
+        beats[rank] = Beat(**(fields | {"order": tuple(fields["order"])}))
+    return beats
 
 
 def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str:
@@ -117,7 +117,7 @@ def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str
     beats = read_beats(store, num_ranks)
     if not beats:
         return f"stopped by {stopping.name} in phase setup, before ranks had met"
-    rank = min(beats, key=lambda one: beats[one].order)
+    rank = min(beats, key=lambda rank: beats[rank].order)
     return f"stopped by {stopping.name}; rank {rank} was in {beats[rank].words}"
 
 

@@ -20,19 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from epsim.files import message_line
-from epsim.runtime.beats import (
-    BAD_INPUT,
-    FAULT,
-    INTERVAL,
-    SILENCE,
-    Beat,
-    Fault,
-    JobClock,
-    Lookout,
-    State,
-    read_fault,
-    this_machine,
-)
+from epsim.runtime import beats
+from epsim.runtime.beats import FAULT, INTERVAL, SILENCE, Beat, Fault, JobClock, Lookout, State, read_fault
 from epsim.runtime.phases import LAYER_PHASES, PhaseError
 
 if TYPE_CHECKING:
@@ -127,7 +116,7 @@ class Watch(Lookout):
         where = f"rank {self.rank}, {self.beat().words}"
         told = "".join(traceback.format_exception(error)) if os.environ.get("EPSIM_DEBUG") else ""
         if isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError):
-            code = BAD_INPUT if self.clock.phase == "setup" else FAULT
+            code = beats.BAD_INPUT if self.clock.phase == "setup" else FAULT
             self._end(self._publish(f"{where}: {told or message_line(str(error))}", code))
         # A collective fails on the ranks that still live: the watch finds out who does not.
         deadline = time.monotonic() + VERDICT
@@ -161,7 +150,7 @@ class Watch(Lookout):
             stopping=self._stopped_at is not None,
             waiting=_in_collective(),
             pid=os.getpid(),
-            machine=this_machine(),
+            machine=beats.this_machine(),
             holds=self.holds,
         )
 
@@ -216,11 +205,11 @@ class Watch(Lookout):
             if now - self._begun > START_PATIENCE:
                 return self._publish(f"rank {missing[0]} never reached phase setup (rank {self.rank} reports)", FAULT)
             return None
-        own = known[self.rank]
+        own_beat = known[self.rank]
         for rank, beat in known.items():
-            if beat.state != "running" and own.state == "running" and own.begun > beat.order[0]:
+            if beat.state != "running" and own_beat.state == "running" and own_beat.begun > beat.order[0]:
                 return self._publish(
-                    f"rank {rank} finished after step {beat.step}, but rank {self.rank} is in {own.words}: "
+                    f"rank {rank} finished after step {beat.step}, but rank {self.rank} is in {own_beat.words}: "
                     "give every rank the same number of steps",
                     FAULT,
                 )

@@ -39,26 +39,15 @@ def _count(slots, group_of_slot, counts, num_pairs, block: tl.constexpr, bins: t
     at = tl.program_id(0) * block + tl.arange(0, block)
     slot = tl.load(slots + at, mask=at < num_pairs, other=-1)
     group = tl.load(group_of_slot + slot, mask=slot >= 0, other=bins - 1).to(tl.int32)
-    found = tl.histogram(group, bins)
-    tl.atomic_add(counts + tl.arange(0, bins), found, mask=found > 0)
+    histogram = tl.histogram(group, bins)
+    tl.atomic_add(counts + tl.arange(0, bins), histogram, mask=histogram > 0)
 
 
 @triton.jit
 def _place(
-    hidden,
-    scales,
-    slots,
-    group_of_slot,
-    cursor,
-    position,
-    rows,
-    stride,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    scaled: tl.constexpr,
-    most: tl.constexpr,
-    block: tl.constexpr,
-):
+    hidden, scales, slots, group_of_slot, cursor, position, rows, stride,
+    width: tl.constexpr, columns: tl.constexpr, scaled: tl.constexpr, most: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """One program per row: reserves a position in each of the row's groups and copies the row there.
 
     position [N, columns]: these positions, -1 for none. cursor [groups]: the next free position of each group.
@@ -68,8 +57,8 @@ def _place(
     slot = tl.load(slots + row * columns + column, mask=column < columns, other=-1)
     taken = slot >= 0
     group = tl.load(group_of_slot + slot, mask=taken, other=0)
-    place = tl.atomic_add(cursor + group, 1, mask=taken).to(tl.int64)
-    tl.store(position + row * columns + column, tl.where(taken, place, -1), mask=column < columns)
+    sorted_row = tl.atomic_add(cursor + group, 1, mask=taken).to(tl.int64)
+    tl.store(position + row * columns + column, tl.where(taken, sorted_row, -1), mask=column < columns)
     if tl.max(slot, axis=0) >= 0:
         for first in range(0, width, block):
             at = first + tl.arange(0, block)
@@ -77,9 +66,9 @@ def _place(
             if scaled:
                 scale = tl.load(scales + row * (width // 128) + at // 128, mask=at < width)
                 value = (value.to(tl.float32) * scale).to(tl.bfloat16)
-            there = rows + place[:, None] * width + at[None, :]
+            target = rows + sorted_row[:, None] * width + at[None, :]
             copies = tl.broadcast_to(value[None, :], (most, block))
-            tl.store(there, copies, mask=taken[:, None] & (at < width)[None, :])
+            tl.store(target, copies, mask=taken[:, None] & (at < width)[None, :])
 
 
 @triton.jit
@@ -96,26 +85,19 @@ def _activate(gate_up, activated, ends, last, width: tl.constexpr, block: tl.con
 
 @triton.jit
 def _weigh(
-    sorted_rows,
-    position,
-    weights,
-    outputs,
-    width: tl.constexpr,
-    columns: tl.constexpr,
-    fill: tl.constexpr,
-    most: tl.constexpr,
-    block: tl.constexpr,
-):
+    sorted_rows, position, weights, outputs,
+    width: tl.constexpr, columns: tl.constexpr, fill: tl.constexpr, most: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """One program per row: the weighted sum of its sorted rows. fill: whether rows without a slot are set to zero."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, most)
-    place = tl.load(position + row * columns + column, mask=column < columns, other=-1)
+    sorted_row = tl.load(position + row * columns + column, mask=column < columns, other=-1)
     weight = tl.load(weights + row * columns + column, mask=column < columns, other=0.0)
-    taken = place >= 0
-    if fill or tl.max(place, axis=0) >= 0:
+    taken = sorted_row >= 0
+    if fill or tl.max(sorted_row, axis=0) >= 0:
         for first in range(0, width, block):
             at = first + tl.arange(0, block)
-            from_rows = sorted_rows + place[:, None] * width + at[None, :]
+            from_rows = sorted_rows + sorted_row[:, None] * width + at[None, :]
             value = tl.load(from_rows, mask=taken[:, None] & (at < width)[None, :], other=0.0)
             total = tl.sum(value.to(tl.float32) * tl.where(taken, weight, 0.0)[:, None], axis=0)
             tl.store(outputs + row * width + at, total.to(tl.bfloat16), mask=at < width)
@@ -179,8 +161,8 @@ def _groups(
         position = torch.empty(num_rows, columns, dtype=torch.int64, device=hidden.device)
         rows = torch.empty(num_pairs, width, dtype=torch.bfloat16, device=hidden.device)
         scaled = received.scales is not None
-        place = (received.scales if scaled else hidden, slots, group_of_slot, cursor, position, rows, hidden.stride(0))
-        _launch(_place, num_rows, hidden, *place, width, columns, scaled=scaled, most=most, block=512)
+        into = (received.scales if scaled else hidden, slots, group_of_slot, cursor, position, rows, hidden.stride(0))
+        _launch(_place, num_rows, hidden, *into, width, columns, scaled=scaled, most=most, block=512)
         grouped: Any = torch._grouped_mm
         wide = grouped(rows, gate_up.transpose(1, 2), offs=ends)
         activated = torch.empty(num_pairs, inner, dtype=torch.bfloat16, device=hidden.device)

@@ -46,8 +46,8 @@ def obstacle(device: torch.device, group: dist.ProcessGroup | None) -> str | Non
         return f"{size} ranks, but it supports 2 to {MOST_RANKS}"
     if size > torch.cuda.device_count():
         return f"{size} ranks on {torch.cuda.device_count()} GPUs of this host"
-    own = device.index if device.index is not None else torch.cuda.current_device()
-    if not all(torch.cuda.can_device_access_peer(own, peer) for peer in range(size) if peer != own):
+    device_index = device.index if device.index is not None else torch.cuda.current_device()
+    if not all(torch.cuda.can_device_access_peer(device_index, peer) for peer in range(size) if peer != device_index):
         return "the GPUs cannot access each other's memory"
     return None
 

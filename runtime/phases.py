@@ -49,13 +49,13 @@ class PhaseClock:
         """Microseconds by (step, layer, phase) since the last call. On CUDA it waits for the device."""
         if self._marks and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found: dict[tuple[int, int, str], float] = {}
+        totals: dict[tuple[int, int, str], float] = {}
         for (step, layer, phase, begin), (_, _, _, end) in zip(self._marks, self._marks[1:]):
             if phase != "idle":
                 key = (step, layer, phase)
-                found[key] = found.get(key, 0.0) + _microseconds(begin, end)
+                totals[key] = totals.get(key, 0.0) + _microseconds(begin, end)
         self._marks.clear()
-        return found
+        return totals
 
     def _now(self) -> Mark:
         if self.device.type != "cuda":

@@ -65,17 +65,17 @@ class TrainedModel:
     def begin(self, step: int, tokens: Tokens) -> None:
         """Prepares a step. Only the number of tokens and the phase are used, because the model's router chooses."""
         self._step, self._num_tokens, self._cache = step, len(tokens.ids), None
-        place = (step * self._place.num_ranks + self._place.rank) * max(self._job.max_tokens, 1)
+        offset = (step * self._place.num_ranks + self._place.rank) * max(self._job.max_tokens, 1)
         if self._num_tokens and tokens.phase == "decode":
             length = self._context + 1
-            ids = self._read(place * length, self._num_tokens * length).view(self._num_tokens, length)
+            ids = self._read(offset * length, self._num_tokens * length).view(self._num_tokens, length)
             self._cache, self._apart = DynamicCache(), True
             self._model(input_ids=ids[:, :-1], use_cache=True, past_key_values=self._cache)
             self._apart = False
             self._ids = ids[:, -1:]
         elif self._num_tokens:
             length = min(self._length, self._num_tokens)
-            ids = self._read(place, self._num_tokens)
+            ids = self._read(offset, self._num_tokens)
             # Padding follows the last sequence's tokens, which cannot attend to it, and no layer's experts see it.
             self._ids = F.pad(ids, (0, -len(ids) % length)).view(-1, length)
         if self._place.group is not None:
@@ -111,15 +111,19 @@ class TrainedModel:
 
 
 class _Switch(torch.nn.Module):
-    """Replaces a block of experts. own: the original block, which reads the untimed context."""
+    """Replaces a block of experts. original: the block that it replaces, which reads the untimed context."""
 
-    def __init__(self, model: TrainedModel, number: int, own: torch.nn.Module) -> None:
+    def __init__(self, model: TrainedModel, number: int, original: torch.nn.Module) -> None:
         super().__init__()
-        self._model, self._number, self._own = [model], number, own  # in a list, so that it is not a submodule
+        self._model, self._number, self._original = (
+            [model],
+            number,
+            original,
+        )  # in a list, so that it is not a submodule
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         model = self._model[0]
-        output: torch.Tensor = self._own(hidden) if model._apart else model.experts(self._number, hidden)
+        output: torch.Tensor = self._original(hidden) if model._apart else model.experts(self._number, hidden)
         return output
 
 

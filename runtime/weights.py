@@ -59,7 +59,7 @@ class ModelWeights:
     def __init__(self, model: Any) -> None:
         self.shape = shape_of_config(model.config.to_dict(), type(model).__name__)
         self._blocks: dict[int, dict[str, Any]] = {}
-        by_module = {id(found.module): found.layer for found in find_routers(model)}
+        by_module = {id(router.module): router.layer for router in find_routers(model)}
         for block in model.modules():
             children = dict(block.named_children())
             if id(children.get("gate")) in by_module:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import copy
 import dataclasses
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -161,15 +162,6 @@ def _nonempty(block: Block) -> Array:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """0, 1, 2, 7 -> `0-2, 7`."""
-
-    def runs() -> Iterator[str]:
-        low = high = numbers[0]
-        for number in [*numbers[1:], None]:
-            if number is not None and number == high + 1:
-                high = number
-                continue
-            yield str(low) if low == high else f"{low}-{high}"
-            if number is not None:
-                low = high = number
-
-    return ", ".join(runs())
+    by_run = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in by_run]
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

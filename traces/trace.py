@@ -10,19 +10,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from epsim.traces.limits import (
-    LEVELS,
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_RANKS,
-    MAX_SHARED_COST,
-    MAX_STEP_NUMBERS,
-    ORIGINS,
-    PHASES,
-    Level,
-    Origin,
-    Phase,
-)
+from epsim.traces import limits
+from epsim.traces.limits import LEVELS, MAX_EXPERTS, MAX_RANKS, MAX_SHARED_COST, PHASES, Level, Origin, Phase
 
 __all__ = ["LEVELS", "MAX_EXPERTS", "MAX_RANKS", "MAX_SHARED_COST", "PHASES", "Level", "Origin", "Phase"]
 
@@ -64,21 +53,22 @@ class TraceMeta:
         self._check_types()
         if not self.layers:
             object.__setattr__(self, "layers", tuple(range(self.num_layers)))
-        for name, known in (("level", LEVELS), ("phase", PHASES), ("origin", ORIGINS)):
+        for name, known in (("level", LEVELS), ("phase", PHASES), ("origin", limits.ORIGINS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"trace {name} {getattr(self, name)!r} is not one of {', '.join(known)}")
         if self.num_layers < 1 or self.num_experts < 1:
             raise ValueError(f"a trace needs layers and experts, not {self.num_layers} x {self.num_experts}")
-        for name, most in (("num_layers", MAX_LAYERS), ("num_experts", MAX_EXPERTS), ("num_source_ranks", MAX_RANKS)):
+        largest = {"num_layers": limits.MAX_LAYERS, "num_experts": MAX_EXPERTS, "num_source_ranks": MAX_RANKS}
+        for name, most in largest.items():
             if getattr(self, name) > most:
                 raise ValueError(f"{name} is {getattr(self, name)}, more than {most}")
         if self.num_source_ranks < 0 or self.num_scores < 0:
             raise ValueError(f"num_source_ranks {self.num_source_ranks} and num_scores {self.num_scores} must be >= 0")
         ranks = self.num_source_ranks if self.level == "rank_counts" else 1
-        if self.num_layers * max(ranks, 1) * self.num_experts > MAX_STEP_NUMBERS:
+        if self.num_layers * max(ranks, 1) * self.num_experts > limits.MAX_STEP_NUMBERS:
             raise ValueError(
                 f"{self.num_layers} layers x {ranks} source ranks x {self.num_experts} experts: a single step has more "
-                f"than {MAX_STEP_NUMBERS} counts"
+                f"than {limits.MAX_STEP_NUMBERS} counts"
             )
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top-k {self.top_k} is outside 1..{self.num_experts}, the number of experts")
@@ -93,12 +83,11 @@ class TraceMeta:
 
     def _check_types(self) -> None:
         """Checks the types of the fields, which may come from a file's JSON."""
-        for name in ("num_layers", "num_experts", "top_k", "num_source_ranks", "num_scores"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, not a whole number")
-        for name in ("model", "source", "level", "phase", "origin"):
-            if not isinstance(getattr(self, name), str):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, not a string")
+        whole = ("num_layers", "num_experts", "top_k", "num_source_ranks", "num_scores")
+        for name in (*whole, "model", "source", "level", "phase", "origin"):
+            kind, wanted = (int, "a whole number") if name in whole else (str, "a string")
+            if type(getattr(self, name)) is not kind:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, not {wanted}")
         if not all(type(layer) is int for layer in self.layers) or not all(isinstance(n, str) for n in self.notes):
             raise ValueError("layers must be whole numbers, and notes strings")
         if self.shared_cost is not None and type(self.shared_cost) not in (int, float):

@@ -79,8 +79,8 @@ def available(device: int) -> bool:
 @functools.cache
 def _properties(device: int) -> tuple[int, int]:
     """The number of multiprocessors, and the most bytes of shared memory per block."""
-    found: Any = torch.cuda.get_device_properties(device)
-    return found.multi_processor_count, found.shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 @functools.cache

@@ -31,9 +31,9 @@ class Tiling:
 def _served(ids, weights, slot, tokens, columns: tl.constexpr, rows: tl.constexpr, most: tl.constexpr):
     """The tokens that the slot serves, [rows] bool, and its weight for each, [rows] float32."""
     token, column = tl.arange(0, rows)[:, None], tl.arange(0, most)[None, :]
-    there = (token < tokens) & (column < columns)
-    hit = tl.load(ids + token * columns + column, mask=there, other=-1) == slot
-    weight = tl.load(weights + token * columns + column, mask=hit & there, other=0.0)
+    inside = (token < tokens) & (column < columns)
+    hit = tl.load(ids + token * columns + column, mask=inside, other=-1) == slot
+    weight = tl.load(weights + token * columns + column, mask=hit & inside, other=0.0)
     return tl.sum(hit.to(tl.int32), axis=1) > 0, tl.sum(weight, axis=1)
 
 
@@ -42,40 +42,22 @@ def _list(ids, listed, counts, pairs, slots, bins: tl.constexpr, block: tl.const
     """Writes the number of active slots, then these in ascending order, to listed [slots + 1]. One program."""
     at = tl.arange(0, block)
     slot = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32)
-    found = tl.histogram(tl.where(slot >= 0, slot, bins - 1), bins)
+    histogram = tl.histogram(tl.where(slot >= 0, slot, bins - 1), bins)
     number = tl.arange(0, bins)
     if counted:
-        tl.store(counts + number, found.to(tl.int64), mask=number < slots)
-    active = ((found > 0) & (number < slots)).to(tl.int32)
+        tl.store(counts + number, histogram.to(tl.int64), mask=number < slots)
+    active = ((histogram > 0) & (number < slots)).to(tl.int32)
     tl.store(listed + tl.cumsum(active, axis=0), number, mask=active > 0)
     tl.store(listed, tl.sum(active, axis=0))
 
 
 @triton.jit
 def _first(
-    hidden,
-    ids,
-    weights,
-    gate_up,
-    row_of,
-    activated,
-    listed,
-    counts,
-    stride,
-    tokens,
-    slots,
-    columns: tl.constexpr,
-    size: tl.constexpr,
-    inter: tl.constexpr,
-    own_rows: tl.constexpr,
-    counted: tl.constexpr,
-    rows: tl.constexpr,
-    most: tl.constexpr,
-    bins: tl.constexpr,
-    height: tl.constexpr,
-    step: tl.constexpr,
-    stages: tl.constexpr,
-):
+    hidden, ids, weights, gate_up, row_of, activated, listed, counts, stride, tokens, slots,
+    columns: tl.constexpr, size: tl.constexpr, inter: tl.constexpr, own_rows: tl.constexpr, counted: tl.constexpr,
+    rows: tl.constexpr, most: tl.constexpr, bins: tl.constexpr,
+    height: tl.constexpr, step: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
     """One program per slot and `height` columns of the inner dimension; programs of slots without tokens return."""
     slot = tl.program_id(1)
     if slot == slots:
@@ -89,53 +71,36 @@ def _first(
     if not own_rows:
         expert = tl.load(row_of + slot)
     token, column = tl.arange(0, rows), tl.program_id(0) * height + tl.arange(0, height)
-    there = column < inter
+    inside = column < inter
     gate = tl.zeros((height, rows), tl.float32)
     up = tl.zeros((height, rows), tl.float32)
     from_gate = gate_up + (expert * 2 * inter + column[:, None]) * size
     for begin in tl.range(0, size, step, num_stages=stages):
         at = begin + tl.arange(0, step)
-        here = there[:, None] & (at < size)[None, :]
+        valid = inside[:, None] & (at < size)[None, :]
         value = tl.load(
             hidden + token[None, :] * stride + at[:, None], mask=served[None, :] & (at < size)[:, None], other=0.0
         )
-        wide = tl.load(from_gate + at[None, :], mask=here, other=0.0)
-        other = tl.load(from_gate + inter * size + at[None, :], mask=here, other=0.0)
+        wide = tl.load(from_gate + at[None, :], mask=valid, other=0.0)
+        other = tl.load(from_gate + inter * size + at[None, :], mask=valid, other=0.0)
         gate = tl.dot(wide, value, gate)
         up = tl.dot(other, value, up)
     product = gate * tl.sigmoid(gate) * up * weight[None, :]
     to = activated + (slot.to(tl.int64) * tokens + token[None, :]) * inter + column[:, None]
-    tl.store(to, product.to(activated.dtype.element_ty), mask=served[None, :] & there[:, None])
+    tl.store(to, product.to(activated.dtype.element_ty), mask=served[None, :] & inside[:, None])
 
 
 @triton.jit
 def _second(
-    ids,
-    weights,
-    down,
-    row_of,
-    activated,
-    listed,
-    partial,
-    finished,
-    output,
-    tokens,
-    columns: tl.constexpr,
-    size: tl.constexpr,
-    inter: tl.constexpr,
-    own_rows: tl.constexpr,
-    parts: tl.constexpr,
-    rows: tl.constexpr,
-    most: tl.constexpr,
-    height: tl.constexpr,
-    step: tl.constexpr,
-    stages: tl.constexpr,
-):
+    ids, weights, down, row_of, activated, listed, partial, finished, output, tokens,
+    columns: tl.constexpr, size: tl.constexpr, inter: tl.constexpr, own_rows: tl.constexpr, parts: tl.constexpr,
+    rows: tl.constexpr, most: tl.constexpr, height: tl.constexpr, step: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
     """One program per `height` columns of the output and share of the experts; the last to end adds the shares."""
     part = tl.program_id(1)
     active = tl.load(listed)
     token, column = tl.arange(0, rows), tl.program_id(0) * height + tl.arange(0, height)
-    there = column < size
+    inside = column < size
     total = tl.zeros((height, rows), tl.float32)
     chunks: tl.constexpr = tl.cdiv(inter, step)
     first = active * part // parts
@@ -149,11 +114,11 @@ def _second(
         if not own_rows:
             expert = tl.load(row_of + slot)
         from_down = down + (expert * size + column[:, None]) * inter + at[None, :]
-        wide = tl.load(from_down, mask=there[:, None] & (at < inter)[None, :], other=0.0)
+        wide = tl.load(from_down, mask=inside[:, None] & (at < inter)[None, :], other=0.0)
         value = tl.load(from_token, mask=served[None, :] & (at < inter)[:, None], other=0.0)
         total = tl.dot(wide, value, total)
     cell = token[None, :] * size + column[:, None]
-    kept = (token < tokens)[None, :] & there[:, None]
+    kept = (token < tokens)[None, :] & inside[:, None]
     if parts == 1:
         tl.store(output + cell, total.to(output.dtype.element_ty), mask=kept)
     else:

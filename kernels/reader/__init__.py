@@ -1,7 +1,7 @@
 """The channel reader: it reads only the channels of each routed expert that matter to a token.
 
 Each stage has a file with a reference in plain PyTorch for any device: codes, rotate, build and store run once; screen,
-select, read and restore run in each step. `bytes` counts what is read; `rivals` holds the methods to compare with.
+select and read run in each step. `bytes` counts what is read; `rivals` holds the methods to compare with.
 """
 
 from epsim.kernels.reader.build import RANK, LayerSketch, build_layer
@@ -11,23 +11,7 @@ from epsim.kernels.reader.screen import COORDINATES, Batches, Screen, batch_coor
 from epsim.kernels.reader.select import keep_above, keep_by_rank, keep_for_batch, keep_top, output_scores, rank_quotas
 
 __all__ = [
-    "COORDINATES",
-    "RANK",
-    "Batches",
-    "Experts",
-    "LayerSketch",
-    "ReadBytes",
-    "Screen",
-    "batch_coordinates",
-    "build_layer",
-    "coordinates",
-    "keep_above",
-    "keep_by_rank",
-    "keep_for_batch",
-    "keep_top",
-    "output_scores",
-    "rank_quotas",
-    "read_output",
-    "token_bytes",
-    "union_bytes",
-]
+    "COORDINATES", "RANK", "Batches", "Experts", "LayerSketch", "ReadBytes", "Screen", "batch_coordinates",
+    "build_layer", "coordinates", "keep_above", "keep_by_rank", "keep_for_batch", "keep_top", "output_scores",
+    "rank_quotas", "read_output", "token_bytes", "union_bytes",
+]  # fmt: skip

@@ -9,11 +9,9 @@ import torch
 
 from epsim.kernels.experts.cuda import available
 from epsim.kernels.reader import batch_cuda
-from epsim.kernels.reader.bytes import ReadBytes
-from epsim.kernels.reader.layer import GATES, ReaderLayer, as_words, from_words
-from epsim.kernels.reader.read import Experts, read_output
-from epsim.kernels.reader.screen import Batches, Screen
-from epsim.kernels.reader.select import keep_for_batch, output_scores
+from epsim.kernels.reader.layer import ReaderLayer, as_words, from_words
+from epsim.kernels.reader.screen import Batches
+from epsim.kernels.reader.select import keep_for_batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,19 +26,13 @@ class BatchReader:
     def of(cls, layer: ReaderLayer, budget: float) -> BatchReader:
         """Makes a reader. budget: the share of its active experts' bytes that a batch may read. Raises ValueError if
         the screen alone reads more."""
-        sketch = layer.sketch
-        rank = sketch.rank if layer.restore else 0
-        sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, layer.coordinates, rank)
-        kept = [0, *(sizes.kept(budget, number) for number in range(1, sketch.num_experts + 1))]
-        return cls(layer, torch.tensor(kept, dtype=torch.int32, device=layer.gate_up.device))
+        return cls(layer, layer.channels_kept(budget, range(layer.sketch.num_experts + 1)))
 
     @property
     def sizes(self) -> batch_cuda.Sizes:
-        layer = self.layer
-        rank = layer.sketch.rank if layer.restore else 0
-        return batch_cuda.Sizes(
-            layer.sketch.hidden, layer.sketch.intermediate, layer.coordinates, rank, layer.gate == "gelu"
-        )
+        layer, sketch = self.layer, self.layer.sketch
+        gelu = layer.gate == "gelu"
+        return batch_cuda.Sizes(sketch.hidden, sketch.intermediate, layer.coordinates, layer.rank, gelu)
 
     def read(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None = None
@@ -74,20 +66,15 @@ class BatchReader:
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None
     ) -> torch.Tensor:
         layer, sketch = self.layer, self.layer.sketch
-        experts = Experts(layer.gate_up, layer.down.transpose(1, 2), GATES[layer.gate])
         batches = Batches(torch.zeros(len(x), dtype=torch.int64, device=x.device), 1)
-        gate, up = Screen(sketch).estimates(x, ids, layer.coordinates, batches)
-        estimates = experts.activation(gate) * up
-        there = ids >= 0
-        scores = output_scores(weights, sketch.norms[ids.clamp(min=0)], estimates)
-        scores = scores.masked_fill(~there[..., None], -1.0)
+        scores, estimates = layer.screened(x, ids, weights, batches)
         active = torch.zeros(sketch.num_experts + 1, dtype=torch.bool, device=x.device)
-        active[torch.where(there, ids, sketch.num_experts)] = True
+        active[torch.where(ids >= 0, ids, sketch.num_experts)] = True
         number = self.kept_of[active[:-1].sum()].long()[None]
-        taken = keep_for_batch(scores, ids, sketch.num_experts, number) & there[..., None]
+        taken = keep_for_batch(scores, ids, sketch.num_experts, number) & (ids >= 0)[..., None]
         if kept is not None:
             kept.copy_(of_experts(taken, ids, sketch.num_experts))
-        return read_output(x, ids, weights, experts, taken, estimates, sketch if layer.restore else None).bfloat16()
+        return layer.output(x, ids, weights, taken, estimates)
 
 
 def of_experts(taken: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -69,8 +69,8 @@ class Sizes:
     @property
     def extending(self) -> int:
         """Bytes of one stage of `extend`, over all warps."""
-        own = -(-self.hidden // 32 // WARPS)
-        span = -(-own // -(-own // 8))
+        warp_blocks = -(-self.hidden // 32 // WARPS)
+        span = -(-warp_blocks // -(-warp_blocks // 8))
         return WARPS * 16 * span * 64
 
     def stages(self, tokens: int) -> int:

@@ -155,15 +155,15 @@ def union_bytes(
     slots = torch.where(ids >= 0, ids, num_experts).flatten()
 
     def union(marks: torch.Tensor) -> torch.Tensor:
-        found = torch.zeros(num_experts + 1, marks.shape[-1], dtype=torch.int64, device=ids.device)
-        return found.index_add_(0, slots, marks.flatten(0, 1).long())[:num_experts] > 0
+        marked = torch.zeros(num_experts + 1, marks.shape[-1], dtype=torch.int64, device=ids.device)
+        return marked.index_add_(0, slots, marks.flatten(0, 1).long())[:num_experts] > 0
 
-    there = (ids >= 0)[..., None]
+    filled = (ids >= 0)[..., None]
     active = int((torch.bincount(slots, minlength=num_experts + 1)[:num_experts] > 0).sum())
-    if bool((kept | ~there).all()):
+    if bool((kept | ~filled).all()):
         return active * sizes.expert
     read = active * sizes.beside_codes + sizes.once * (active > 0)
     if sizes.source == "sketch":
         read += int(union(coordinates[:, None].expand(-1, ids.shape[1], -1)).sum()) * sizes.code_row
-    read += int(union(kept & there).sum()) * sizes.kept_channel
-    return read + int(union(~kept & there).sum()) * sizes.skipped_channel
+    read += int(union(kept & filled).sum()) * sizes.kept_channel
+    return read + int(union(~kept & filled).sum()) * sizes.skipped_channel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,7 +14,7 @@ from epsim.kernels.reader import cuda
 from epsim.kernels.reader.build import LayerSketch
 from epsim.kernels.reader.bytes import ReadBytes
 from epsim.kernels.reader.read import Activation, Experts, read_output
-from epsim.kernels.reader.screen import COORDINATES, Screen
+from epsim.kernels.reader.screen import COORDINATES, Batches, Screen
 from epsim.kernels.reader.select import keep_top, output_scores
 
 Gate = Literal["silu", "gelu"]
@@ -52,23 +52,27 @@ class ReaderLayer:
         token may read. Raises ValueError if the screen alone reads more, or if weights are not bfloat16."""
         if gate_up.dtype != torch.bfloat16 or down.dtype != torch.bfloat16:
             raise ValueError(f"weights are {gate_up.dtype} and {down.dtype}: a channel reader takes bfloat16")
-        rank = sketch.rank if restore else 0
-        sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, coordinates, rank)
-        kept = [sizes.kept(budget, number) for number in range(top_k + 1)]
-        kept_of = torch.tensor(kept, dtype=torch.int32, device=gate_up.device)
         # The kernel needs contiguous tensors.
         sketch = LayerSketch(**{name: tensor.contiguous() for name, tensor in sketch.tensors().items()})
-        return cls(sketch, gate_up.contiguous(), down.transpose(1, 2).contiguous(), kept_of, gate, coordinates, restore)
+        weights = (gate_up.contiguous(), down.transpose(1, 2).contiguous())
+        none_kept = torch.zeros(top_k + 1, dtype=torch.int32, device=gate_up.device)
+        layer = cls(sketch, *weights, none_kept, gate, coordinates, restore)
+        return replace(layer, kept_of=layer.channels_kept(budget, range(top_k + 1)))
+
+    @property
+    def rank(self) -> int:
+        """The rank of the restoring map, 0 if nothing is restored."""
+        return self.sketch.rank if self.restore else 0
+
+    def channels_kept(self, budget: float, numbers: range) -> torch.Tensor:
+        """The most channels in the budget for each number of experts, int32. Raises ValueError if it is too small."""
+        sizes = ReadBytes(self.sketch.hidden, self.sketch.intermediate, 2, self.coordinates, self.rank)
+        kept = [sizes.kept(budget, number) if number else 0 for number in numbers]
+        return torch.tensor(kept, dtype=torch.int32, device=self.gate_up.device)
 
     def sizes(self, top_k: int) -> cuda.Sizes:
-        return cuda.Sizes(
-            self.sketch.hidden,
-            self.sketch.intermediate,
-            top_k,
-            self.coordinates,
-            self.sketch.rank if self.restore else 0,
-            self.gate == "gelu",
-        )
+        hidden, inter = self.sketch.hidden, self.sketch.intermediate
+        return cuda.Sizes(hidden, inter, top_k, self.coordinates, self.rank, self.gate == "gelu")
 
     def read(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None = None
@@ -98,15 +102,28 @@ class ReaderLayer:
     def _plain(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor | None
     ) -> torch.Tensor:
-        experts = Experts(self.gate_up, self.down.transpose(1, 2), GATES[self.gate])
-        gate, up = Screen(self.sketch).estimates(x, ids, self.coordinates)
-        estimates = experts.activation(gate) * up
-        there = ids >= 0
-        scores = output_scores(weights, self.sketch.norms[ids.clamp(min=0)], estimates)
-        taken = keep_top(scores.masked_fill(~there[..., None], -1.0), self.kept_of[there.sum(1)].long())
+        scores, estimates = self.screened(x, ids, weights)
+        taken = keep_top(scores, self.kept_of[(ids >= 0).sum(1)].long())
         if kept is not None:
             kept.copy_(as_words(taken))
-        return read_output(x, ids, weights, experts, taken, estimates, self.sketch if self.restore else None).bfloat16()
+        return self.output(x, ids, weights, taken, estimates)
+
+    def screened(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, batches: Batches | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In plain PyTorch: scores (-1 for an id of -1) and estimated activations of all channels, [T, k, I]."""
+        gate, up = Screen(self.sketch).estimates(x, ids, self.coordinates, batches)
+        estimates = GATES[self.gate](gate) * up
+        scores = output_scores(weights, self.sketch.norms[ids.clamp(min=0)], estimates)
+        return scores.masked_fill((ids < 0)[..., None], -1.0), estimates
+
+    def output(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, estimates: torch.Tensor
+    ) -> torch.Tensor:
+        """In plain PyTorch: the output [T, H] bfloat16 from the kept channels [T, k, I] bool and the estimates."""
+        experts = Experts(self.gate_up, self.down.transpose(1, 2), GATES[self.gate])
+        sketch = self.sketch if self.restore else None
+        return read_output(x, ids, weights, experts, kept, estimates, sketch).bfloat16()
 
     def check(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Raises ValueError for inputs that `read` does not take."""

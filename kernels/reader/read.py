@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 
 from epsim.kernels.reader.build import LayerSketch
-from epsim.kernels.reader.restore import restored
 from epsim.kernels.reader.slots import slot_products
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -53,6 +52,17 @@ def read_output(
         skipped = torch.where(kept, 0.0, estimates.to(output.dtype)) * _of_experts(weights, ids).to(output.dtype)
         output = output + restored(skipped, ids, sketch)
     return output
+
+
+def restored(amounts: torch.Tensor, ids: torch.Tensor, sketch: LayerSketch) -> torch.Tensor:
+    """What skipped channels would add to the output, [T, H], restored with the low-rank map: U * (sum of w_j p_j b_j).
+
+    amounts [T, k, I]: w_j p_j of skipped channels, 0 for kept ones; the result has their type. It is a sum over
+    experts, so each rank of an expert-parallel group can restore the part of its experts.
+    """
+    coefficients = sketch.coefficients.to(amounts.dtype).transpose(1, 2)
+    summed = slot_products(amounts, ids, coefficients).sum(1)
+    return summed @ sketch.basis.to(amounts.dtype).T
 
 
 def _of_experts(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -94,10 +94,10 @@ def rank_quotas(
     number if these are NaN), rounded by largest remainder, ties to the lower rank. Every rank that serves the token
     knows these inputs, so all compute the same quotas without communication.
     """
-    there = (ids >= 0) & (weights != 0)
-    amount = there.double()
+    served = (ids >= 0) & (weights != 0)
+    amount = served.double()
     if by == "weights":
-        sizes = weights.double().abs().masked_fill(~there, 0.0)
+        sizes = weights.double().abs().masked_fill(~served, 0.0)
         amount = torch.where(sizes.isfinite().all(1, keepdim=True), sizes, amount)
     share = amount.new_zeros(len(ids), num_ranks)
     share.scatter_add_(1, rank_of_expert[ids.clamp(min=0)], amount)
@@ -118,7 +118,7 @@ def keep_by_rank(
     rank = torch.where(ids >= 0, rank_of_expert[ids.clamp(min=0)], -1)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for number in range(quotas.shape[1]):
-        own = (rank == number)[..., None]
-        allowed = torch.minimum(quotas[:, number], own.sum((1, 2)) * scores.shape[-1])
-        kept |= keep_top(scores.masked_fill(~own, -1.0), allowed) & own
+        on_rank = (rank == number)[..., None]
+        allowed = torch.minimum(quotas[:, number], on_rank.sum((1, 2)) * scores.shape[-1])
+        kept |= keep_top(scores.masked_fill(~on_rank, -1.0), allowed) & on_rank
     return kept

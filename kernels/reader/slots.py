@@ -19,17 +19,17 @@ def slot_products(values: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor)
     num_tokens, slots = ids.shape
     if values.dim() == 2:
         values = values[:, None].expand(-1, slots, -1)
-    there = ids >= 0
+    filled = ids >= 0
     if ids.numel() <= FEW:
         product = (weight[ids.clamp(min=0)] @ values[..., None])[..., 0]
-        return product.masked_fill(~there[..., None], 0.0)
-    expert = torch.where(there, ids, len(weight)).flatten()
+        return product.masked_fill(~filled[..., None], 0.0)
+    expert = torch.where(filled, ids, len(weight)).flatten()
     order = expert.argsort(stable=True)
     ends = torch.bincount(expert, minlength=len(weight) + 1).cumsum(0)
     rows = values.reshape(-1, values.shape[-1])[order]
     out = values.new_zeros(ids.numel(), weight.shape[1])
     out[order] = _grouped(rows, weight, ends[:-1])
-    return out.view(num_tokens, slots, -1).masked_fill(~there[..., None], 0.0)
+    return out.view(num_tokens, slots, -1).masked_fill(~filled[..., None], 0.0)
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

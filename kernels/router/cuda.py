@@ -94,8 +94,8 @@ def arguments_of(
     tokens, experts = scores.shape[-2:]
     width = tensors["ids"].shape[-1] if "ids" in tensors else 0
     sizes, k0 = np.zeros(MOST_STEPS, np.int32), np.zeros(MOST_STEPS, np.int32)
-    for place, step in enumerate(rule.steps):
-        sizes[place], k0[place] = step
+    for index, step in enumerate(rule.steps):
+        sizes[index], k0[index] = step
     pointers = [tensors[name].data_ptr() if name in tensors else 0 for name in POINTERS]
     most = top_k if rule.kmax is None else rule.kmax
     maxp = experts if rule.maxp is None else rule.maxp

@@ -64,7 +64,7 @@ def add_even(graph: Graph, share: Floats, fixed: Floats, load: Floats) -> float:
     load[:] = fixed
     for c in range(share.size):
         load[graph.copy_rank[c]] += graph.demand[graph.copy_expert[c]] * share[c]
-    return largest(load)
+    return float(largest(load))
 
 
 @njit(nogil=True, error_model="numpy")

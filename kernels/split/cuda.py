@@ -81,8 +81,8 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
         np.bitwise_or.at(mask, owner, np.left_shift(np.uint32(1), (rank % NEAR).astype(np.uint32)))
         source = t.source[at]
         expert = np.where(source < 0, num_experts, source)  # a 0 follows the load of the last expert
-        place = np.where(source < num_experts, even_copies + expert, source - num_experts)
-        place[twin[:, 0]] |= TWIN
+        load_index = np.where(source < num_experts, even_copies + expert, source - num_experts)
+        load_index[twin[:, 0]] |= TWIN
         fixed_expert = t.fixed_expert[fixed[0] : fixed[-1]]
         counts = (num, len(rank), t.num_paired[at], len(starts) - 1, pair_waves, len(twin), 0, 0)
         staged: list[Section] = [
@@ -90,14 +90,14 @@ def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, in
             (mask, sizes["replicated"], np.uint32),
             (t.expert[first:end], sizes["replicated"], np.uint16),
             (starting, sizes["replicated"] + 1, np.uint16),
-            (place, sizes["slots"], np.uint16),
+            (load_index, sizes["slots"], np.uint16),
             (twin.ravel(), 3 * sizes["twins"], np.uint16),
         ]
         if near:
             fixed_row = np.full((sizes["rows"], num_ranks), num_experts)
             for r in range(num_ranks):
-                here = t.fixed_expert[fixed[r] : fixed[r + 1]]
-                fixed_row[: len(here), r] = here
+                on_rank = t.fixed_expert[fixed[r] : fixed[r + 1]]
+                fixed_row[: len(on_rank), r] = on_rank
             wave_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts)) if num else np.empty(0, np.int64)
             wave_mask, wave_copy = np.zeros((2, sizes["waves"], num_ranks), np.uint32)
             wave_mask[wave_of[owner], rank] = mask[owner]
@@ -146,12 +146,12 @@ def _joined(sections: list[Section]) -> bytes:
 
 def _others(wave_mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     """[waves, R]: one byte for each of the expert's first three other ranks, as in `Cell` of coarse.cuh."""
-    found = np.zeros_like(wave_mask)
+    packed = np.zeros_like(wave_mask)
     for (wave, rank), mask in np.ndenumerate(wave_mask):
         others = [r for r in range(NEAR) if r != rank and int(mask) >> r & 1][:3]
-        place = [r | 0x40 * (r < rank) for r in others] + [rank | 0x80] * (3 - len(others))
-        found[wave, rank] = place[0] | place[1] << 8 | place[2] << 16 | rank << 24
-    return found
+        code = [r | 0x40 * (r < rank) for r in others] + [rank | 0x80] * (3 - len(others))
+        packed[wave, rank] = code[0] | code[1] << 8 | code[2] << 16 | rank << 24
+    return packed
 
 
 def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
@@ -166,14 +166,14 @@ def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
     starts, pair_waves = [0], 0
     taken: set[int] = set()
     for k, (begin, stop) in enumerate(pairwise(t.copy_start[first + at : end + at + 1].tolist())):
-        here = ranks[begin:stop]
-        if k == num_pairs or k - starts[-1] == NEAR or not taken.isdisjoint(here):
+        expert_ranks = ranks[begin:stop]
+        if k == num_pairs or k - starts[-1] == NEAR or not taken.isdisjoint(expert_ranks):
             if k > starts[-1]:
                 starts.append(k)
             taken = set()
         if k == num_pairs:
             pair_waves = len(starts) - 1
-        taken.update(here)
+        taken.update(expert_ranks)
     if end - first > starts[-1]:
         starts.append(int(end - first))
     return starts, len(starts) - 1 if num_pairs == end - first else pair_waves
@@ -204,11 +204,11 @@ def _kernel(device: int, name: str, shared: int) -> int:
 
 def _on_device(structure: SplitStructure, device: torch.device) -> tuple[torch.Tensor, dict[str, int]]:
     with _PACKING:
-        found: tuple[torch.Tensor, dict[str, int]] | None = structure.on_device.get(device)
-        if found is None:
+        on_device: tuple[torch.Tensor, dict[str, int]] | None = structure.on_device.get(device)
+        if on_device is None:
             tables, sizes = pack(structure)
-            found = structure.on_device[device] = torch.from_numpy(tables.copy()).to(device), sizes
-    return found
+            on_device = structure.on_device[device] = torch.from_numpy(tables.copy()).to(device), sizes
+    return on_device
 
 
 class Out(NamedTuple):

@@ -111,7 +111,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
 
     fixed = num_copies[owner] == 1
     fixed_layer, fixed_expert = np.divmod(owner[fixed], num_experts)
-    fixed_place = fixed_layer * num_ranks + on_rank[fixed]
+    fixed_group = fixed_layer * num_ranks + on_rank[fixed]
 
     # Experts with few copies come first, so that a sweep ends with those that can still balance the ranks.
     experts = np.flatnonzero(num_copies > 1)
@@ -119,11 +119,11 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     experts = experts[np.lexsort((experts, num_copies[experts], expert_layer))]
     experts = experts[_by_colour(experts, num_copies[experts], owner, on_rank, expert_layer)]
     expert_start = _starts(expert_layer, num_layers)
-    place = np.full(num_layers * num_experts, -1)
-    place[experts] = np.arange(len(experts))
+    position = np.full(num_layers * num_experts, -1)
+    position[experts] = np.arange(len(experts))
 
     moved = np.flatnonzero(~fixed)
-    moved = moved[np.lexsort((on_rank[moved], place[owner[moved]]))]
+    moved = moved[np.lexsort((on_rank[moved], position[owner[moved]]))]
     copy_layer, copy_rank = owner[moved] // num_experts, on_rank[moved]
     layer_copies = _starts(copy_layer, num_layers)
     by_rank = np.lexsort((copy_rank, copy_layer))
@@ -135,28 +135,28 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
 
     # The number of slots of the expert's copies up to each copy: a running sum minus that of earlier experts.
     upto = mates[moved].cumsum()
-    first_of_expert = np.concatenate(([0], num_copies[experts].cumsum()[:-1]))[place[owner[moved]]]
+    first_of_expert = np.concatenate(([0], num_copies[experts].cumsum()[:-1]))[position[owner[moved]]]
     upto -= (upto - mates[moved])[first_of_expert]
     num_slots = np.bincount(held + layer * num_experts)[owner[moved]]
 
     slot_order = np.argsort(copy_of_slot, kind="stable")
-    slot_place = np.empty(len(key), dtype=np.int64)
-    slot_place[slot_order] = np.arange(len(key)) - _starts(copy_of_slot, len(copies))[copy_of_slot[slot_order]]
+    slot_index = np.empty(len(key), dtype=np.int64)
+    slot_index[slot_order] = np.arange(len(key)) - _starts(copy_of_slot, len(copies))[copy_of_slot[slot_order]]
     slot_mates = mates[copy_of_slot]
     twins = np.flatnonzero(slot_mates > 1)
     slot_copy = new_copy[copy_of_slot]
     source = np.full(slots.shape, -1)
     source.ravel()[filled] = np.where(slot_copy < 0, held, num_experts + slot_copy)
     tables = Tables(
-        fixed_start=_narrow(_starts_by_rank(fixed_place, num_layers, num_ranks)),
-        fixed_expert=_narrow(fixed_expert[np.argsort(fixed_place, kind="stable")]),
+        fixed_start=_narrow(_starts_by_rank(fixed_group, num_layers, num_ranks)),
+        fixed_expert=_narrow(fixed_expert[np.argsort(fixed_group, kind="stable")]),
         expert_start=_narrow(expert_start),
         expert=_narrow(experts % num_experts),
         copy_start=_narrow(copy_start),
         num_paired=_narrow(2 * np.bincount(expert_layer[num_copies[experts] == 2], minlength=num_layers)),
         layer_copies=_narrow(layer_copies),
         copy_rank=_narrow(copy_rank),
-        copy_expert=_narrow(place[owner[moved]] - expert_start[copy_layer]),
+        copy_expert=_narrow(position[owner[moved]] - expert_start[copy_layer]),
         copy_share=mates[moved] / num_slots,
         copy_until=upto / num_slots,
         rank_start=_narrow(
@@ -165,7 +165,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
         rank_copy=_narrow(by_rank - layer_copies[copy_layer[by_rank]]),
         source=_narrow(source),
         twin_start=_narrow(_starts(layer[twins], num_layers)),
-        twin=_narrow(np.stack((slot[twins], slot_place[twins], slot_mates[twins]), axis=1)),
+        twin=_narrow(np.stack((slot[twins], slot_index[twins], slot_mates[twins]), axis=1)),
     )
     return SplitStructure(torch.from_numpy(slots.copy()), num_ranks, num_experts, tables)
 
@@ -179,15 +179,15 @@ def _by_colour(experts: Longs, num_copies: Longs, owner: Longs, on_rank: Longs, 
     colours = np.empty(len(experts), dtype=np.int64)
     first = np.searchsorted(owner, experts)
     taken: dict[tuple[int, bool, int], int] = {}  # the colours in use, as bits, by (layer, two copies, rank)
-    for i, (at, num, here) in enumerate(zip(first.tolist(), num_copies.tolist(), layer.tolist())):
-        places = [(here, num == 2, rank) for rank in on_rank[at : at + num].tolist()]
+    for i, (start, num, in_layer) in enumerate(zip(first.tolist(), num_copies.tolist(), layer.tolist())):
+        keys = [(in_layer, num == 2, rank) for rank in on_rank[start : start + num].tolist()]
         union = 0
-        for place in places:
-            union |= taken.get(place, 0)
+        for key in keys:
+            union |= taken.get(key, 0)
         colour = ~union & (union + 1)
         colours[i] = colour.bit_length()
-        for place in places:
-            taken[place] = taken.get(place, 0) | colour
+        for key in keys:
+            taken[key] = taken.get(key, 0) | colour
     return np.lexsort((colours, num_copies > 2, layer))
 
 
@@ -200,8 +200,8 @@ def _starts(group: Longs, num_groups: int) -> Longs:
     return np.concatenate(([0], np.bincount(group, minlength=num_groups).cumsum()))
 
 
-def _starts_by_rank(place: Longs, num_layers: int, num_ranks: int) -> Longs:
+def _starts_by_rank(group: Longs, num_layers: int, num_ranks: int) -> Longs:
     """[L, R + 1]: where the members of each (layer, rank) begin, and the end of the layer's last rank."""
     index: Longs = np.arange(num_layers)[:, None] * num_ranks + np.arange(num_ranks + 1)
-    starts: Longs = _starts(place, num_layers * num_ranks)[index]
+    starts: Longs = _starts(group, num_layers * num_ranks)[index]
     return starts

@@ -168,7 +168,7 @@ def pour_range(
 
 @njit(nogil=True, error_model="numpy")
 def move_one(
-    start: int, place: Longs, visited: Longs, members: Longs, want: Longs, seen: Longs, token: Longs, queue: Longs
+    start: int, rank_of: Longs, visited: Longs, members: Longs, want: Longs, seen: Longs, token: Longs, queue: Longs
 ) -> bool:
     """Moves one token off `start` along a path of ranks, each visited by the token moved, to a rank that wants more."""
     seen[:] = 0
@@ -179,7 +179,7 @@ def move_one(
         u = queue[head]
         head += 1
         for i in range(members.size):
-            if place[i] != u:
+            if rank_of[i] != u:
                 continue
             for v in visited[members[i]]:
                 if v < 0 or seen[v]:
@@ -192,7 +192,7 @@ def move_one(
                     want[v] -= 1
                     while v != start:
                         i = token[v]
-                        v, place[i] = place[i], v
+                        v, rank_of[i] = rank_of[i], v
                     return True
     return False
 
@@ -208,34 +208,34 @@ def assign_range(first: Longs, members: Longs, source: Longs, visited: Longs, qu
     num_ranks = quotas.shape[1]
     seen, token, queue = np.empty((3, num_ranks), np.int64)
     for g in range(source.size):
-        own = source[g]
+        home = source[g]
         group = members[first[g] : first[g + 1]]
-        place = np.full(group.size, own)
+        rank_of = np.full(group.size, home)
         want = quotas[g].copy()
-        want[own] = 0
-        leaving = group.size - quotas[g, own]
+        want[home] = 0
+        leaving = group.size - quotas[g, home]
         for i in range(group.size):
             if leaving == 0:
                 break
-            best = own
+            best = home
             for v in visited[group[i]]:
-                if v >= 0 and want[v] > 0 and (best == own or want[v] > want[best]):
+                if v >= 0 and want[v] > 0 and (best == home or want[v] > want[best]):
                     best = v
-            if best != own:
-                place[i] = best
+            if best != home:
+                rank_of[i] = best
                 want[best] -= 1
                 leaving -= 1
-        while leaving > 0 and move_one(own, place, visited, group, want, seen, token, queue):
+        while leaving > 0 and move_one(home, rank_of, visited, group, want, seen, token, queue):
             leaving -= 1
         v = 0
         for i in range(group.size):
             if leaving == 0:
                 break
-            if place[i] == own:
+            if rank_of[i] == home:
                 while want[v] == 0:
                     v += 1
-                place[i] = v
+                rank_of[i] = v
                 want[v] -= 1
                 leaving -= 1
         for i in range(group.size):
-            ranks[group[i]] = place[i]
+            ranks[group[i]] = rank_of[i]

@@ -46,8 +46,8 @@ def obstacle(
         return f"{columns} experts a token, and it serves {MOST_COLUMNS}"
     if dtype != torch.bfloat16 or hidden > MOST_HIDDEN or hidden % 8:
         return f"hidden {hidden} of {dtype}, and it serves bfloat16 up to {MOST_HIDDEN}, a multiple of 8"
-    found = load()
-    return found if isinstance(found, str) else None
+    module = load()
+    return module if isinstance(module, str) else None
 
 
 class DeepEPExchange:

@@ -11,7 +11,7 @@ import torch
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack
-from epsim.runtime.recording import Own, joined
+from epsim.runtime.recording import RankRecording, joined
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import TokenBlock, TraceMeta
 from tests.runtime import programs
@@ -43,7 +43,7 @@ def test_a_recorded_run_replays_to_its_load(tmp_path: Path) -> None:
         assert torch.equal(shared, served[..., 1].permute(1, 2, 0)), text
 
 
-def kept(ids: dict[int, np.ndarray]) -> dict[int, Own]:
+def kept(ids: dict[int, np.ndarray]) -> dict[int, RankRecording]:
     return {step: (of_step, None) for step, of_step in ids.items()}
 
 

@@ -37,21 +37,10 @@ DOMAINS: dict[str, tuple[Source, ...]] = {
         Source("git-man", "usr/share/man/man*/*.gz"),
         Source("perl-doc", "**/*.pod"),
     ),
-    "python": (
-        Source("python3-django", "**/*.py"),
-        Source("python3-twisted", "**/*.py"),
-        Source("python3-sympy", "**/*.py"),
-        Source("python3-scipy", "**/*.py"),
-    ),
+    "python": tuple(Source(f"python3-{name}", "**/*.py") for name in ("django", "twisted", "sympy", "scipy")),
     "rust": (Source("rust-src", "**/*.rs"),),
-    "german": (
-        Source("manpages-de", "usr/share/man/de/man*/*.gz"),
-        Source("manpages-de-dev", "usr/share/man/de/man*/*.gz"),
-    ),
-    "japanese": (
-        Source("manpages-ja", "usr/share/man/ja/man*/*.gz"),
-        Source("manpages-ja-dev", "usr/share/man/ja/man*/*.gz"),
-    ),
+    "german": tuple(Source(name, "usr/share/man/de/man*/*.gz") for name in ("manpages-de", "manpages-de-dev")),
+    "japanese": tuple(Source(name, "usr/share/man/ja/man*/*.gz") for name in ("manpages-ja", "manpages-ja-dev")),
 }
 
 

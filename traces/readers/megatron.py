@@ -52,14 +52,14 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
                 stages.setdefault(where[0], set()).add(rank)
                 top_k = max(top_k, ids.shape[1] if len(ids) else 1)
     layers = sorted({where for entry in choices.values() for where in entry}, key=_layer_order)
-    place = {where: i for i, where in enumerate(layers)}
+    layer_index = {where: i for i, where in enumerate(layers)}
     # Ranks of different pipeline stages see the same data, so the ranks of each stage are numbered from 0.
     rank_in_stage = {stage: {rank: i for i, rank in enumerate(sorted(ranks))} for stage, ranks in stages.items()}
     merged: dict[Key, dict[int, Ints]] = {}
     for (step, again, rank), entry in choices.items():
         for where, ids in entry.items():
             source = rank_in_stage[where[0]][rank]
-            merged.setdefault((step, again, source), {})[place[where]] = ids
+            merged.setdefault((step, again, source), {})[layer_index[where]] = ids
     parts: list[Array] = []
     step_of: list[int] = []
     rank_of: list[int] = []

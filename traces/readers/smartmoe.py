@@ -54,7 +54,7 @@ def _read_logs(documents: Sequence[Document], options: ImportOptions) -> Recordi
     notes = []
     if any(iteration is None or rank is None for iteration, rank in named):
         notes.append("file names have no iteration and rank: taken as the ranks of one iteration, in the order given")
-        named = [(0, place) for place in range(len(documents))]
+        named = [(0, index) for index in range(len(documents))]
     by_iteration: dict[int, dict[int, Document]] = {}
     for (iteration, rank), document in zip(named, documents):
         assert iteration is not None

@@ -17,15 +17,8 @@ from epsim.traces.trace import Ints
 
 IDS = ("topk_ids", "experts", "expert_ids", "selected_experts", "topk_indices", "topk_idx", "routed_experts", "indices")
 WEIGHTS = (
-    "topk_weights",
-    "gating_probs",
-    "weights",
-    "scores",
-    "probs",
-    "selected_probs",
-    "routing_weights",
-    "topk_probs",
-)
+    "topk_weights", "gating_probs", "weights", "scores", "probs", "selected_probs", "routing_weights", "topk_probs",
+)  # fmt: skip
 LAYER = ("layer", "layer_id", "layer_idx", "layer_index")
 TOKEN = ("token_idx", "token_index", "token", "token_position", "position", "pos")
 REQUEST = ("req_id", "request_id", "request", "rid", "seq_id", "sequence", "sample_id", "sample")
@@ -53,10 +46,10 @@ def _is_log(document: Document) -> bool:
         return False
     if document.kind == "json" and not isinstance(document.content, list):
         return _is_route(document.content)
-    for place, (_, record) in enumerate(document.records()):
+    for index, (_, record) in enumerate(document.records()):
         if _is_route(record):
             return True
-        if place > 20:
+        if index > 20:
             break
     return False
 
