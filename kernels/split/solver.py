@@ -172,7 +172,8 @@ def _solve(
         if cuda.available():
             on_gpu = loads if loads.is_cuda else loads.to("cuda")
             results = cuda.solve(structure, on_gpu, layer, tol, start, max_sweeps, too_large, whole, want_split)
-            return Solution(*(tensor.to(loads.device) for tensor in results), tol=tol)
+            split, peak, bound, numerator, size, sweeps, status = (tensor.to(loads.device) for tensor in results)
+            return Solution(split, peak, bound, numerator, size, sweeps, status, tol)
         if backend == "cuda":
             raise ValueError("split backend cuda needs a CUDA device and CuPy (pip install epsim[gpu]); or use cpu")
     if num_problems and not 0 <= int(layer.min()) <= int(layer.max()) < structure.num_layers:
