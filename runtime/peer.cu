@@ -1,13 +1,14 @@
-// Sums or gathers a few numbers of every rank: one block writes its own into the memory of every peer, and reads theirs
-// where it is. A rank's buffer: numbers [2][ranks][capacity], then a flag for each rank.
+// Sums or gathers a few numbers of every rank. One block writes its rank's numbers into the memory of every peer, and
+// reads the peers' numbers from its own memory. A rank's buffer: numbers [2][ranks][capacity], then a flag for each
+// rank.
 //
-// Calls follow one another on a stream, and count up. Numbers of call c go to half c % 2. A rank overwrites a half two
-// calls later, when it has seen every peer's flag of the call between, which a peer sets only after it has read.
+// All calls are on one stream and are numbered. The numbers of call c go to half c % 2. A rank overwrites a half two
+// calls later. By then it has seen every peer's flag of the call in between, which a peer sets only after it has read.
 
 struct Arguments {
   const long long* mine;
   long long* out;
-  const unsigned long long* buffers;  // of every rank, as this device sees them
+  const unsigned long long* buffers;  // the addresses of all ranks' buffers, as seen from this device
   unsigned int* calls;
   int rank, ranks, words, capacity, sum;
 };

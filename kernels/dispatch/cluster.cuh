@@ -1,4 +1,4 @@
-// Blocks of a cluster, which read each other's shared memory.
+// Operations of the blocks of a cluster, which can read each other's shared memory.
 
 __device__ u32 block_of_cluster() {
   u32 block;
@@ -6,11 +6,11 @@ __device__ u32 block_of_cluster() {
   return block;
 }
 
-// The wait ends when all threads of the cluster have arrived, and sees what they wrote before.
+// Returns when all threads of the cluster have arrived. What they wrote before is then visible.
 __device__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
 __device__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// What another block of the cluster has at the place of its shared memory where this block has `mine`.
+// Reads from another block's shared memory, at the address that `mine` has in this block.
 __device__ u32 read_of_block(const u32 *mine, u32 block) {
   u32 here = static_cast<u32>(__cvta_generic_to_shared(mine)), there, value;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));

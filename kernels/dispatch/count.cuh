@@ -1,6 +1,7 @@
-// Tokens by expert, and each token's index among its expert's, in order: one cluster of blocks that see each other's
-// sums. A warp has consecutive ids, ranked by their equals in lower lanes and in the warp's own histogram; then a sum
-// over warps, and one over blocks. Many ids are taken in several tiles.
+// Counts the tokens of each expert, and gives each token its index among the tokens of its expert, in order. One
+// cluster of blocks, which read each other's sums. A warp holds consecutive ids. It ranks them by equal ids in lower
+// lanes and by its own histogram; then come a sum over warps and a sum over blocks. Many ids are processed in several
+// tiles.
 
 const int COUNT_WARPS = COUNT_THREADS / 32;
 
@@ -8,7 +9,7 @@ __device__ u32 expert_of(const Arguments &a, i64 id) {
   return id < 0 || id >= a.experts ? NONE : static_cast<u32>(id);
 }
 
-// How many tokens have any expert; each thread looks at its own.
+// Returns the number of tokens with any expert. Each thread checks its own tokens.
 __device__ u32 tokens_with_any(const Arguments &a, int thread, int num_threads) {
   u32 found = 0;
   for (int token = thread; token < a.tokens; token += num_threads) {
@@ -19,12 +20,12 @@ __device__ u32 tokens_with_any(const Arguments &a, int thread, int num_threads) 
   return found;
 }
 
-// A warp's of one expert: its lanes with the expert now, as bits, and how many ids it had before.
+// One warp's state for one expert: the lanes that hold the expert now, as bits, and the number of earlier ids.
 struct alignas(8) Cell {
   u32 lanes, count;
 };
 
-// The count of each warp's cell becomes that of the warps before it; returns the sum over all.
+// Replaces each warp's count by the sum over the warps before it. Returns the total.
 __device__ u32 sum_over_warps(Cell *cells, int experts, int e) {
   const int GROUP = COUNT_WARPS < 8 ? COUNT_WARPS : 8;
   u32 sum = 0;
@@ -105,7 +106,7 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
       u32 expert = word[i] >> ORDINAL_BITS;
       a.words[first + 32 * i] = word[i] == NONE ? NONE : word[i] + mine[expert].count + base[expert];
     }
-    cluster_wait();  // all have read the totals
+    cluster_wait();  // all blocks have read the totals
     __syncthreads();
     if (thread == 0) total[experts] = 0;
   }

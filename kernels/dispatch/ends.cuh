@@ -1,11 +1,11 @@
-// From a split to the upper ends of the copies' intervals (rounding.fixed_point, then cumulative), and what a token's
-// copy is found by, in shared memory.
+// Computes, from a split, the upper ends of the copies' intervals (rounding.fixed_point, then running sums), and the
+// tables in shared memory by which a token finds its copy.
 
 struct Ends {
-  u32 *end, *part;     // [slots], in order of copies: upper ends, and a copy's own part
-  u32 *experts, *own;  // [experts]: first copy | copies << 16; this rank's tokens
+  u32 *end, *part;     // [slots], in order of copies: the upper end of each copy's interval, and the copy's part
+  u32 *experts, *own;  // [experts]: first copy | copies << 16; the number of this rank's tokens
   u16 *slot;           // [slots], in order of copies
-  u32 shift;           // of this rank's offsets
+  u32 shift;           // the shift of this rank's offsets
 };
 
 __device__ Ends place_ends(const Arguments &a, char *&at) {
@@ -17,7 +17,7 @@ __device__ Ends place_ends(const Arguments &a, char *&at) {
   return ends;
 }
 
-// As rounding.offsets, of this rank where shift is its own.
+// As rounding.offsets. With the shift of this rank, the offset of this rank.
 __device__ u32 offset(u32 shift, u32 expert) { return (shift + expert * 648055) & (ONE - 1); }
 
 __device__ u32 part_of(const Arguments &a, const Copy &copy) {
@@ -31,8 +31,8 @@ __device__ u32 part_of(const Arguments &a, const Copy &copy) {
   return static_cast<u32>(rounded < 0.0 ? 0.0 : rounded > ONE ? static_cast<double>(ONE) : rounded);
 }
 
-// What `count` found and what the placement fixes, then, once it is there, what the kernel before this one wrote.
-// Ends with all threads in step.
+// Loads what `count` and the placement give; then, when the previous kernel has ended, what it wrote. All threads are
+// synchronised at the end.
 __device__ void find_ends(const Arguments &a, const Ends &ends) {
   if (a.follow == STATIC) {
     wait_for_earlier();
@@ -46,7 +46,7 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
   wait_for_earlier();
   for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
-    if (copy.number <= 1)  // 0: an empty slot
+    if (copy.number <= 1)  // 0 for an empty slot
       ends.end[p] = copy.number == 0 ? 0 : a.follow == GATHERED ? static_cast<u32>(a.own[copy.expert]) : ONE;
     else if (a.follow == GATHERED)
       ends.end[p] = a.ends[p];
@@ -65,7 +65,7 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
   __syncthreads();
 }
 
-// The slot of the copy, of several, in whose interval the point falls.
+// Returns the slot of the copy whose interval contains the point, for an expert with several copies.
 __device__ int slot_at(const Ends &ends, u32 first, u32 number, u32 point) {
   u32 low = first, high = first + number - 1;
   while (low < high) {
@@ -78,18 +78,19 @@ __device__ int slot_at(const Ends &ends, u32 first, u32 number, u32 point) {
   return ends.slot[low];
 }
 
-// floor(((index << 20) + offset) / number): no quotient of such numbers is rounded up to a whole one.
+// floor(((index << 20) + offset) / number), in floating point: no quotient of such numbers is rounded up to an integer.
 __device__ u32 point_of(u32 index, u32 offset, u32 number) {
   double above = static_cast<double>(static_cast<i64>(index) << BITS | offset);
   return static_cast<u32>(above / static_cast<double>(number));
 }
 
-// How many of a source rank's tokens have their points below an end: ceil((end * number - offset) / 2^20).
+// Returns how many of a source rank's tokens have points below an end: ceil((end * number - offset) / 2^20).
 __device__ i64 points_below(i64 end, i64 number, i64 offset) {
   return end * (number >> BITS) + ((end * (number & (ONE - 1)) - offset + (ONE - 1)) >> BITS);
 }
 
-// How many of a source rank's `number` tokens of its expert go to the copy at place p; shift: that rank's.
+// Returns how many of a source rank's `number` tokens of an expert go to the copy with index p. shift: of the source
+// rank.
 __device__ i64 quota(const Arguments &a, const Ends &ends, int p, const Copy &copy, u32 shift, i64 number) {
   i64 before = copy.index ? ends.end[p - 1] : 0;
   if (a.follow == GATHERED) return ends.end[p] - before;

@@ -1,8 +1,8 @@
-// What the counts of all ranks say: their sum, this rank's part of an integral split, and what every rank serves.
+// Uses the counts of all ranks: their sum, this rank's part of an integral split, and the load of every rank.
 
 const int WARPS = THREADS / 32;
 
-// loads = the sum of rows over ranks; a block has 32 experts, its warps have ranks in turn.
+// loads = the sum of rows over ranks. A block holds 32 experts, and its warps take turns over the ranks.
 extern "C" __global__ void __launch_bounds__(THREADS) total(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
   i64 *part = take<i64>(at, THREADS);
@@ -32,7 +32,7 @@ __device__ int warp_sum_before(int value, int lane) {
   return sum;
 }
 
-// Of each of some arrays, in place, sums[i] = values[0] + ... + values[i - 1] for i = 0 .. num.
+// For each of several arrays, in place: sums[i] = values[0] + ... + values[i - 1] for i = 0 .. num.
 template <int MANY>
 __device__ void running_sums(int *const (&sums)[MANY], int num, int lane) {
   int before[MANY] = {};
@@ -56,14 +56,15 @@ __device__ void running_sums(int *const (&sums)[MANY], int num, int lane) {
   __syncwarp();
 }
 
-// gathered.gathered_quotas of this rank: a warp an expert. A rank's copies serve its own tokens first; what is left of
-// tokens and of room meets in order of ranks, within nodes and then anywhere. Copies of a rank fill one by one.
+// gathered.gathered_quotas of this rank, one warp per expert. The copies of a rank serve its own tokens first. The
+// remaining tokens and the remaining room are matched in order of ranks, first within nodes and then over all ranks.
+// The copies of one rank are filled one after the other.
 extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_constant__ Arguments a) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * WARPS + warp, ranks = a.ranks;
   char *at = reinterpret_cast<char *>(shared_memory);
   int *sums = take<int>(at, WARPS * 5 * (ranks + 1)) + warp * 5 * (ranks + 1);
-  int *room = sums, *tokens_1 = room + ranks + 1, *room_1 = tokens_1 + ranks + 1;  // after the ranks' own
-  int *tokens_2 = room_1 + ranks + 1, *room_2 = tokens_2 + ranks + 1;              // after the nodes' own
+  int *room = sums, *tokens_1 = room + ranks + 1, *room_1 = tokens_1 + ranks + 1;  // after the tokens of the rank itself
+  int *tokens_2 = room_1 + ranks + 1, *room_2 = tokens_2 + ranks + 1;              // after the tokens of the node
   bool some = e < a.experts && a.first[e + 1] - a.first[e] > 1;
   let_next_begin();
   wait_for_earlier();
@@ -95,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   __syncwarp();
   running_sums({tokens_2, room_2}, ranks, lane);
 
-  // This rank's tokens in the orders of its node and of all, and the room that they meet there.
+  // The intervals of this rank's tokens in the order of its node and in the order of all ranks.
   int rank = a.rank, start = a.node[rank], end = a.node[ranks + rank];
   int near = tokens_1[rank] - tokens_1[start], near_end = tokens_1[rank + 1] - tokens_1[start];
   int far = tokens_2[rank], far_end = tokens_2[rank + 1], before = 0, room_before = 0;
@@ -104,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
     int upper = warp_sum_before(space, lane);
     if (p < last) {
       int r = a.copies[p].slot / slots_per_rank(a);
-      // The copy's part of its rank's room, which own, node's and other tokens fill in this order.
+      // The copy's part of the room on its rank, which the rank's, the node's and other tokens fill in this order.
       int high = room_before + upper - room[r], low = high - space;
       int all = room[r + 1] - room[r], left_1 = room_1[r + 1] - room_1[r], left_2 = room_2[r + 1] - room_2[r];
       if (r == rank) taken += overlap(low, high, 0, all - left_1);
@@ -122,7 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   }
 }
 
-// routed += what each rank serves of all ranks' tokens. A block has some copies, or experts, and some source ranks.
+// routed += the assignments that each rank serves, from the tokens of all ranks. A block holds some copies or experts,
+// and some source ranks.
 extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
   Ends ends = place_ends(a, at);

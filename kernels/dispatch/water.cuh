@@ -1,9 +1,9 @@
-// Where a token's shared expert goes: Waterfill (epsim/policies/waterfill.py says how).
+// Chooses the rank of a token's shared expert: Waterfill (epsim/policies/waterfill.py describes it).
 
 struct Water {
-  i64 *load, *weight, *end;  // [ranks]: as this rank sees them; running sums of weights
-  i64 *total;                // of weights
-  int *fallback;             // where no rank has slack and all are candidates
+  i64 *load, *weight, *end;  // [ranks]: loads as this rank sees them; running sums of weights
+  i64 *total;                // the sum of weights
+  int *fallback;             // the rank to use if no rank has slack and all are candidates
 };
 
 __device__ i64 rounded_up(i64 tokens, i64 cost) { return -((-tokens * cost) >> COST_BITS); }
@@ -16,7 +16,8 @@ __device__ Water place_water(const Arguments &a, char *&at) {
   return water;
 }
 
-// What ranks serve: of all tokens where global, else of this rank's. Ends with all threads in step.
+// Computes the load of each rank: from all tokens if `global` is set, else from this rank's tokens. All threads are
+// synchronised at the end.
 __device__ void find_loads(const Arguments &a, const Ends &ends, const Water &water) {
   bool summed = a.global && a.follow != GATHERED;
   for (int r = threadIdx.x; r < a.ranks; r += THREADS) water.load[r] = summed ? a.routed[r] : 0;
@@ -49,12 +50,13 @@ __device__ i64 warp_sum_before(i64 value, int lane) {
   return sum;
 }
 
-// Of equal loads the rank that comes first.
+// If loads are equal, the lower rank comes first.
 __device__ bool lighter(i64 load, int rank, i64 than_load, int than_rank) {
   return load < than_load || (load == than_load && rank < than_rank);
 }
 
-// The waterline and the ranks' weights, by the block's first warp. Ends with all threads in step.
+// The first warp of the block computes the waterline and the weights of the ranks. All threads are synchronised at the
+// end.
 __device__ void find_weights(const Arguments &a, const Water &water) {
   int lane = threadIdx.x;
   if (lane < 32) {
@@ -109,9 +111,9 @@ __device__ int choose_of_all(const Arguments &a, const Water &water, u64 number)
   return low;
 }
 
-// The candidates are this rank and visited [k], -1 for none. weight [k]: of the first of equals, 0 of other ones and of
-// this rank. Called by a thread for each j < k: one of them gets the chosen rank, the others -1; the first of them
-// stands for this rank too.
+// The candidates are this rank and visited [k], -1 for none. weight [k]: the weight of the rank; 0 for a rank that
+// comes twice (but for the first time) and for this rank. One thread for each j < k calls it: one thread gets the
+// chosen rank, the others get -1. The first thread also stands for this rank.
 __device__ int choose_of_visited(const Arguments &a, const Water &water, const int *visited, const i64 *weight, int j,
                                  u64 number) {
   int mine = visited[j], lightest = a.rank;
