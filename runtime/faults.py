@@ -114,15 +114,15 @@ class Watch(Lookout):
         if isinstance(error, PhaseError):
             self._end(self._publish(message_line(str(error)), FAULT))
         where = f"rank {self.rank}, {self.beat().words}"
-        told = "".join(traceback.format_exception(error)) if os.environ.get("EPSIM_DEBUG") else ""
+        details = "".join(traceback.format_exception(error)) if os.environ.get("EPSIM_DEBUG") else ""
         if isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError):
             code = beats.BAD_INPUT if self.clock.phase == "setup" else FAULT
-            self._end(self._publish(f"{where}: {told or message_line(str(error))}", code))
+            self._end(self._publish(f"{where}: {details or message_line(str(error))}", code))
         # A collective fails on the ranks that still live: the watch finds out who does not.
         deadline = time.monotonic() + VERDICT
         while time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(INTERVAL)
-        self._end(self._publish(f"{where}: {told or f'{type(error).__name__}: {message_line(str(error))}'}", FAULT))
+        self._end(self._publish(f"{where}: {details or f'{type(error).__name__}: {message_line(str(error))}'}", FAULT))
 
     def _stop_alone(self, number: int, frame: object) -> None:
         by = signal.Signals(number)

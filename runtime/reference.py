@@ -1,4 +1,4 @@
-"""The same layer on one process, expert by expert: what every policy's output must equal."""
+"""Computes the layer in one process, expert by expert. The output under every policy must equal this one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def reference_output(
     shared_weight: torch.Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """hidden [T, H], ids [T, k] (-1 for none), expert_weights [T, k], shared_weight [T] -> [T, H] in `dtype`.
+    """The output [T, H] in `dtype`.
 
-    A token without any routed expert is none of this layer's, and gets zeros.
+    hidden [T, H], ids [T, k] (-1 for none), expert_weights [T, k], shared_weight [T].
+    A token without any routed expert is padding: its output is zeros, even if the layer has a shared expert.
     """
     hidden = hidden.to(dtype)
     total = torch.zeros_like(hidden)

@@ -69,7 +69,7 @@ def plan_waves(old: list[int], new: list[int], num_ranks: int, spare: int) -> li
                 wave, after = trial, result
         if not wave:
             raise ValueError(
-                f"{spare} spare slots a rank do not suffice for this relocation: give more, {per_rank} always do"
+                f"{spare} spare slots per rank are too few for this relocation: give more ({per_rank} always suffice)"
             )
         waves.append(wave)
         now = after

@@ -1,4 +1,4 @@
-"""Telemetry of a run per step, stack, layer and rank, on disk as soon as a step is finished.
+"""Telemetry of a run per step, stack, layer and rank. It is on disk as soon as a step is finished.
 
 While the job runs, each rank appends finished steps to an Arrow stream. If the process dies, the stream is readable up
 to the last complete step. At the end it is converted to a Parquet file of the same name.
@@ -24,15 +24,15 @@ from epsim.traces.store import one_line
 FORMAT = "1"
 
 COUNTS = {
-    "tokens": "of this source rank",
-    "assignments": "routed, of its tokens",
+    "tokens": "tokens of this source rank",
+    "assignments": "routed assignments of its tokens",
     "routed": "assignments that this rank served",
-    "shared_tokens": "whose shared expert this rank served",
-    "active": "physical routed experts of this rank with a token",
+    "shared_tokens": "tokens whose shared expert this rank served",
+    "active": "physical routed experts of this rank that have tokens",
     "left_rank": "assignments of its tokens served on another rank",
-    "left_node": "on another node",
+    "left_node": "assignments of its tokens served on another node",
     "shared_left_rank": "its tokens whose shared expert was served on another rank",
-    "shared_left_node": "on another node",
+    "shared_left_node": "its tokens whose shared expert was served on another node",
 }
 """The integer columns of each row, and what they count."""
 

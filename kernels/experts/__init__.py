@@ -1,4 +1,4 @@
-"""Experts of small batches (decode), in time linear in the number of experts that are read.
+"""Computes the experts of small batches (decode). The time grows with the number of active experts.
 
 `decode` picks the fused CUDA kernel on Hopper, Triton on other GPUs and for shapes that the kernel does not cover, and
 plain PyTorch on CPUs.

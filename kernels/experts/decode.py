@@ -28,8 +28,8 @@ def decode(
     of each is written here.
     Sums are in float32; activated values are weighted, then rounded to bfloat16. Each implementation gives the same
     bits in every run. The call does not wait for the GPU and can be captured in a CUDA graph.
-    Raises ValueError for inputs of the wrong shape, type or device. Only a CPU checks for ids that are out of range or
-    twice in a row, because a GPU would have to wait; there such ids access other memory or lose a weight.
+    Raises ValueError for inputs of the wrong shape, type or device. Ids that are out of range or twice in a row are
+    checked only on a CPU, because on a GPU the check would wait. There such ids read other memory or lose a weight.
     """
     _check(hidden, ids, weights, gate_up, down)
     slots = len(gate_up) if rows is None else len(rows)
@@ -53,7 +53,9 @@ def _check(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> None:
     if len(hidden) > MOST_TOKENS:
-        raise ValueError(f"{len(hidden)} tokens: `decode` is for at most {MOST_TOKENS}, use grouped products")
+        raise ValueError(
+            f"{len(hidden)} tokens: `decode` is for at most {MOST_TOKENS}, use grouped matrix products instead"
+        )
     if (hidden.ndim, gate_up.ndim, down.ndim) != (2, 3, 3):
         raise ValueError(f"hidden, gate_up and down have {hidden.ndim}, {gate_up.ndim}, {down.ndim} axes, not 2, 3, 3")
     size, inter = down.shape[1:]

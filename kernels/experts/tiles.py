@@ -1,8 +1,8 @@
-"""Experts of a small batch in Triton, in two launches: gate, up and their product; down and the sum over experts.
+"""Computes the experts of a small batch with two Triton launches: gate, up and their product; then down and the sum.
 
-Every product has all tokens of the batch (padded to 16) and masks those that the expert does not serve, because tensor
-cores are idle while weights load. Sums run over experts in ascending order, so every run gives the same bits. With
-TRITON_INTERPRET=1 it runs on CPUs.
+Every product uses all tokens of the batch (padded to 16) and masks those that the expert does not serve. This costs
+nothing, because tensor cores are idle while weights load. Sums run over experts in ascending order, so every run gives
+the same bits. With TRITON_INTERPRET=1 it runs on CPUs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"

@@ -1,4 +1,4 @@
-"""The channel reader: it reads only the channels of each routed expert that matter to a token.
+"""The channel reader reads only those channels of each routed expert that matter to a token.
 
 Each stage has a file with a reference in plain PyTorch for any device: codes, rotate, build and store run once; screen,
 select and read run in each step. `bytes` counts what is read; `rivals` holds the methods to compare with.

@@ -35,7 +35,7 @@ FEW_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The constants of batch.cu. coordinates: read of each 128. rank: of the map, 0 for none. gelu: else SiLU."""
+    """The constants of batch.cu, as in `cuda.Sizes`."""
 
     hidden: int
     inter: int

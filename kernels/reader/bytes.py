@@ -1,4 +1,4 @@
-"""Counts the bytes that a channel reader reads, in whole sectors of 32: for a budget, a token, a batch."""
+"""Counts the bytes that a channel reader reads, in whole sectors of 32 bytes: per token, per batch and for a budget."""
 
 from __future__ import annotations
 

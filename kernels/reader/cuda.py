@@ -33,7 +33,11 @@ MOST_SHARED = 227 << 10
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The constants of reader.cu. columns: experts per token. coordinates: read of each 128. gelu: else SiLU."""
+    """The constants of reader.cu.
+
+    columns: experts per token. coordinates: how many of each 128 are read. rank: of the map, 0 for none. gelu: whether
+    the activation is GELU, otherwise SiLU.
+    """
 
     hidden: int
     inter: int

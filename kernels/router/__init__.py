@@ -1,5 +1,7 @@
-"""Opportunistic expert activation of a batch on a GPU: `reroute` in one launch, `route_logits` from logits, and
-`Passes` in two launches with a sum over ranks between them, which also serve the other routers."""
+"""Runs router policies for a batch on a GPU, such as opportunistic expert activation (oea).
+
+`reroute` reroutes a batch of one rank in one launch, and `route_logits` does so from logits. `Passes` reroutes a batch
+whose tokens are on several ranks, in two launches with a sum over ranks between them. It covers all router policies."""
 
 from epsim.kernels.router.cuda import Rule, available, reroute, route_logits, uncovered
 from epsim.kernels.router.passes import Passes, Plan

@@ -1,4 +1,4 @@
-"""The min-max split with a proof of optimality: one call for all problems of a batch, on CPU or GPU."""
+"""Solves the split with a proof of optimality: one call for all problems of a batch, on a CPU or GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXACT = 2.0**53
 REFUSED = {
     1: "a load is negative, not a number, or too large to sum",
     2: "loads sum to 2^53 or more, beyond exact integers: scale them down",
-    3: "its layer is none of the placement's",
+    3: "the placement has no such layer",
 }
 CHUNK = 512
 """Problems that a thread takes at a time, few enough for their loads to stay in its cache."""
@@ -114,7 +114,7 @@ def solve_gathered(structure: SplitStructure, counts: torch.Tensor, backend: Bac
     """The integral split: counts [..., L, E] int64 -> split [..., L, P] int64 whose peak is ceil(M*).
 
     M* is the optimum, the lowest peak of real-valued splits. The result depends on the counts alone and is computed in
-    integers, so all ranks and the simulator find the same. Raises ValueError as `solve` does.
+    integers, so all ranks and the simulator get the same split. Raises ValueError as `solve` does.
     """
     if counts.is_floating_point():
         raise ValueError(f"the integral split needs integer loads, not {counts.dtype}")
@@ -164,7 +164,7 @@ def _solve(
     if max_sweeps < 0:
         raise ValueError(f"max_sweeps {max_sweeps} is negative")
     if backend not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"split backend {backend!r} is none of auto, cpu, cuda")
+        raise ValueError(f"split backend {backend!r} is not one of auto, cpu, cuda")
     too_large = math.inf if loads.is_floating_point() else EXACT
     if backend == "cuda" or (backend == "auto" and loads.is_cuda):
         from epsim.kernels.split import cuda
@@ -177,7 +177,7 @@ def _solve(
         if backend == "cuda":
             raise ValueError("split backend cuda needs a CUDA device and CuPy (pip install epsim[gpu]); or use cpu")
     if num_problems and not 0 <= int(layer.min()) <= int(layer.max()) < structure.num_layers:
-        raise ValueError(f"layer names one outside 0..{structure.num_layers - 1}")
+        raise ValueError(f"layer has a number outside 0..{structure.num_layers - 1}")
     from epsim.kernels.split import cpu
 
     integral = not loads.is_floating_point()

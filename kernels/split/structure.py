@@ -1,5 +1,4 @@
-"""The part of the split problem that depends on the placement alone, prepared once: which rank may serve which
-expert."""
+"""Prepares the part of the split problem that depends on the placement alone: which rank may serve which expert."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def check_costs(a: float, b: float) -> None:
     """Raises ValueError if a and b are not valid costs of a token and an active expert."""
     for name, value in (("a", a), ("b", b)):
         if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value} is no cost: give a finite number of 0 or more")
+            raise ValueError(f"{name}={value} is not a valid cost: give a finite number >= 0")
     if a == b == 0:
         raise ValueError("a=0 and b=0 leave nothing to minimise: give at least one above 0")
 

@@ -1,4 +1,4 @@
-"""Distributes shared-expert tokens over the routed load: lowest peak, whole tokens, few of them off their own rank."""
+"""Assigns shared-expert tokens to ranks so that the peak load is lowest and few tokens leave their rank."""
 
 from epsim.kernels.water.solver import assign, pour
 

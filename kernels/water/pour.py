@@ -1,6 +1,6 @@
-"""Shared-expert tokens fill up the ranks with low routed load: first how many, then which tokens.
+"""Shared-expert tokens fill the ranks with low routed load: first how many tokens go where, then which tokens.
 
-How many: with a level H, a rank serves up to floor((H - routed) / cost) tokens. H is the lowest level at which all
+How many: at a level H, a rank serves up to floor((H - routed) / cost) tokens. H is the lowest level at which all
 tokens are served. Tokens stay on their own rank while there is room below H. The others go to ranks of the same node,
 then to other ranks, as evenly as the room allows. If the number that one rank may send to another is limited
 (`bounded`), the tokens that are left move along augmenting paths: a token from one rank to a second, and one from the
@@ -8,8 +8,8 @@ second to a third. If there is no path, the ranks reached can send nothing more 
 themselves. The lowest level at which they can is the next H. Each H is necessary, so the last one is the lowest
 possible.
 
-Which: as far as these numbers allow, a source rank's tokens go to ranks that serve their routed experts, again by
-augmenting paths. All arithmetic is on integers; loads are in units of 2^-20 assignments.
+Which: within these numbers, a source rank's tokens go to ranks that serve their routed experts, again by augmenting
+paths. All arithmetic is on integers; loads are in units of 2^-20 assignments.
 """
 
 from __future__ import annotations

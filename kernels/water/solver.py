@@ -1,4 +1,4 @@
-"""Where shared-expert tokens are served: the numbers by source and serving rank, and the rank of each token."""
+"""Decides where shared-expert tokens are served: first how many per source and serving rank, then which tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pour(
     node_of_rank: torch.Tensor,
     most: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Minimises the largest routed + cost * tokens of a rank, with as few tokens off their own rank as possible.
+    """Minimises the largest routed + cost * tokens of a rank, and then the number of tokens that leave their rank.
 
     routed, tokens [..., R], integers >= 0: the assignments that a rank serves, and the tokens that live on it.
     cost > 0: of a token, in assignments, rounded to 2^-20. node_of_rank [R]. most [..., R, R] >= 0: how many tokens a
@@ -67,18 +67,19 @@ def _whole(name: str, values: torch.Tensor) -> torch.Tensor:
     """Values as int64 on the CPU. Raises ValueError if they are not integers >= 0."""
     whole = values.to("cpu", torch.int64).contiguous()
     if values.is_floating_point() or (whole.numel() and int(whole.min()) < 0):
-        raise ValueError(f"{name} are no whole numbers of 0 or more")
+        raise ValueError(f"{name} must be whole numbers >= 0")
     return whole
 
 
 def assign(
     group: torch.Tensor, source_rank: torch.Tensor, visited: torch.Tensor | None, quotas: torch.Tensor
 ) -> torch.Tensor:
-    """The rank of each token, by the quotas of its group. As far as these allow, tokens go to ranks that they visit.
+    """Assigns each token to a rank by the quotas of its group. Within the quotas, tokens go to ranks that they visit.
 
     group [N] int64: each token's row of quotas [G, R] int64; a row sums to the number of tokens of its group.
     source_rank [N], visited [N, k] (-1 for none) of each token; visited may be None.
-    Returns [N] int64. In a group, the first tokens are those that go to ranks they do not visit. Solved on the CPU.
+    Returns the rank of each token, [N] int64. If some tokens must go to ranks that they do not visit, these are the
+    first of their group. Solved on the CPU.
     """
     from epsim.kernels.water.pour import assign_range
 
@@ -90,8 +91,8 @@ def assign(
     wanted = quotas.cpu()[rows].contiguous()
     # The compiled code does not check indices: without this check it could write outside of the arrays.
     if bool((wanted < 0).any()) or not torch.equal(wanted.sum(1), number):
-        told = f"add up to {wanted.sum(1).tolist()}, the least is {int(wanted.min())}"
-        raise ValueError(f"quotas do not fit: of groups of {number.tolist()} tokens they {told}")
+        sums = f"sum to {wanted.sum(1).tolist()} (the smallest is {int(wanted.min())})"
+        raise ValueError(f"quotas do not fit: groups have {number.tolist()} tokens, but quotas {sums}")
     first = torch.cat([torch.zeros(1, dtype=torch.int64), number.cumsum(0)])
     ranks = torch.empty(len(group), dtype=torch.int64)
     assign_range(

@@ -32,7 +32,7 @@ def choose_exchange(
     deep_ep only. Raises ValueError if name is `deep_ep` and it does not support the job.
     """
     if name not in EXCHANGES:
-        raise ValueError(f"exchange {name!r} is none of {', '.join(EXCHANGES)}")
+        raise ValueError(f"exchange {name!r} is not one of {', '.join(EXCHANGES)}")
     if name == "torch":
         return TorchExchange(group, slots_per_rank, "asked for")
     from epsim.runtime.exchange.deep_ep import DeepEPExchange, obstacle
@@ -40,8 +40,8 @@ def choose_exchange(
     size = dist.get_world_size(group) if dist.is_initialized() else 1
     why_not = obstacle(device, dtype, size, hidden, slots_per_rank, columns)
     if why_not is None:
-        why = "asked for" if name == "deep_ep" else "it is installed and serves this shape"
+        why = "asked for" if name == "deep_ep" else "it is installed and supports this job"
         return DeepEPExchange(group, slots_per_rank, hidden, max_tokens, fp8, fixed_size, why)
     if name == "deep_ep":
-        raise ValueError(f"exchange deep_ep cannot serve here: {why_not}; use --exchange torch")
+        raise ValueError(f"exchange deep_ep cannot be used here: {why_not}; use --exchange torch")
     return TorchExchange(group, slots_per_rank, f"no deep_ep: {why_not}")

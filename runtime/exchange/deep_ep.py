@@ -39,13 +39,13 @@ def obstacle(
     if device.type != "cuda":
         return "it needs GPUs"
     if size not in RANKS:
-        return f"{size} ranks, and inside a node it serves {', '.join(map(str, RANKS))}"
+        return f"{size} ranks, but it supports {', '.join(map(str, RANKS))} ranks in a node"
     if slots_per_rank > MOST_SLOTS:
-        return f"{slots_per_rank} experts a rank, the shared one among them, and it serves {MOST_SLOTS}"
+        return f"{slots_per_rank} slots per rank with the shared expert, but it supports {MOST_SLOTS}"
     if columns > MOST_COLUMNS:
-        return f"{columns} experts a token, and it serves {MOST_COLUMNS}"
+        return f"{columns} experts per token, but it supports {MOST_COLUMNS}"
     if dtype != torch.bfloat16 or hidden > MOST_HIDDEN or hidden % 8:
-        return f"hidden {hidden} of {dtype}, and it serves bfloat16 up to {MOST_HIDDEN}, a multiple of 8"
+        return f"hidden size {hidden} of {dtype}, but it supports bfloat16 and multiples of 8 up to {MOST_HIDDEN}"
     module = load()
     return module if isinstance(module, str) else None
 
@@ -74,7 +74,9 @@ class DeepEPExchange:
         module = load()
         assert not isinstance(module, str), module
         if fp8 and hidden % BLOCK:
-            raise ValueError(f"hidden size {hidden} is no multiple of {BLOCK}, the block that shares a scale in float8")
+            raise ValueError(
+                f"hidden size {hidden} is not a multiple of {BLOCK}, the block that shares a scale in float8"
+            )
         group = group or dist.group.WORLD
         assert group is not None
         self.size, self.slots_per_rank, self.fp8, self.why = dist.get_world_size(group), slots_per_rank, fp8, why

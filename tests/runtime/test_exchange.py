@@ -41,9 +41,9 @@ def choose(name: str, hidden: int = 64) -> str:
 def test_the_choice_says_why() -> None:
     assert choose("auto") == "torch: no deep_ep: it needs GPUs"
     assert choose("torch") == "torch: asked for"
-    with pytest.raises(ValueError, match="exchange deep_ep cannot serve here: it needs GPUs; use --exchange torch"):
+    with pytest.raises(ValueError, match="exchange deep_ep cannot be used here: it needs GPUs; use --exchange torch"):
         choose("deep_ep")
-    with pytest.raises(ValueError, match="exchange 'nccl' is none of auto, deep_ep, torch"):
+    with pytest.raises(ValueError, match="exchange 'nccl' is not one of auto, deep_ep, torch"):
         choose("nccl")
 
 

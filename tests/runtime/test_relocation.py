@@ -82,7 +82,7 @@ def test_a_layer_changes_over_where_only_empty_slots_arise() -> None:
 def test_a_cycle_moves_in_one_wave() -> None:
     # 0 -> 1 -> 2 -> 0, each the only copy: one spare row a rank suffices, as each rank changes one slot.
     assert plan_waves([0, 1, 2], [1, 2, 0], 3, 1) == [[0, 2, 1]]
-    with pytest.raises(ValueError, match="1 spare slots a rank do not suffice"):
+    with pytest.raises(ValueError, match="1 spare slots per rank are too few"):
         plan_waves([0, 1], [1, 0], 1, 1)
 
 

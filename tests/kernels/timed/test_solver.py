@@ -218,9 +218,9 @@ def test_whole_costs(a: float, b: float, whole: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("counts", "a", "b", "says"),
     [
-        ([1, 2], -1.0, 1.0, "a=-1.0 is no cost"),
-        ([1, 2], 1.0, float("inf"), "b=inf is no cost"),
-        ([1, 2], float("nan"), 1.0, "a=nan is no cost"),
+        ([1, 2], -1.0, 1.0, "a=-1.0 is not a valid cost"),
+        ([1, 2], 1.0, float("inf"), "b=inf is not a valid cost"),
+        ([1, 2], float("nan"), 1.0, "a=nan is not a valid cost"),
         ([1, 2], 0.0, 0.0, "nothing to minimise"),
         ([1, -2], 1.0, 1.0, "a load is negative"),
         ([1, 2**31], 1.0, 1.0, "more than 2^31"),

@@ -149,9 +149,9 @@ def test_leading_axes_nothing_to_do_and_too_much() -> None:
         ({"tokens": torch.ones(2, dtype=torch.int64)}, "do not fit"),
         ({"node_of_rank": torch.zeros(1, dtype=torch.int64)}, "do not fit"),
         ({"most": torch.zeros(3, 2, dtype=torch.int64)}, r"most is \[3, 2\], not \[3, 3\]"),
-        ({"routed": torch.tensor([1, -1, 0])}, "routed are no whole numbers of 0 or more"),
-        ({"tokens": torch.ones(3)}, "tokens are no whole numbers of 0 or more"),
-        ({"most": -torch.ones(3, 3, dtype=torch.int64)}, "most are no whole numbers of 0 or more"),
+        ({"routed": torch.tensor([1, -1, 0])}, "routed must be whole numbers >= 0"),
+        ({"tokens": torch.ones(3)}, "tokens must be whole numbers >= 0"),
+        ({"most": -torch.ones(3, 3, dtype=torch.int64)}, "most must be whole numbers >= 0"),
         ({"routed": torch.tensor(1), "tokens": torch.tensor(1)}, "do not fit"),
         *[({"cost": cost}, "not a finite number above 0") for cost in (0.0, -1.0, math.nan, math.inf)],
     ],
@@ -214,5 +214,5 @@ def test_groups_do_not_mix() -> None:
 def test_quotas_of_other_numbers_of_tokens_are_refused(row: list[int]) -> None:
     """Compiled code would follow them past the arrays."""
     zeros = torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"quotas do not fit: of groups of \[4\] tokens they add up to"):
+    with pytest.raises(ValueError, match=r"quotas do not fit: groups have \[4\] tokens, but quotas sum to"):
         assign(zeros, zeros, None, torch.tensor([row]))
