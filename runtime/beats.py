@@ -101,8 +101,8 @@ class Fault:
 
 
 def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict[int, Beat]:
-    """The last beat of each rank that has beaten. known: ranks known to have. Raises RuntimeError or OSError if the
-    store is gone."""
+    """The last heartbeat of each rank that has sent one. known: ranks that are known to have sent one. Raises
+    RuntimeError or OSError if the store is gone."""
     present = [rank for rank in range(num_ranks) if rank in known or store.check([f"beat/{rank}"])]
     texts = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
     beats = {}
@@ -148,8 +148,8 @@ class Lookout:
         self._lost_since: float | None = None
 
     def look(self) -> Fault | None:
-        """The fault, if any; a launcher calls this every `INTERVAL`. It reports a lost rank itself if no rank does so
-        for `SILENCE` seconds: ranks that wait for it with the interpreter held cannot."""
+        """The fault, if any. A launcher calls this every `INTERVAL`. If no rank reports a lost rank for `SILENCE`
+        seconds, the launcher does: ranks that wait with the interpreter held cannot report it."""
         assert self._store is not None
         fault = read_fault(self._store)
         if fault is not None:
@@ -179,7 +179,7 @@ class Lookout:
         return None
 
     def _forgive(self) -> None:
-        """Adds the time in which this process itself did not run to all deadlines."""
+        """Extends all deadlines by the time during which this process itself did not run."""
         now = time.monotonic()
         lost, self._looked = now - self._looked - INTERVAL, now
         if lost > INTERVAL:
@@ -198,8 +198,8 @@ class Lookout:
             self._known[rank] = beat
 
     def _lost(self, rank: int, beat: Beat, now: float) -> bool:
-        """Whether a rank is dead or stopped. On this machine its process shows it: it is lost if it is gone at two
-        checks (its last beat may arrive between them) or stopped. On other machines only silence does."""
+        """Whether a rank is dead or stopped. On this machine it is lost if its process is stopped, or is gone at two
+        checks (its last beat may arrive between them). On another machine it is lost if its beats stop."""
         silent = now - self._heard[rank]
         if not beat.machine or beat.machine != this_machine():
             return silent > (HELD if beat.holds else SILENCE)

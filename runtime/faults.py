@@ -1,7 +1,8 @@
 """Detects ranks that stop: every rank writes heartbeats to a store, and a thread on each rank watches them (beats.py).
 
-Without this, collectives wait for minutes or forever when a rank is gone, and then say little. Here the first rank that
-notices names the rank, phase, step and layer in one line. Then all processes end at once; finished steps are on disk.
+Without this, collectives wait for minutes or forever when a rank is gone, and their errors do not name it. The first
+rank that notices prints one line with the lost rank, phase, step and layer. Then all processes end at once.
+Finished steps are on disk.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 
 class Watch(Lookout):
-    """Beats for one rank and watches the others, in a separate thread.
+    """Sends the heartbeats of one rank and watches the other ranks, in a separate thread.
 
     patience: seconds that the rank furthest behind may stay in one phase, six times as many while warming up. The owner
     keeps `turn` (-1: warming up) and `state` up to date, and sets `layer_index` (from layer numbers) and `holds`

@@ -1,5 +1,7 @@
-"""From loose tokens to steps: where a log knows its steps they are kept, sequences become decode batches, and a stream
-of tokens is cut."""
+"""Arranges the tokens of a recording in steps.
+
+Recorded steps are kept. Sequences are composed into decode steps. Any other stream of tokens is cut into steps.
+"""
 
 from __future__ import annotations
 

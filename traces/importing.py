@@ -49,9 +49,11 @@ def import_trace(sources: Sources, target: str | os.PathLike[str], options: Impo
 
 
 def open_trace(sources: Sources | StoredTrace, options: ImportOptions | None = None) -> StoredTrace:
-    """A trace from our Parquet as it is, from `sample` (the bundled one), or from any readable recording, imported into
-    a temporary file that is deleted at exit. Of the options, our Parquet takes model, phase and shared_cost; others
-    must agree with it. Raises as import_trace."""
+    """Opens an epsim trace, the bundled trace `sample`, or any readable recording. A recording is first imported into a
+    temporary file, which is deleted at exit.
+
+    For an epsim trace, the options model, phase and shared_cost replace its values; other options must agree with it.
+    Raises the errors of `import_trace`."""
     if isinstance(sources, StoredTrace):
         return _as_stated(copy.copy(sources), options)
     paths = _as_list(sources)
@@ -64,14 +66,14 @@ def open_trace(sources: Sources | StoredTrace, options: ImportOptions | None = N
 
 
 def selected(trace: StoredTrace, only: str | None, min_tokens: int) -> StoredTrace:
-    """The steps that --only and --min-tokens leave, in a temporary file; the trace itself if they leave all."""
+    """The steps that --only and --min-tokens select, in a temporary file; the trace itself if neither is given."""
     if only is None and min_tokens <= 1:
         return trace
     return select_steps(trace, temporary_path(), None if only is None else check_phase("--only", only), min_tokens)
 
 
 def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace:
-    """An epsim trace with the options applied to its meta. Raises ValueError if they contradict the file."""
+    """The trace with the options applied to its meta. Raises ValueError if they contradict the file."""
     if options is None:
         return trace
     meta = trace.meta
@@ -97,7 +99,7 @@ def _as_stated(trace: StoredTrace, options: ImportOptions | None) -> StoredTrace
 
 
 def temporary_path() -> Path:
-    """The path of a trace that is deleted at exit."""
+    """A path for a temporary trace, which is deleted at exit."""
     folder = Path(tempfile.mkdtemp(prefix="epsim-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder / "trace.parquet"

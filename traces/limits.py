@@ -1,4 +1,4 @@
-"""What a trace can be: levels, phases and sizes. Kept apart so that the command line can start without NumPy."""
+"""The levels, phases and sizes that a trace can have. Without NumPy, so that the command line starts fast."""
 
 from __future__ import annotations
 

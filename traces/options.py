@@ -39,7 +39,10 @@ class SharedCostOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingOptions(Options):
-    """What a recording is. None takes the value from the file or the model, else a default that is noted, or fails."""
+    """Describes a recording. A value of None is taken from the file or the model.
+
+    If neither has it, an error asks for the option, or a default is used and a note says so.
+    """
 
     top_k: Annotated[
         int | None, About("Experts that each token chooses, if the recording does not tell.", least=1, most=MAX_EXPERTS)
@@ -92,7 +95,7 @@ class ImportOptions(ReadOptions, SharedCostOptions):
 
     @classmethod
     def of(cls, given: Options, **changed: Any) -> ImportOptions:
-        """The import options among other options. changed: values that replace the given ones."""
+        """The import options among a larger set of options. changed: values that replace the given ones."""
         names = {entry.name for entry in parameters(cls)}
         return cls(**{name: value for name, value in vars(given).items() if name in names} | changed)
 

@@ -24,9 +24,9 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 def real_tokens(mask: Any, batch: int, length: int, cache: Any) -> torch.Tensor | None:
     """Which tokens of a pass are not padding: a new [batch, length] bool, or None for all.
 
-    mask: [batch, tokens]; or [batch, 1, length, keys] with True or 0.0 where attended, as generate() passes it with a
-    static cache (or a dict of these by attention type), in which a token that attends to itself is real. Raises
-    ValueError for other masks.
+    mask: [batch, tokens]; or, as generate() passes it with a static cache, [batch, 1, length, keys] with True or 0.0
+    for attended keys, or a dict of such masks by attention type. In these a token that attends to itself is not
+    padding. Raises ValueError for other masks.
     """
     if isinstance(mask, dict):
         mask = mask.get("full_attention", next(iter(mask.values()), None))

@@ -11,9 +11,9 @@ from epsim.traces.trace import Block, CountsBlock, RankCountsBlock, TokenBlock, 
 
 
 def regroup(block: Block, meta: TraceMeta, num_ranks: int) -> Block:
-    """The block as if its tokens lived on num_ranks source ranks; `regroup_note` says in words what changes.
+    """The block with its tokens on num_ranks source ranks; `regroup_note` describes the change in words.
 
-    The recorded number of ranks stays as it is. A multiple of num_ranks is folded: adjacent ranks become one.
+    A recording from num_ranks ranks is not changed. A multiple of num_ranks is folded: adjacent ranks become one.
     Otherwise the tokens of each step are dealt in contiguous equal shares, and counts by source rank become a
     CountsBlock, because their tokens are unknown.
     """

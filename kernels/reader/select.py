@@ -113,8 +113,8 @@ def rank_quotas(
 def keep_by_rank(
     scores: torch.Tensor, ids: torch.Tensor, quotas: torch.Tensor, rank_of_expert: torch.Tensor
 ) -> torch.Tensor:
-    """The best channels of each rank by its quotas [T, R], [T, k, I] bool. Other ranks do not get what a rank's quota
-    has beyond its channels."""
+    """The channels of highest score on each rank, as many as its quota [T, R], as [T, k, I] bool. If a rank has fewer
+    channels than its quota, other ranks do not get the rest."""
     rank = torch.where(ids >= 0, rank_of_expert[ids.clamp(min=0)], -1)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for number in range(quotas.shape[1]):

@@ -1,4 +1,4 @@
-"""Trains the small model and its dense twin, which has as many active parameters, from a seed."""
+"""Trains the small model, and a dense model with as many active parameters. The seed determines the result."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def settle(
 
 
 def experts_at_least(least: int, options: ImportOptions) -> tuple[int, list[str]]:
-    """(number of experts, notes) for a file that lists counts by expert id, of which the largest is least - 1."""
+    """The number of experts, and notes, for a file that lists counts by expert id. least: the largest id + 1."""
     known = find_model(options.model or "")
     if options.num_experts is not None:
         return options.num_experts, []
