@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from epsim.files import CannotWriteError, reason, whole_file
 from epsim.runtime.phases import LAYER_PHASES
+from epsim.traces.columns import column, fixed_lists
 from epsim.traces.store import one_line
 
 FORMAT = "1"
@@ -40,9 +41,6 @@ COUNTS = {
 def schema_of(num_ranks: int) -> pa.Schema:
     """rows_to: rows of hidden states sent to each rank (a token goes to a rank once). PHASE_us: microseconds."""
 
-    def column(name: str, kind: pa.DataType) -> pa.Field:
-        return pa.field(name, kind, nullable=False)
-
     return pa.schema(
         [
             column("step", pa.int64()),
@@ -50,7 +48,7 @@ def schema_of(num_ranks: int) -> pa.Schema:
             column("layer", pa.int32()),
             column("rank", pa.int32()),
             *(column(name, pa.int64()) for name in COUNTS),
-            column("rows_to", pa.list_(pa.field("item", pa.int32(), nullable=False), num_ranks)),
+            column("rows_to", pa.list_(column("item", pa.int32()), num_ranks)),
             *(column(f"{phase}_us", pa.float64()) for phase in LAYER_PHASES),
         ]
     )
@@ -174,6 +172,5 @@ def described(table: pa.Table) -> dict[str, Any]:
 
 def _array(values: Any, kind: pa.DataType) -> pa.Array:
     if pa.types.is_fixed_size_list(kind):
-        flat = np.ascontiguousarray(values).reshape(-1)
-        return pa.FixedSizeListArray.from_arrays(pa.array(flat, type=kind.value_type), type=kind)
+        return fixed_lists(values, None, kind)
     return pa.array(values, type=kind)

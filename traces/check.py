@@ -51,15 +51,10 @@ def check_counts(counts: Ints, shape: tuple[int, ...]) -> None:
         index = np.argwhere(counts < 0)[0]
         raise ValueError(f"negative count {counts[tuple(index)]} at step {index[0]} of the block, layer {index[1]}")
     most = int(counts.max())
-    addends = counts.size // (shape[0] * shape[1])
+    addends, axes = counts.size // (shape[0] * shape[1]), tuple(range(2, counts.ndim))
     # A sum costs a pass over the counts, so it is computed only if it could be too large.
-    if most > MAX_COUNT or (most > MAX_COUNT // addends and _largest_sum(counts) > MAX_COUNT):
+    if most > MAX_COUNT or (most > MAX_COUNT // addends and counts.sum(axis=axes).max() > MAX_COUNT):
         raise ValueError(f"a layer has more than 2^40 assignments in one step (its largest count is {most})")
-
-
-def _largest_sum(counts: Ints) -> int:
-    """The largest number of assignments of one step's layer."""
-    return int(counts.sum(axis=tuple(range(2, counts.ndim))).max())
 
 
 def check_ids(ids: Array | Ints, num_experts: int, what: str = "expert id") -> None:

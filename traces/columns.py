@@ -10,14 +10,16 @@ import pyarrow as pa
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
 
+def column(name: str, dtype: Any) -> pa.Field:
+    """A column without missing values."""
+    return pa.field(name, dtype, nullable=False)
+
+
 def schema_of(meta: TraceMeta, score_ids: bool, domain: bool, phase: bool = False) -> pa.Schema:
     """The columns of a trace. counts, rank_counts: one row per (step, layer). tokens: one row per token."""
 
-    def column(name: str, dtype: Any) -> pa.Field:
-        return pa.field(name, dtype, nullable=False)
-
     def fixed(dtype: Any, size: int) -> pa.DataType:
-        return pa.list_(pa.field("item", dtype, nullable=False), size)
+        return pa.list_(column("item", dtype), size)
 
     if meta.level != "tokens":
         size = meta.num_experts * (meta.num_source_ranks if meta.level == "rank_counts" else 1)
@@ -44,18 +46,18 @@ def to_table(block: Block, meta: TraceMeta, schema: pa.Schema) -> pa.Table:
     if not isinstance(block, TokenBlock):
         step = np.repeat(block.steps.astype(np.int64), meta.num_layers)
         layer = np.tile(np.array(meta.layers, dtype=np.int32), len(block.steps))
-        return pa.table([step, layer, _fixed(block.counts, np.int64, schema.field("counts").type)], schema=schema)
+        return pa.table([step, layer, fixed_lists(block.counts, np.int64, schema.field("counts").type)], schema=schema)
     columns = [
         block.steps.astype(np.int64)[block.token_step],
         block.source_rank.astype(np.int32),
-        _fixed(block.expert_ids, np.int16, schema.field("expert_ids").type),
+        fixed_lists(block.expert_ids, np.int16, schema.field("expert_ids").type),
     ]
     for name, dtype in (("scores", np.float16), ("score_ids", np.int16)):
         if name in schema.names:
             column_type, values = schema.field(name).type, getattr(block, name)
             # Steps without scores hold zeros, which compress to nothing; the index says which steps these are.
             zeros = np.zeros((len(block.token_step), column_type.list_size), dtype=dtype)
-            columns.append(_fixed(zeros if values is None else values, dtype, column_type))
+            columns.append(fixed_lists(zeros if values is None else values, dtype, column_type))
     if block.domain is not None:
         columns.append(pa.array(block.domain, type=pa.string()).dictionary_encode())
     if block.phase is not None:
@@ -95,7 +97,8 @@ def to_block(table: pa.Table, meta: TraceMeta, steps: Ints, scored: bool = True)
     )
 
 
-def _fixed(array: Array, dtype: type[np.generic], kind: pa.DataType) -> pa.Array:
+def fixed_lists(array: Any, dtype: type[np.generic] | None, kind: pa.DataType) -> pa.Array:
+    """The rows of an array as lists of a fixed size. dtype: None for the array's own."""
     flat = np.ascontiguousarray(array, dtype=dtype).reshape(-1)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat, type=kind.value_type), type=kind)
 

@@ -72,7 +72,10 @@ def blocks(tokens: Tokens, arrangement: Arrangement, block_tokens: int = BLOCK_T
     while low < len(steps):
         high = max(int(np.searchsorted(ends, begin[low] + block_tokens, side="right")), low + 1)
         part = slice(int(begin[low]), int(ends[high - 1]))
-        chosen = arrangement.order[part]
+        chosen, phases = arrangement.order[part], None
+        if tokens.step_phase is not None:
+            by_step = [tokens.step_phase.get(int(step), "unknown") for step in steps[low:high]]
+            phases = np.array(by_step, dtype=object)
         yield TokenBlock(
             steps[low:high].astype(np.int64),
             np.searchsorted(steps[low:high], arrangement.step[part]).astype(np.int64),
@@ -81,13 +84,9 @@ def blocks(tokens: Tokens, arrangement: Arrangement, block_tokens: int = BLOCK_T
             None if tokens.scores is None else tokens.scores[chosen],
             None,
             None if tokens.domain is None else tokens.domain[chosen],
-            None if tokens.step_phase is None else _phases(tokens.step_phase, steps[low:high]),
+            phases,
         )
         low = high
-
-
-def _phases(step_phase: dict[int, Phase], steps: Ints) -> npt.NDArray[np.object_]:
-    return np.array([step_phase.get(int(step), "unknown") for step in steps], dtype=object)
 
 
 def schedule(lengths: Ints, batch: int) -> tuple[Ints, Ints]:
