@@ -1,7 +1,7 @@
 """The speed of a replay at counts level, in (step, layer) pairs a second, and the memory of a long trace.
 
     python benchmarks/replay.py [--pairs 200000] [--device cuda] [--out benchmarks/results/replay.json]
-    python benchmarks/replay.py --against OLD/.venv/bin/python [--pairs 200000]
+    python benchmarks/replay.py --against OLD/.venv/bin/python [--pairs 400000]
 
 Each stack is replayed alone in its own process: it reads the trace, plans on the first half, and scores the rest with
 every metric, the optimum of each pair included. The baseline is the matrix product of the even split alone, on loads

@@ -177,7 +177,7 @@ class BoundStack:
         tokens = assignments.to(torch.float64) / self.setting.top_k
         shared_tokens = (tokens * (self.has_shared / num_ranks))[..., None].expand_as(routed)
         # What the fixed-point fractions would round to nothing is a solver's dust, not load.
-        there = (per_slot > 0) & (fractions * ONE >= 0.5)
+        there = (per_slot > 0) & (fractions >= 0.5 / ONE)
         return Load(
             routed=routed,
             routed_real=routed,

@@ -71,7 +71,7 @@ def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
     """counts [..., L, E] -> fractions [..., L, P] of the least peak; even where an expert has no tokens."""
     load = copies.per_slot(counts)
     split = copies.least_peak(counts).split
-    return torch.where(load > 0, split / load.clamp(min=1), _even(counts, copies))
+    return torch.where(load > 0, split / load, _even(counts, copies))
 
 
 @dataclass(frozen=True, slots=True)
