@@ -17,6 +17,7 @@ from statistics import fmean, linear_regression
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from epsim.cards import build, known_cards
 from epsim.cost.curve import check_axis, check_times, curve
@@ -79,7 +80,7 @@ class ExchangeTable:
         where = f"{self.ranks} ranks on {self.nodes} nodes"
         return f"{where}, {rows}, by {self.implementation}, to {self.dispatch_bytes[-1] / 1e6:.3g} MB"
 
-    def us(self, rows: torch.Tensor, model: ModelSpec, expert_us: float = 0.0) -> torch.Tensor:
+    def us(self, rows: Tensor, model: ModelSpec, expert_us: float = 0.0) -> Tensor:
         """Microseconds of dispatch and combine, [2, ...], for rows [...] of the busiest rank (`curve`). expert_us: time
         of dispatch per expert of a rank (`Calibration.expert_us`), if the model has another number of experts."""
         dispatch = curve(self.dispatch_bytes, self.dispatch_us, rows * model.dispatch_row_bytes)
@@ -142,7 +143,7 @@ class PolicyTable:
         """A description of the experts of the measurement."""
         return f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "unknown experts"
 
-    def us(self, policy: str, ranks: int, tokens: torch.Tensor) -> torch.Tensor | None:
+    def us(self, policy: str, ranks: int, tokens: Tensor) -> Tensor | None:
         """Microseconds [...] of a policy for tokens [...] per rank, from the measurements on the nearest number of
         ranks (their mean if several have equal tokens); None if it was not measured."""
         known = [cost for cost in self.costs if cost.policy == policy]

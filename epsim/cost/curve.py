@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
 def check_axis(name: str, axis: Sequence[float]) -> None:
@@ -20,7 +21,7 @@ def check_times(name: str, times: Sequence[float]) -> None:
         raise ValueError(f"{name} must be above 0")
 
 
-def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> torch.Tensor:
+def curve(at: Sequence[float], times: Sequence[float], where: Tensor) -> Tensor:
     """Times [...] float64 at `where` [...] >= 0, from times at `at` (ascending, > 0). The curve never falls.
 
     A time below an earlier one is noise, and both take their mean (`rising`). Moving bytes takes a fixed time and a
@@ -47,7 +48,7 @@ def curve(at: Sequence[float], times: Sequence[float], where: torch.Tensor) -> t
     return torch.where(place > x[-1], y[-1] + rise * (place - x[-1]), found)
 
 
-def rising(times: torch.Tensor) -> torch.Tensor:
+def rising(times: Tensor) -> Tensor:
     """The nearest non-decreasing times to times [n], by least squares of logarithms (pooling neighbours that fall)."""
     pools: list[tuple[float, int]] = []
     for value in times.log().tolist():

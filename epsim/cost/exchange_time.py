@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from epsim.machines.hardware import Hardware, Link
 from epsim.models.spec import ModelSpec
@@ -24,11 +25,11 @@ class Rows:
     """Rows that the busiest rank moves, per step and layer. nvlink, rdma [S, L] float64: max over ranks of max(sent,
     received). NVLink includes rows that stay on their rank; RDMA counts rows that leave their node."""
 
-    nvlink: torch.Tensor
-    rdma: torch.Tensor
+    nvlink: Tensor
+    rdma: Tensor
 
 
-def busiest_rows(rank_rows: torch.Tensor, node_rows: torch.Tensor) -> Rows:
+def busiest_rows(rank_rows: Tensor, node_rows: Tensor) -> Rows:
     """The rows of the busiest rank. rank_rows [..., R, R]: tokens by source rank and destination rank, each once;
     node_rows [..., R, N]: tokens by source rank and destination node. Ranks fill nodes in order and equally."""
     num_ranks, num_nodes = rank_rows.shape[-1], node_rows.shape[-1]
@@ -47,7 +48,7 @@ def busiest_rows(rank_rows: torch.Tensor, node_rows: torch.Tensor) -> Rows:
     return Rows(nvlink.double(), rdma.double())
 
 
-def expected_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_nodes: int) -> Rows:
+def expected_rows(load: Tensor, tokens: Tensor, top_k: int, num_nodes: int) -> Rows:
     """The expected rows if only loads are known: tokens live evenly on all ranks, and each of a token's top_k choices
     falls on a rank with probability proportional to its load, independently of the others.
 
@@ -69,7 +70,7 @@ def expected_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_node
     return Rows(nvlink, torch.maximum(leaving, per_node * (num_nodes - 1)).amax(-1))
 
 
-def visits(share: torch.Tensor, top_k: int) -> torch.Tensor:
+def visits(share: Tensor, top_k: int) -> Tensor:
     """The probability that at least one of top_k independent choices falls on a rank with this share of all choices."""
     left = (1 - share).clamp(min=0)
     # By repeated squaring: torch's power takes as long as the rest of a layer's time.
@@ -82,7 +83,7 @@ def visits(share: torch.Tensor, top_k: int) -> torch.Tensor:
     return 1 - missed
 
 
-def exchange_us(rows: Rows, hardware: Hardware, model: ModelSpec, num_nodes: int, kernels: Kernels) -> torch.Tensor:
+def exchange_us(rows: Rows, hardware: Hardware, model: ModelSpec, num_nodes: int, kernels: Kernels) -> Tensor:
     """Microseconds of dispatch and of combine, [2, ...]. For low-latency kernels rows are assignments."""
     rates = hardware.normal if kernels == "normal" else hardware.low_latency
     across = num_nodes > 1
@@ -100,7 +101,7 @@ def exchange_us(rows: Rows, hardware: Hardware, model: ModelSpec, num_nodes: int
     return torch.stack(found)
 
 
-def bytes_us(size: torch.Tensor, link: Link) -> torch.Tensor:
+def bytes_us(size: Tensor, link: Link) -> Tensor:
     """Microseconds [...] of bytes [...] at the rate of each size."""
     if len(link.gb_per_s) == 1:
         return size * (1e-3 / link.gb_per_s[0])
@@ -112,7 +113,7 @@ def bytes_us(size: torch.Tensor, link: Link) -> torch.Tensor:
     return size * 1e-3 / torch.lerp(rates[right - 1], rates[right], weight)
 
 
-def low_latency_rows(load: torch.Tensor, tokens: torch.Tensor, top_k: int, num_nodes: int) -> Rows:
+def low_latency_rows(load: Tensor, tokens: Tensor, top_k: int, num_nodes: int) -> Rows:
     """The rows of low-latency kernels: one per assignment, over RDMA if its node differs. load [..., R]: assignments
     that a rank serves; tokens [...]: evenly on all ranks."""
     num_ranks = load.shape[-1]

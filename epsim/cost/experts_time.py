@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from epsim.cost.curve import check_axis, check_times, rising
 from epsim.cost.tiled import TiledFit, is_small, most_small
@@ -143,12 +144,8 @@ class ExpertsTime:
         return self.model.expert_flops * 1e-6 / rate
 
     def roofline(
-        self,
-        tokens: torch.Tensor,
-        active: torch.Tensor,
-        unread: torch.Tensor | None = None,
-        tiles: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, active: Tensor, unread: Tensor | None = None, tiles: Tensor | None = None
+    ) -> Tensor:
         """The roofline's microseconds [...] for tokens, active [...] float64; 0 without tokens. unread: bytes of the
         active experts that a channel reader skips; its kernel needs no tiles. tiles: the whole tiles that the experts
         fill, if each expert's tokens are known; otherwise half a tile more per expert than the mean fills, because
@@ -166,13 +163,7 @@ class ExpertsTime:
         """Rows of the tiles that loads should count (`Setting.tile`); 0 if times do not depend on them."""
         return 0 if self.table is None or self.table.fit is None else self.table.fit.rows
 
-    def us(
-        self,
-        tokens: torch.Tensor,
-        active: torch.Tensor,
-        tiles: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def us(self, tokens: Tensor, active: Tensor, tiles: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
         """Microseconds [...] for tokens: assignments of a rank, active: its experts with tokens, tiles: whole tiles of
         `self.tile` rows that these fill, rows: received by the rank; [...] float64. tiles, rows: None if unknown."""
         if self.table is None:
@@ -194,9 +185,7 @@ class ExpertsTime:
                 time[few] = torch.minimum(small, time[few])
         return time * (active > 0)
 
-    def _with_small(
-        self, fit: TiledFit, time: torch.Tensor, tokens: torch.Tensor, active: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
+    def _with_small(self, fit: TiledFit, time: Tensor, tokens: Tensor, active: Tensor, rows: Tensor) -> Tensor:
         """`time`, replaced by the fit of small tiles where these are used. Large tiles take at least as long as the
         most rows that small tiles take, because two fits may meet with a drop that no measurement shows. Slots without
         tokens, which are also groups, are not known here."""
@@ -206,7 +195,7 @@ class ExpertsTime:
         few = fit.us(fewer, active, fit.expected_tiles(fewer, active), rows * part, self.model)
         return torch.where(is_small(rows, columns, active), few, torch.maximum(few, time))
 
-    def dense_us(self, tokens: torch.Tensor) -> torch.Tensor:
+    def dense_us(self, tokens: Tensor) -> Tensor:
         """Microseconds [...] of a shared expert that is computed separately on tokens [...]."""
         times = self.model.shared_cost
         time = torch.maximum(times * (self.b + 0 * tokens), times * self.computing * tokens)
@@ -217,7 +206,7 @@ class ExpertsTime:
         return ExpertsTime(self.hardware, self.model, self.decode)
 
     @cached_property
-    def _grid(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _grid(self) -> tuple[Tensor, Tensor, Tensor]:
         """sizes [N], active [m] and times [N, m]: the table with STEPS points between sizes, interpolated by the ratio
         to the roofline; no column falls."""
         assert self.table is not None
@@ -239,7 +228,7 @@ class ExpertsTime:
         between = torch.lerp(ratio[left], ratio[left + 1], weight[:, None])
         return sizes, active, (between * self.roofline(sizes[:, None] * active, active)).cummax(0).values
 
-    def _by_cells(self, tokens: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def _by_cells(self, tokens: Tensor, experts: Tensor) -> Tensor:
         """Microseconds by interpolation of cells. tokens: assignments; experts: those with tokens."""
         sizes, active, times = self._grid
         y = experts.clamp(min=1)
@@ -250,7 +239,7 @@ class ExpertsTime:
         after_i, after_j = (i + 1).clamp(max=len(sizes) - 1), (j + 1).clamp(max=len(active) - 1)
         outside = not torch.equal(x, inside)  # the grid covers most loads, and these need no ratio
 
-        def column(at: torch.Tensor) -> torch.Tensor:
+        def column(at: Tensor) -> Tensor:
             found = torch.lerp(times[i, at], times[after_i, at], u)
             if outside:
                 found *= self.roofline(x * active[at], active[at]) / self.roofline(inside * active[at], active[at])
@@ -262,14 +251,14 @@ class ExpertsTime:
         return time if torch.equal(most, y) else time * (self.roofline(x * y, y) / self.roofline(x * most, most))
 
 
-def _filled(axis: Sequence[float], values: torch.Tensor) -> torch.Tensor:
+def _filled(axis: Sequence[float], values: Tensor) -> Tensor:
     """values [n] with each NaN replaced by the value of the nearest known point on the axis."""
     known = [place for place, value in enumerate(values.tolist()) if not math.isnan(value)]
     near = [min(known, key=lambda other: abs(axis[other] - at)) for at in axis]
     return values[near].clone()
 
 
-def _place(axis: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _place(axis: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """The interval of each value on an ascending axis, and its position in the interval, 0 to 1."""
     if len(axis) == 1:
         return torch.zeros_like(at, dtype=torch.int64), torch.zeros_like(at)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from epsim.cost.calibrated import Calibration, ExchangeTable, load_calibration, read_table
 from epsim.cost.exchange_time import Kernels, Rows, busiest_rows, exchange_us, expected_rows, low_latency_rows, visits
@@ -25,14 +26,14 @@ class Phases:
     """Microseconds of a layer's router, policies, dispatch, experts and combine, [S, L] float64 each. A router that was
     not measured counts 0 here and is part of the rest of the layer."""
 
-    route: torch.Tensor
-    policy: torch.Tensor
-    dispatch: torch.Tensor
-    experts: torch.Tensor
-    combine: torch.Tensor
+    route: Tensor
+    policy: Tensor
+    dispatch: Tensor
+    experts: Tensor
+    combine: Tensor
 
     @property
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         return self.route + self.policy + self.dispatch + self.experts + self.combine
 
 
@@ -125,7 +126,7 @@ class LayerTiming:
         route = self.router_us(load.tokens / num_ranks)
         return Phases(*(torch.where(busy, part, 0.0) for part in (route, policy, dispatch, time, combine)))
 
-    def routed_bytes(self, load: Load, stack: PolicyStack) -> torch.Tensor:
+    def routed_bytes(self, load: Load, stack: PolicyStack) -> Tensor:
         """Bytes of routed experts that each rank reads under the stack's reader, [S, L, R] float64."""
         routed, active, model = load.routed.double(), load.active.double(), self.model
         return stack.reader.bytes_read(
@@ -133,14 +134,8 @@ class LayerTiming:
         )
 
     def _experts_us(
-        self,
-        load: Load,
-        stack: PolicyStack,
-        tokens: torch.Tensor,
-        active: torch.Tensor,
-        tiles: torch.Tensor | None,
-        rows: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, load: Load, stack: PolicyStack, tokens: Tensor, active: Tensor, tiles: Tensor | None, rows: Tensor | None
+    ) -> Tensor:
         """`ExpertsTime.us`; with a reader, times the ratio of rooflines with and without it, because only whole experts
         were measured."""
         time = self.experts.us(tokens, active, tiles, rows)
@@ -151,7 +146,7 @@ class LayerTiming:
         share = self.experts.roofline(tokens, active, unread) / torch.where(whole > 0, whole, 1.0)
         return time * share.clamp(max=1)
 
-    def layer_us(self, load: Load, stack: PolicyStack, redundant: bool, phases: Phases | None = None) -> torch.Tensor:
+    def layer_us(self, load: Load, stack: PolicyStack, redundant: bool, phases: Phases | None = None) -> Tensor:
         """Microseconds that the experts add to the rest of the layer, [S, L]. phases: of the load, if already known."""
         phases = self.phases(load, stack, redundant) if phases is None else phases
         if not self.overlap:
@@ -164,14 +159,14 @@ class LayerTiming:
         both = torch.maximum(2 * torch.maximum(computing, moving), computing + moving)
         return torch.where(load.assignments > 0, both - self.rest_us(per_rank), 0.0)
 
-    def rest_us(self, tokens: torch.Tensor) -> torch.Tensor:
+    def rest_us(self, tokens: Tensor) -> Tensor:
         """Microseconds [...] of a layer's attention, norms and unmeasured router, for tokens [...] per rank."""
         parameters = self.model.rest_parameters
         if self.router is not None:
             parameters = max(parameters - self.model.hidden * self.model.num_experts, 0.0)
         return self._dense_us(tokens, parameters) + self.model.rest_us
 
-    def router_us(self, tokens: torch.Tensor) -> torch.Tensor:
+    def router_us(self, tokens: Tensor) -> Tensor:
         """Measured microseconds [...] of the model's router for tokens [...] per rank; 0 if it was not measured."""
         return torch.zeros_like(tokens) if self.router is None else self.router.time(tokens, self.given)
 
@@ -180,7 +175,7 @@ class LayerTiming:
         """The measured table of the model's router, or None."""
         return None if self.measured is None else self.measured.router_for(self.model, self.given)
 
-    def step_us(self, layer_us: torch.Tensor, tokens: torch.Tensor, num_ranks: int) -> torch.Tensor:
+    def step_us(self, layer_us: Tensor, tokens: Tensor, num_ranks: int) -> Tensor:
         """Microseconds of a whole step, [S], from layer_us and tokens [S, L]. Layers that the trace lacks count as the
         mean of its layers; layers without experts count by their parameters."""
         per_rank = tokens / num_ranks
@@ -201,7 +196,7 @@ class LayerTiming:
             return None
         return self.measured.exchange_for(self.model, num_ranks, num_nodes)
 
-    def _exchange_us(self, rows: Rows, num_ranks: int) -> torch.Tensor:
+    def _exchange_us(self, rows: Rows, num_ranks: int) -> Tensor:
         """Microseconds of dispatch and combine, [2, S, L], from a measured table of normal kernels or from rates."""
         table = self.measured_exchange(num_ranks, self.num_nodes)
         if table is not None:
@@ -209,7 +204,7 @@ class LayerTiming:
             return table.us(torch.maximum(rows.nvlink, rows.rdma), self.model, self.measured.expert_us(table))
         return exchange_us(rows, self.hardware, self.model, self.num_nodes, self.kernels)
 
-    def _rows(self, load: Load, served: torch.Tensor, local: bool) -> Rows:
+    def _rows(self, load: Load, served: Tensor, local: bool) -> Rows:
         if self.kernels == "low-latency":
             return low_latency_rows(served, load.tokens, self.model.top_k, self.num_nodes)
         if load.rank_rows is not None and load.node_rows is not None:
@@ -218,7 +213,7 @@ class LayerTiming:
             rows = expected_rows(served, load.tokens, self.model.top_k, self.num_nodes)
         return Rows(rows.nvlink + self._kept(load), rows.rdma) if local else rows
 
-    def _kept(self, load: Load) -> torch.Tensor:
+    def _kept(self, load: Load) -> Tensor:
         """Rows of a rank that it keeps only for its local shared expert, because none of the token's experts is on this
         rank, [S, L]. Used if the shared expert is part of the grouped computation."""
         if not (self.hardware.shared_grouped and self.model.shared_intermediate):
@@ -226,7 +221,7 @@ class LayerTiming:
         num_ranks = load.routed.shape[-1]
         return load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
 
-    def _received(self, load: Load, served: torch.Tensor, local: bool) -> torch.Tensor | None:
+    def _received(self, load: Load, served: Tensor, local: bool) -> Tensor | None:
         """Rows that each rank receives, [S, L, R]: tokens that visit it, from the trace or expected. None if times do
         not depend on them."""
         if self.experts.table is None:
@@ -238,7 +233,7 @@ class LayerTiming:
             rows = visits(served / (tokens * top_k).clamp(min=1e-300), top_k) * tokens
         return rows + self._kept(load)[..., None] if local else rows
 
-    def _dense_us(self, tokens: torch.Tensor, parameters: float) -> torch.Tensor:
+    def _dense_us(self, tokens: Tensor, parameters: float) -> Tensor:
         rate = self.hardware.fp8_tflops if self.model.compute == "fp8" else self.hardware.bf16_tflops
         width = 1.0 if self.model.compute == "fp8" else 2.0
         reading = parameters * width * 1e-3 / self.hardware.memory_gb_per_s

@@ -6,6 +6,7 @@ Every policy states its own work (`BatchPolicy.work_us`), the collective that it
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from epsim.cost.calibrated import PolicyTable
 from epsim.kernels.dispatch.rule import Rule
@@ -27,13 +28,13 @@ def table_key(split: Split, stack: PolicyStack) -> str:
 
 
 def assumed_us(
-    costs: PolicyCosts, stack: PolicyStack, redundant: bool, ranks: int, nodes: int, tokens: torch.Tensor
-) -> torch.Tensor:
+    costs: PolicyCosts, stack: PolicyStack, redundant: bool, ranks: int, nodes: int, tokens: Tensor
+) -> Tensor:
     """By the specification alone: split and shared policy together take one collective. tokens [...] of a rank ->
     microseconds [...]."""
     collective = costs.all_reduce_nodes_us if nodes > 1 else costs.all_reduce_us
     split, router, shared = acting_split(stack, redundant), stack.router, stack.shared
-    time: float | torch.Tensor = 0.0
+    time: float | Tensor = 0.0
     if router.acts:
         time += router.work_us(costs, tokens, ranks) + router.whole_batch * collective
     if split.needs != "none" or shared.needs != "none":
@@ -51,8 +52,8 @@ def policy_us(
     redundant: bool,
     ranks: int,
     nodes: int,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
+    tokens: Tensor,
+) -> Tensor:
     """tokens [...] of a rank -> microseconds [...]. A shared policy measured with redundant experts alone costs as much
     without them; what a measured table lacks comes from the specification."""
     assumed = assumed_us(costs, stack, redundant, ranks, nodes, tokens)

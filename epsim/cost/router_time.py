@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
+from torch import Tensor
 
 from epsim.cost.curve import check_axis, check_times, curve
 from epsim.models.spec import ModelSpec
@@ -49,6 +49,6 @@ class RouterTable:
         same = all(getattr(self, name) == getattr(model, name) for name in names)
         return same and bool(self.given_us if given else self.us)
 
-    def time(self, tokens: torch.Tensor, given: bool) -> torch.Tensor:
+    def time(self, tokens: Tensor, given: bool) -> Tensor:
         """Microseconds [...] for tokens [...] per rank."""
         return curve(self.tokens, self.given_us if given else self.us, tokens)

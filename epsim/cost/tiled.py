@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from epsim.models.spec import ModelSpec
 
@@ -24,12 +25,12 @@ SMALL = 128
 """The most rows per group for which small tiles are used."""
 
 
-def is_small(rows: torch.Tensor, columns: int, groups: torch.Tensor) -> torch.Tensor:
+def is_small(rows: Tensor, columns: int, groups: Tensor) -> Tensor:
     """Whether small tiles are used, [...] bool. rows: received, with so many columns; groups: slots of a rank."""
     return rows * columns < (SMALL + 1) * groups
 
 
-def most_small(columns: int, groups: torch.Tensor) -> torch.Tensor:
+def most_small(columns: int, groups: Tensor) -> Tensor:
     """The rows [...] from which `is_small` is false, for groups [...]."""
     return (SMALL + 1) * groups / columns
 
@@ -57,9 +58,7 @@ class TiledFit:
         if not good or not any(self.coefficients):
             raise ValueError(f"coefficients must be {TERMS} (or {TERMS - 1}) numbers of 0 or more, not all 0")
 
-    def us(
-        self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, rows: torch.Tensor, model: ModelSpec
-    ) -> torch.Tensor:
+    def us(self, tokens: Tensor, active: Tensor, tiles: Tensor, rows: Tensor, model: ModelSpec) -> Tensor:
         """Microseconds [...], which never fall. tokens: assignments, active: experts with tokens, tiles: of `self.rows`
         rows, rows: received by the rank; [...] float64."""
         time = torch.zeros_like(tokens)
@@ -69,8 +68,8 @@ class TiledFit:
         return time
 
     def terms(
-        self, tokens: torch.Tensor, active: torch.Tensor, tiles: torch.Tensor, rows: torch.Tensor, model: ModelSpec
-    ) -> tuple[torch.Tensor, ...]:
+        self, tokens: Tensor, active: Tensor, tiles: Tensor, rows: Tensor, model: ModelSpec
+    ) -> tuple[Tensor, ...]:
         """The terms that the coefficients multiply."""
         terms = [torch.ones_like(tokens), tokens, active, tiles]
         products = [
@@ -78,6 +77,6 @@ class TiledFit:
         ]
         return (*terms, *(waves.ceil() for waves in products), *(waves.clamp(max=1.0) for waves in products), rows)
 
-    def expected_tiles(self, tokens: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    def expected_tiles(self, tokens: Tensor, active: Tensor) -> Tensor:
         """Expected tiles if each expert's tokens are unknown: half a tile more than the mean fills, at least one."""
         return torch.maximum(active, tokens / self.rows + 0.5 * active)

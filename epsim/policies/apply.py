@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.split import Backend
 from epsim.placement.base import Placement
@@ -58,10 +59,10 @@ class CountedSteps:
     counts level. batch: the tokens; None where the trace holds counts.
     """
 
-    steps: torch.Tensor
-    assignments: torch.Tensor
-    counts: torch.Tensor
-    rank_counts: torch.Tensor | None = None
+    steps: Tensor
+    assignments: Tensor
+    counts: Tensor
+    rank_counts: Tensor | None = None
     batch: Batch | None = None
 
 
@@ -194,7 +195,7 @@ class BoundStack:
             tiles=self._tiles(per_slot, there),
         )
 
-    def _from_ranks(self, part: CountedSteps, rank_counts: torch.Tensor, copies: Copies) -> Load:
+    def _from_ranks(self, part: CountedSteps, rank_counts: Tensor, copies: Copies) -> Load:
         """Loads in whole assignments."""
         steps, counts, batch, split = part.steps, part.counts, part.batch, self.split
         assignments = part.assignments
@@ -251,7 +252,7 @@ class BoundStack:
             tiles=self._tiles(per_slot),
         )
 
-    def _tiles(self, per_slot: torch.Tensor, there: torch.Tensor | None = None) -> torch.Tensor | None:
+    def _tiles(self, per_slot: Tensor, there: Tensor | None = None) -> Tensor | None:
         """[S, L, P] assignments of each physical expert -> [S, L, R]: tiles that a rank's experts fill.
         there [S, L, P]: which of them count, None for all."""
         if not self.setting.tile:
@@ -261,12 +262,12 @@ class BoundStack:
             tiles.mul_(there)
         return self.copies.per_rank(tiles.ceil_())
 
-    def _ranks(self, ids: torch.Tensor) -> torch.Tensor:
+    def _ranks(self, ids: Tensor) -> Tensor:
         """Physical experts [...], -1 for none -> the ranks that hold them."""
         # Rounded down, so that -1 stays.
         return torch.div(ids, self.copies.placement.slots_per_rank, rounding_mode="floor")
 
-    def _tokens(self, rank_counts: torch.Tensor, batch: Batch | None) -> torch.Tensor:
+    def _tokens(self, rank_counts: Tensor, batch: Batch | None) -> Tensor:
         """[S, L, R]: tokens of each source rank; int64, or float64 where nothing needs them whole."""
         if batch is not None:
             return self._by_source(batch, (batch.expert_ids >= 0).any(-1, keepdim=True).to(torch.int64) - 1, 1)[..., 0]
@@ -283,12 +284,7 @@ class BoundStack:
         return assignments // self.setting.top_k
 
     def _shared_work(
-        self,
-        steps: torch.Tensor,
-        by_source: torch.Tensor,
-        tokens: torch.Tensor,
-        batch: Batch | None,
-        ids: torch.Tensor | None,
+        self, steps: Tensor, by_source: Tensor, tokens: Tensor, batch: Batch | None, ids: Tensor | None
     ) -> SharedWork:
         return SharedWork(
             cost=self.setting.shared_cost,
@@ -304,7 +300,7 @@ class BoundStack:
             expert_ranks=None if ids is None else self._ranks(ids),
         )
 
-    def _by_source(self, batch: Batch, ids: torch.Tensor, width: int) -> torch.Tensor:
+    def _by_source(self, batch: Batch, ids: Tensor, width: int) -> Tensor:
         """ids [T, L, k] in -1..width-1 -> [S, L, R, width] int64: how often each is named, by source rank."""
         num_layers, num_ranks = ids.shape[1], self.copies.placement.num_ranks
         layer = torch.arange(num_layers, device=ids.device)
@@ -313,7 +309,7 @@ class BoundStack:
         at = row[:, :, None] * (width + 1) + (ids + 1)
         return torch.bincount(at.flatten(), minlength=math.prod(shape)).reshape(shape)[..., 1:]
 
-    def _leaving(self, by_source: torch.Tensor, node: bool) -> torch.Tensor:
+    def _leaving(self, by_source: Tensor, node: bool) -> Tensor:
         """[S, L, R, R] by source and serving rank -> [S, L]: how much leaves its rank or node."""
         place = self.copies.node_of_rank
         place = place if node else torch.arange(len(place), device=place.device)
@@ -350,7 +346,7 @@ def _notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple[str, .
     return (*first, *beside[1], *shared_notes, *beside[2], *stack.reader.notes, *beside[3])
 
 
-def _sums(counts: torch.Tensor) -> torch.Tensor:
+def _sums(counts: Tensor) -> Tensor:
     """[S, L, ...] -> [S, L] int64. Raises ValueError for negative counts and for sums that float64 does not hold."""
     flat = counts.flatten(2)
     if flat.numel():

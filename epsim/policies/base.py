@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.dispatch.rule import SharedRule, SplitRule
 from epsim.machines.hardware import PolicyCosts
@@ -26,21 +27,21 @@ class Batch:
     local [T] int64: a token's index among those of its step and source rank (`local_index`).
     """
 
-    steps: torch.Tensor
-    layers: torch.Tensor
-    token_step: torch.Tensor
-    source_rank: torch.Tensor
-    expert_ids: torch.Tensor
-    local: torch.Tensor
+    steps: Tensor
+    layers: Tensor
+    token_step: Tensor
+    source_rank: Tensor
+    expert_ids: Tensor
+    local: Tensor
 
 
-def local_index(token_step: torch.Tensor, source_rank: torch.Tensor) -> torch.Tensor:
+def local_index(token_step: Tensor, source_rank: Tensor) -> Tensor:
     """[T] int64, [T] int64 -> [T] int64: each token's index among the tokens of its step and source rank, in order."""
     width = int(source_rank.max()) + 1 if source_rank.numel() else 1
     return ordinal(token_step * width + source_rank)
 
 
-def ordinal(group: torch.Tensor) -> torch.Tensor:
+def ordinal(group: Tensor) -> Tensor:
     """[N] int64 -> [N] int64: each element's index among those of the same group, in order."""
     ordered, order = group.sort(stable=True)
     place = torch.arange(len(group), device=group.device)
@@ -50,7 +51,7 @@ def ordinal(group: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(place).scatter_(0, order, place - start)
 
 
-def alone(counts: torch.Tensor) -> torch.Tensor:
+def alone(counts: Tensor) -> Tensor:
     """The sum over a group of one source rank."""
     return counts
 
@@ -69,13 +70,13 @@ class RouterWork:
     where the tokens are all here, the identity.
     """
 
-    scores: torch.Tensor
-    weight_basis: torch.Tensor
-    expert_ids: torch.Tensor
-    weights: torch.Tensor
-    decode: torch.Tensor
-    holds: torch.Tensor | None = None
-    total: Callable[[torch.Tensor], torch.Tensor] = alone
+    scores: Tensor
+    weight_basis: Tensor
+    expert_ids: Tensor
+    weights: Tensor
+    decode: Tensor
+    holds: Tensor | None = None
+    total: Callable[[Tensor], Tensor] = alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +84,8 @@ class Routed:
     """expert_ids [..., B, k'] int64: by falling preference, -1 behind them for fewer than k'; weights [..., B, k']
     float32, 0 there."""
 
-    expert_ids: torch.Tensor
-    weights: torch.Tensor
+    expert_ids: Tensor
+    weights: Tensor
 
 
 Needs: TypeAlias = Literal["none", "reduced", "gathered"]
@@ -122,7 +123,7 @@ class BatchPolicy(Policy):
     def work(self) -> tuple[str, ...]:
         return ()
 
-    def work_us(self, costs: PolicyCosts, tokens: torch.Tensor, ranks: int) -> float | torch.Tensor:
+    def work_us(self, costs: PolicyCosts, tokens: Tensor, ranks: int) -> float | Tensor:
         """Microseconds of a layer that the policy's own work takes where no table has a row for it, collectives left
         out: the sum of its terms, or what a subclass makes of tokens [...] of a rank and the number of ranks."""
         terms: list[float] = [getattr(costs, term) for term in self.work]
@@ -177,14 +178,8 @@ class Reader(BatchPolicy):
     acts: ClassVar[bool] = True
 
     def bytes_read(
-        self,
-        tokens: torch.Tensor,
-        active: torch.Tensor,
-        hidden: int,
-        intermediate: int,
-        weight_bytes: float,
-        top_k: int,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, active: Tensor, hidden: int, intermediate: int, weight_bytes: float, top_k: int
+    ) -> Tensor:
         """tokens [...]: assignments of a rank, active [...]: its experts with any -> bytes [...] float64 of their
         weights, or of what is read in their place."""
         raise NotImplementedError
@@ -211,16 +206,16 @@ class SharedWork:
     cost: float
     seed: int
     top_k: int
-    steps: torch.Tensor
-    layers: torch.Tensor
-    routed: torch.Tensor
-    routed_by_source: torch.Tensor
-    tokens: torch.Tensor
-    node_of_rank: torch.Tensor
+    steps: Tensor
+    layers: Tensor
+    routed: Tensor
+    routed_by_source: Tensor
+    tokens: Tensor
+    node_of_rank: Tensor
     batch: Batch | None
-    expert_ranks: torch.Tensor | None
+    expert_ranks: Tensor | None
 
-    def present(self) -> torch.Tensor:
+    def present(self) -> Tensor:
         """[T, L] bool: whether a layer has the token, that is any routed expert for it."""
         assert self.batch is not None
         return (self.batch.expert_ids >= 0).any(-1)
@@ -252,7 +247,7 @@ class SharedDispatch(BatchPolicy):
     def kernel(self) -> SharedRule | None:
         return None
 
-    def served(self, work: SharedWork) -> torch.Tensor:
+    def served(self, work: SharedWork) -> Tensor:
         """-> [S, L, R, R] int64: shared-expert tokens by source rank and the rank that serves them."""
         assert work.batch is not None
         chosen, num_ranks = self.token_ranks(work), work.tokens.shape[-1]
@@ -261,7 +256,7 @@ class SharedDispatch(BatchPolicy):
         shape = (*work.tokens.shape, num_ranks)
         return torch.bincount(row * num_ranks + chosen[token, layer], minlength=math.prod(shape)).reshape(shape)
 
-    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+    def token_ranks(self, work: SharedWork) -> Tensor:
         """-> [T, L] int64: the rank that serves the shared expert of each of the batch's tokens, -1 where the layer has
         no such token. `work` needs the batch, of all source ranks or of one: a token goes to the same rank either way,
         and `served` counts them."""
@@ -299,20 +294,18 @@ class Split(BatchPolicy):
     def kernel(self) -> SplitRule | None:
         return None
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         """counts [..., L, E] int64 of all source ranks -> [..., L, P] float64: each slot's share of its expert."""
         raise NotImplementedError
 
-    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def quotas(self, rank_counts: Tensor, fixed: Tensor, copies: Copies) -> Tensor:
         """rank_counts [..., L, R, E] int64, fixed-point fractions [..., L, P] -> assignments per slot [..., L, R, P].
 
         Only for splits `by_rank`.
         """
         raise NotImplementedError
 
-    def physical_ids(
-        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
-    ) -> torch.Tensor:
+    def physical_ids(self, batch: Batch, rank_counts: Tensor, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
         """batch, rank_counts [S, L, R, E], fixed-point fractions [S, L, P] -> [T, L, k] int64: physical experts, -1 for
         an empty slot. Of rank_counts a split with `counts=gathered` needs those of all ranks, any other none."""
         raise NotImplementedError
@@ -343,12 +336,6 @@ class Dense(Reader):
     engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
 
     def bytes_read(
-        self,
-        tokens: torch.Tensor,
-        active: torch.Tensor,
-        hidden: int,
-        intermediate: int,
-        weight_bytes: float,
-        top_k: int,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, active: Tensor, hidden: int, intermediate: int, weight_bytes: float, top_k: int
+    ) -> Tensor:
         return active.double() * (3 * hidden * intermediate * weight_bytes)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.split import Backend, Solution, SplitStructure, prepare, solve_batched
 from epsim.kernels.split.solver import REFUSED
@@ -46,7 +47,7 @@ class Copies:
         self.node_of_rank = placement.node_of_rank
         self._made: dict[Callable[[Copies], object], object] = {}
         self._making = threading.RLock()  # `make` may call `once` again
-        self._memory: dict[tuple[str, int], tuple[torch.Tensor, Any]] | None = None
+        self._memory: dict[tuple[str, int], tuple[Tensor, Any]] | None = None
 
     def once(self, make: Callable[[Copies], T]) -> T:
         """The result of make(self). It is computed at the first call and kept. make: a function of a module."""
@@ -55,7 +56,7 @@ class Copies:
                 self._made[make] = make(self)
             return self._made[make]  # type: ignore[return-value]
 
-    def padded(self, per_expert: torch.Tensor, empty: int = 0) -> torch.Tensor:
+    def padded(self, per_expert: Tensor, empty: int = 0) -> Tensor:
         """[..., E] -> [..., E + 1] with the value `empty` for expert E, or unchanged if no slot is empty."""
         return torch.nn.functional.pad(per_expert, (0, 1), value=empty) if self.has_empty else per_expert
 
@@ -66,11 +67,11 @@ class Copies:
         view._memory = {}
         return view
 
-    def least_peak(self, counts: torch.Tensor) -> Solution:
+    def least_peak(self, counts: Tensor) -> Solution:
         """counts [..., L, E] int64 -> the exact split with the least peak load, and the proven bound of that peak."""
         return self._remembered("split", counts, lambda: self._solve(counts, want_split=True))
 
-    def optimum(self, counts: torch.Tensor) -> torch.Tensor:
+    def optimum(self, counts: Tensor) -> Tensor:
         """counts [..., L, E] int64 -> [..., L] float64: the least peak load of any split, as a proven lower bound.
 
         Raises ValueError where the counts of a layer are negative or sum to 2^53 or more.
@@ -83,15 +84,15 @@ class Copies:
             raise ValueError(REFUSED[int(solution.status.max())])
         return solution.bound
 
-    def _solve(self, counts: torch.Tensor, want_split: bool) -> Solution:
+    def _solve(self, counts: Tensor, want_split: bool) -> Solution:
         return solve_batched(self.once(split_structure), counts, backend=self.backend, want_split=want_split)
 
-    def per_slot(self, per_expert: torch.Tensor, empty: int = 0) -> torch.Tensor:
+    def per_slot(self, per_expert: Tensor, empty: int = 0) -> Tensor:
         """[..., L, E] -> [..., L, P]: the value of a slot's expert; `empty` for an empty slot."""
         slots = self.held.expand(*per_expert.shape[:-1], self.held.shape[-1])
         return self._remembered(f"slots {empty}", per_expert, lambda: self.padded(per_expert, empty).gather(-1, slots))
 
-    def _remembered(self, what: str, tensor: torch.Tensor, make: Callable[[], T]) -> T:
+    def _remembered(self, what: str, tensor: Tensor, make: Callable[[], T]) -> T:
         if self._memory is None:
             return make()
         key = what, id(tensor)
@@ -100,7 +101,7 @@ class Copies:
         value: T = self._memory[key][1]
         return value
 
-    def per_rank(self, per_slot: torch.Tensor) -> torch.Tensor:
+    def per_rank(self, per_slot: Tensor) -> Tensor:
         """[..., P] -> [..., R]: the sum over a rank's slots."""
         shape = (*per_slot.shape[:-1], self.placement.num_ranks, self.placement.slots_per_rank)
         return per_slot.reshape(shape).sum(-1)
@@ -111,6 +112,6 @@ def split_structure(copies: Copies) -> SplitStructure:
     return prepare(copies.placement.physical_to_logical, copies.placement.num_ranks, copies.placement.num_experts)
 
 
-def even_fractions(copies: Copies) -> torch.Tensor:
+def even_fractions(copies: Copies) -> Tensor:
     """[L, P] float64: an equal fraction for every copy of an expert."""
     return copies.per_slot(copies.number.to(torch.float64).reciprocal())

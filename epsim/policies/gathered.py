@@ -7,12 +7,13 @@ integers, so every rank and the simulator find the same assignment.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from epsim.policies.base import Batch, ordinal
 from epsim.policies.copies import Copies
 
 
-def gathered_quotas(rank_counts: torch.Tensor, loads: torch.Tensor, copies: Copies) -> torch.Tensor:
+def gathered_quotas(rank_counts: Tensor, loads: Tensor, copies: Copies) -> Tensor:
     """rank_counts [..., L, R, E] int64, whole loads [..., L, P] int64 of the slots -> [..., L, R, P] int64.
 
     An expert's loads add up to its counts over source ranks. A copy takes tokens of its own rank first, then of its
@@ -40,7 +41,7 @@ def gathered_quotas(rank_counts: torch.Tensor, loads: torch.Tensor, copies: Copi
     return torch.empty_like(taken).scatter_(-1, slot, taken)
 
 
-def ids_by_quotas(batch: Batch, quotas: torch.Tensor, copies: Copies) -> torch.Tensor:
+def ids_by_quotas(batch: Batch, quotas: Tensor, copies: Copies) -> Tensor:
     """batch, quotas [S, L, R, P] -> physical experts [T, L, k] int64, -1 for an empty slot.
 
     A source rank's tokens of an expert fill its quotas in order of local index, copies in order of slot. Only the
@@ -62,7 +63,7 @@ def ids_by_quotas(batch: Batch, quotas: torch.Tensor, copies: Copies) -> torch.T
     return result
 
 
-def _cumulative_in_group(room: torch.Tensor, group: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _cumulative_in_group(room: Tensor, group: Tensor, copies: Copies) -> Tensor:
     """room [..., L, P] in the order of `Copies`, group [L, P] -> running sums among an expert's copies of one group."""
     total = room.cumsum(-1)
     begins = torch.ones_like(group, dtype=torch.bool)

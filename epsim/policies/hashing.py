@@ -11,6 +11,7 @@ A draw depends on nothing else in the batch, so one rank's tokens draw the same 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def _signed(value: int) -> int:
@@ -23,19 +24,19 @@ MULTIPLIER_1 = _signed(0xBF58476D1CE4E5B9)
 MULTIPLIER_2 = _signed(0x94D049BB133111EB)
 
 
-def _shift_right(bits: torch.Tensor, by: int) -> torch.Tensor:
+def _shift_right(bits: Tensor, by: int) -> Tensor:
     # torch shifts int64 arithmetically; the mask removes the copies of the sign bit.
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
-def finalise(bits: torch.Tensor) -> torch.Tensor:
+def finalise(bits: Tensor) -> Tensor:
     """SplitMix64's finaliser of int64 [...], a bijection on 64 bits."""
     bits = (bits ^ _shift_right(bits, 30)) * MULTIPLIER_1
     bits = (bits ^ _shift_right(bits, 27)) * MULTIPLIER_2
     return bits ^ _shift_right(bits, 31)
 
 
-def chain(*parts: torch.Tensor) -> torch.Tensor:
+def chain(*parts: Tensor) -> Tensor:
     """An int64 key of int64 parts, which are broadcast; their order matters."""
     key = finalise(parts[0] + GOLDEN)
     for part in parts[1:]:
@@ -43,16 +44,16 @@ def chain(*parts: torch.Tensor) -> torch.Tensor:
     return key
 
 
-def token_key(seed: int, step: torch.Tensor, source_rank: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def token_key(seed: int, step: Tensor, source_rank: Tensor, local: Tensor) -> Tensor:
     """The token key, int64 [...], of broadcast step numbers, source ranks and local token indices. seed: any int."""
     return chain(torch.full_like(local, _signed(seed)), step, source_rank, local)
 
 
-def slot_key(layer: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+def slot_key(layer: Tensor, slot: Tensor) -> Tensor:
     """The slot key, int64 [...], of the model's layer numbers and indices in the top-k, which are broadcast."""
     return chain(layer, slot)
 
 
-def draw(token: torch.Tensor, slot: torch.Tensor, bits: int) -> torch.Tensor:
+def draw(token: Tensor, slot: Tensor, bits: int) -> Tensor:
     """The highest bits (<= 63) of the draw of these keys, which are broadcast: int64 [...] in [0, 2^bits)."""
     return _shift_right(finalise(token + slot), 64 - bits)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.splits import Sampled
@@ -39,11 +40,11 @@ class Program:
     column [L, P]: the column of each slot, -1 for an expert's only copy.
     """
 
-    matrix: torch.Tensor
-    unused: torch.Tensor
-    cost: torch.Tensor
-    replicated: torch.Tensor
-    column: torch.Tensor
+    matrix: Tensor
+    unused: Tensor
+    cost: Tensor
+    replicated: Tensor
+    column: Tensor
 
 
 def program(copies: Copies) -> Program:
@@ -73,9 +74,7 @@ def program(copies: Copies) -> Program:
     return Program(matrix, unused, cost, replicated, column)
 
 
-def interior_point(
-    matrix: torch.Tensor, unused: torch.Tensor, target: torch.Tensor, cost: torch.Tensor
-) -> torch.Tensor:
+def interior_point(matrix: Tensor, unused: Tensor, target: Tensor, cost: Tensor) -> Tensor:
     """The variables [B, n + 1], the artificial one last, for matrix [B, m, n], unused [B, m], right sides [B, m] and
     cost [n + 1]. All are float32. They are not finite if the method breaks down.
     """
@@ -103,7 +102,7 @@ class LplbIpm(Sampled):
     works_without_copies: ClassVar[bool] = True
     engines: ClassVar[Mapping[str, str]] = {"sglang": "lp"}
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         even = copies.once(even_fractions)
         if not copies.redundant:
             return even.expand(*counts.shape[:-2], *even.shape)
@@ -114,7 +113,7 @@ class LplbIpm(Sampled):
         return torch.cat(found or [flat]).reshape(*counts.shape[:-1], even.shape[-1])
 
 
-def _fractions(counts: torch.Tensor, layer: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _fractions(counts: Tensor, layer: Tensor, copies: Copies) -> Tensor:
     """The fractions [B, P] float64 of counts [B, E] float64 in layers [B]."""
     lp = copies.once(program)
     expert, column = copies.held[layer], lp.column[layer]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.water import assign, pour
 from epsim.placement.base import Stack
@@ -44,7 +45,7 @@ class WaterfillJoint(SharedDispatch):
                 "write lplb(counts=gathered)+waterfill-joint, or waterfill"
             )
 
-    def served(self, work: SharedWork) -> torch.Tensor:
+    def served(self, work: SharedWork) -> Tensor:
         most = None
         if self.candidates == "visited":
             # A router policy may give tokens more experts than the model's top-k.
@@ -52,7 +53,7 @@ class WaterfillJoint(SharedDispatch):
             most = work.routed_by_source // max(work.top_k, width)
         return pour(work.routed, work.tokens, work.cost, work.node_of_rank, most)[0]
 
-    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+    def token_ranks(self, work: SharedWork) -> Tensor:
         """Implements `SharedDispatch.token_ranks`; tokens go to ranks they visit anyway, as far as `served` allows."""
         batch, present = work.batch, work.present()
         assert batch is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,25 +32,25 @@ class Load:
     router policy has acted.
     """
 
-    routed: torch.Tensor
-    routed_real: torch.Tensor
-    shared: torch.Tensor
-    shared_tokens: torch.Tensor
-    tokens: torch.Tensor
-    assignments: torch.Tensor
-    active: torch.Tensor
-    remote_rank: torch.Tensor | None
-    remote_node: torch.Tensor | None
-    shared_remote_rank: torch.Tensor | None
-    shared_remote_node: torch.Tensor | None
+    routed: Tensor
+    routed_real: Tensor
+    shared: Tensor
+    shared_tokens: Tensor
+    tokens: Tensor
+    assignments: Tensor
+    active: Tensor
+    remote_rank: Tensor | None
+    remote_node: Tensor | None
+    shared_remote_rank: Tensor | None
+    shared_remote_node: Tensor | None
     rounded: bool
-    rank_rows: torch.Tensor | None = None
-    node_rows: torch.Tensor | None = None
-    kept_mass: torch.Tensor | None = None
-    tiles: torch.Tensor | None = None
+    rank_rows: Tensor | None = None
+    node_rows: Tensor | None = None
+    kept_mass: Tensor | None = None
+    tiles: Tensor | None = None
 
     @property
-    def total(self) -> torch.Tensor:
+    def total(self) -> Tensor:
         """routed + shared, [S, L, R] float64."""
         return self.routed + self.shared
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.dispatch.rule import SplitRule
 from epsim.policies.base import Batch, Needs, Split
@@ -14,7 +15,7 @@ from epsim.policies.copies import Copies
 from epsim.traces.trace import Level
 
 
-def nearest_slots(copies: Copies) -> torch.Tensor:
+def nearest_slots(copies: Copies) -> Tensor:
     """[L, R, E] int64: the slot to which each source rank sends an expert's tokens.
 
     A copy on the rank itself, else one on its node, else any. Of several on the rank the first; otherwise the source
@@ -58,25 +59,23 @@ class Static(Split):
     kernel: ClassVar[SplitRule] = SplitRule(follow="nearest")
     engines: ClassVar[Mapping[str, str]] = {"sglang": "static"}
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         """The share of source ranks that send to a slot: what it gets where tokens are spread evenly over them."""
         senders = _served(torch.ones_like(copies.once(nearest_slots)), copies).sum(-2).to(torch.float64)
         fractions = senders / copies.placement.num_ranks
         return fractions.expand(*counts.shape[:-2], *fractions.shape)
 
-    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def quotas(self, rank_counts: Tensor, fixed: Tensor, copies: Copies) -> Tensor:
         return _served(rank_counts, copies)
 
-    def physical_ids(
-        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
-    ) -> torch.Tensor:
+    def physical_ids(self, batch: Batch, rank_counts: Tensor, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
         table = copies.once(nearest_slots)
         layer = torch.arange(table.shape[0], device=table.device)[:, None]
         ids = table[layer, batch.source_rank[:, None, None], batch.expert_ids.clamp(min=0)]
         return torch.where(batch.expert_ids >= 0, ids, -1)
 
 
-def _served(rank_counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _served(rank_counts: Tensor, copies: Copies) -> Tensor:
     """[..., L, R, E] -> [..., L, R, P]"""
     table = copies.once(nearest_slots).expand(rank_counts.shape)
     served = rank_counts.new_zeros(*rank_counts.shape[:-1], copies.placement.num_physical)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from epsim.policies.copies import Copies
 from epsim.policies.routing.matching import active_ranks
 from epsim.policies.splits import Systematic
 
 
-def held_by_rank(copies: Copies) -> torch.Tensor:
+def held_by_rank(copies: Copies) -> Tensor:
     """[L, E, R] bool: which rank has a copy of which expert."""
     placement = copies.placement
     slots = placement.physical_to_logical.reshape(placement.num_layers, placement.num_ranks, -1)
@@ -33,7 +34,7 @@ class OneCopy(Systematic):
     complexity: ClassVar[int] = 1
     single_copies: ClassVar[bool] = True
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         holds = copies.once(held_by_rank)
         rank = active_ranks(counts > 0, torch.zeros_like(counts), holds.expand(*counts.shape, holds.shape[-1]))
         # Without tokens an expert's share is of nothing: its first copy has it.

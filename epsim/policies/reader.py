@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.reader.bytes import ReadBytes
 from epsim.kernels.reader.codes import BLOCK
@@ -66,14 +67,8 @@ class Channels(Reader):
         return ReadBytes(hidden, intermediate, weight_bytes, self.coordinates, rank, self.score)
 
     def bytes_read(
-        self,
-        tokens: torch.Tensor,
-        active: torch.Tensor,
-        hidden: int,
-        intermediate: int,
-        weight_bytes: float,
-        top_k: int,
-    ) -> torch.Tensor:
+        self, tokens: Tensor, active: Tensor, hidden: int, intermediate: int, weight_bytes: float, top_k: int
+    ) -> Tensor:
         """Expected bytes [...] float64 that a rank reads. tokens [...]: its assignments; active [...]: its experts with
         any.
 
@@ -93,7 +88,7 @@ class Channels(Reader):
             number = torch.floor((self.budget * all_kept - screens) / cost).clamp(min=0)
             return torch.minimum(screens + number * cost, all_kept)
 
-        def union(share: float) -> torch.Tensor:
+        def union(share: float) -> Tensor:
             return 1 - torch.pow(torch.full_like(each, 1 - share), each)
 
         codes = hidden * sizes.code_row * union(sizes.coordinates / BLOCK) if self.score == "sketch" else 0.0

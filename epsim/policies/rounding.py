@@ -9,6 +9,7 @@ ranks and differ by expert. The number of tokens of each copy has a closed form 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from epsim.policies.base import Batch, ordinal
 from epsim.policies.copies import Copies
@@ -18,7 +19,7 @@ BITS = 20
 ONE = 1 << BITS
 
 
-def fixed_point(fractions: torch.Tensor, copies: Copies) -> torch.Tensor:
+def fixed_point(fractions: Tensor, copies: Copies) -> Tensor:
     """Fractions [..., L, P] float64 -> [..., L, P] int64 in units of 2^-20. The copies of an expert sum to 2^20.
 
     The last copy takes the rest. If the earlier ones sum to more than 1, the later of them are reduced.
@@ -30,7 +31,7 @@ def fixed_point(fractions: torch.Tensor, copies: Copies) -> torch.Tensor:
     return torch.empty_like(upper).scatter_(-1, slot, _differences(upper, copies))
 
 
-def systematic_quotas(rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+def systematic_quotas(rank_counts: Tensor, fixed: Tensor, copies: Copies) -> Tensor:
     """rank_counts [..., L, R, E] int64, fixed [..., L, P] -> assignments of each slot [..., L, R, P] int64."""
     upper = cumulative(fixed, copies)[..., None, :]
     *lead, num_layers, num_ranks, num_experts = rank_counts.shape
@@ -45,7 +46,7 @@ def systematic_quotas(rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Co
     return torch.empty_like(below).scatter_(-1, slot, _differences(below, copies, by_rank=True))
 
 
-def systematic_ids(batch: Batch, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+def systematic_ids(batch: Batch, fixed: Tensor, copies: Copies) -> Tensor:
     """batch, fixed [S, L, P] -> the slot of each assignment [T, L, k] int64 by systematic rounding, -1 for none."""
     result, token, layer, place_k = _single_copies(batch, copies)
     expert = batch.expert_ids[token, layer, place_k]
@@ -60,7 +61,7 @@ def systematic_ids(batch: Batch, fixed: torch.Tensor, copies: Copies) -> torch.T
     return result
 
 
-def sampled_ids(batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) -> torch.Tensor:
+def sampled_ids(batch: Batch, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
     """batch, fixed [S, L, P] -> slots [T, L, k] int64, -1 for none. Each token draws a copy with the fractions as
     odds."""
     result, token, layer, place_k = _single_copies(batch, copies)
@@ -73,7 +74,7 @@ def sampled_ids(batch: Batch, fixed: torch.Tensor, copies: Copies, seed: int) ->
     return result
 
 
-def offsets(num_ranks: int, num_experts: int, device: torch.device) -> torch.Tensor:
+def offsets(num_ranks: int, num_experts: int, device: torch.device) -> Tensor:
     """The offset of each source rank and expert, [R, E] int64 in [0, 2^20).
 
     Offsets are evenly spaced over ranks and follow a golden-ratio sequence over experts.
@@ -83,18 +84,18 @@ def offsets(num_ranks: int, num_experts: int, device: torch.device) -> torch.Ten
     return (rank[:, None] + expert) & (ONE - 1)
 
 
-def cumulative(fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+def cumulative(fixed: Tensor, copies: Copies) -> Tensor:
     """Fractions by slot [..., L, P] -> the upper end of each copy's interval [..., L, P], in the order of `Copies`."""
     return _upper(fixed.gather(-1, copies.slot.expand(fixed.shape)), copies)
 
 
-def _upper(parts: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _upper(parts: Tensor, copies: Copies) -> Tensor:
     total = parts.cumsum(-1)
     before = total - parts
     return total - before.gather(-1, copies.start.expand(parts.shape))
 
 
-def _differences(upper: torch.Tensor, copies: Copies, by_rank: bool = False) -> torch.Tensor:
+def _differences(upper: Tensor, copies: Copies, by_rank: bool = False) -> Tensor:
     """The upper end of each copy's interval minus that of the expert's previous copy (0 for the first copy)."""
     lower = torch.zeros_like(upper)
     same = copies.expert[:, 1:] == copies.expert[:, :-1]
@@ -102,7 +103,7 @@ def _differences(upper: torch.Tensor, copies: Copies, by_rank: bool = False) -> 
     return upper - lower
 
 
-def _single_copies(batch: Batch, copies: Copies) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _single_copies(batch: Batch, copies: Copies) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slots [T, L, k] of the first copies, and the indices (token, layer, place in the top-k) of experts with
     several."""
     num_layers, num_experts = copies.number.shape
@@ -114,7 +115,7 @@ def _single_copies(batch: Batch, copies: Copies) -> tuple[torch.Tensor, torch.Te
     return torch.where(batch.expert_ids >= 0, only, -1), token, layer, place_k
 
 
-def _ordinal_and_size(group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _ordinal_and_size(group: Tensor) -> tuple[Tensor, Tensor]:
     """group [N] -> each element's index in its group [N], in order, and the size of the group [N]."""
     if not group.numel():
         return group, group
@@ -122,14 +123,7 @@ def _ordinal_and_size(group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return ordinal(group), torch.bincount(group - low)[group - low]
 
 
-def _slot_at(
-    point: torch.Tensor,
-    step: torch.Tensor,
-    layer: torch.Tensor,
-    expert: torch.Tensor,
-    fixed: torch.Tensor,
-    copies: Copies,
-) -> torch.Tensor:
+def _slot_at(point: Tensor, step: Tensor, layer: Tensor, expert: Tensor, fixed: Tensor, copies: Copies) -> Tensor:
     """point, step, layer, expert [N], fixed [S, L, P] -> the slot [N] of the copy whose interval contains the point.
 
     Points are in [0, 2^20).

@@ -8,17 +8,16 @@ from typing import Any, TypeAlias
 import numba
 import numpy as np
 import torch
+from torch import Tensor
 
 from epsim.policies.base import Batch
 from epsim.policies.copies import Copies
 
-RowCounts: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+RowCounts: TypeAlias = "tuple[Tensor, Tensor]"
 """Rows by source rank and serving rank [S, L, R, R], and by source rank and serving node [S, L, R, N]; float64."""
 
 
-def token_rows(
-    batch: Batch, expert_ranks: torch.Tensor, shared_ranks: torch.Tensor | None, node_of_rank: torch.Tensor
-) -> RowCounts:
+def token_rows(batch: Batch, expert_ranks: Tensor, shared_ranks: Tensor | None, node_of_rank: Tensor) -> RowCounts:
     """Counts the rows of tokens whose ranks are known.
 
     expert_ranks [T, L, k] int64: the ranks that serve a token's experts, -1 for none. shared_ranks [T, L]: the rank
@@ -42,7 +41,7 @@ def token_rows(
     return torch.from_numpy(rank_rows).to(device), torch.from_numpy(node_rows).to(device)
 
 
-def quota_rows(batch: Batch, quotas: torch.Tensor, copies: Copies) -> RowCounts:
+def quota_rows(batch: Batch, quotas: Tensor, copies: Copies) -> RowCounts:
     """Counts the rows of a split with quotas, without computing each token's slot: an expert's tokens fill its copies
     in
     order.
@@ -68,7 +67,7 @@ def quota_rows(batch: Batch, quotas: torch.Tensor, copies: Copies) -> RowCounts:
 
 
 def expected_rows(
-    by_source: torch.Tensor, tokens: torch.Tensor, top_k: int, shared: torch.Tensor | None, node_of_rank: torch.Tensor
+    by_source: Tensor, tokens: Tensor, top_k: int, shared: Tensor | None, node_of_rank: Tensor
 ) -> RowCounts:
     """The expected rows if the top_k choices of a token are independent and distributed as those of its source rank.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.dispatch.rule import SharedRule
 from epsim.policies.base import Needs, SharedDispatch, SharedWork
@@ -25,9 +26,9 @@ class Local(SharedDispatch):
     kernel: ClassVar[SharedRule] = SharedRule("own")
     engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
 
-    def served(self, work: SharedWork) -> torch.Tensor:
+    def served(self, work: SharedWork) -> Tensor:
         return torch.diag_embed(work.tokens)
 
-    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+    def token_ranks(self, work: SharedWork) -> Tensor:
         assert work.batch is not None
         return torch.where(work.present(), work.batch.source_rank[:, None], -1)

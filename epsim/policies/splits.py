@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.dispatch.rule import SplitRule
 from epsim.kernels.split import solve_gathered
@@ -23,12 +24,10 @@ class Systematic(Split):
 
     __slots__ = ()
 
-    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def quotas(self, rank_counts: Tensor, fixed: Tensor, copies: Copies) -> Tensor:
         return systematic_quotas(rank_counts, fixed, copies)
 
-    def physical_ids(
-        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
-    ) -> torch.Tensor:
+    def physical_ids(self, batch: Batch, rank_counts: Tensor, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
         return systematic_ids(batch, fixed, copies)
 
 
@@ -42,13 +41,11 @@ class Sampled(Split):
     def level(self) -> Level:
         return "tokens"
 
-    def physical_ids(
-        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
-    ) -> torch.Tensor:
+    def physical_ids(self, batch: Batch, rank_counts: Tensor, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
         return sampled_ids(batch, fixed, copies, seed)
 
 
-def _even(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _even(counts: Tensor, copies: Copies) -> Tensor:
     fractions = copies.once(even_fractions)
     return fractions.expand(*counts.shape[:-2], *fractions.shape)
 
@@ -63,11 +60,11 @@ class Even(Systematic):
     kernel: ClassVar[SplitRule] = SplitRule()
     engines: ClassVar[Mapping[str, str]] = {"sglang": "dynamic", "vllm": ""}
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         return _even(counts, copies)
 
 
-def _least_peak(counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+def _least_peak(counts: Tensor, copies: Copies) -> Tensor:
     """counts [..., L, E] -> fractions [..., L, P] of the least peak; even where an expert has no tokens."""
     load = copies.per_slot(counts)
     split = copies.least_peak(counts).split
@@ -153,25 +150,23 @@ class Lplb(Systematic):
         proven = f"lplb(objective=time) is optimal where at most {FEW_COPIES} copies of replicated experts have tokens"
         return (f"{proven}; elsewhere it is the best of a search of {MOST_NODES} nodes, never dearer than lplb's",)
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         if self.objective == "tokens":
             return _least_peak(counts, copies)
         load = copies.per_slot(counts)
         return torch.where(load > 0, self._whole(counts, copies).double() / load.clamp(min=1), _even(counts, copies))
 
-    def quotas(self, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def quotas(self, rank_counts: Tensor, fixed: Tensor, copies: Copies) -> Tensor:
         if self.counts == "reduced":
             return Systematic.quotas(self, rank_counts, fixed, copies)
         return gathered_quotas(rank_counts, self._whole(rank_counts.sum(-2), copies), copies)
 
-    def physical_ids(
-        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
-    ) -> torch.Tensor:
+    def physical_ids(self, batch: Batch, rank_counts: Tensor, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
         if self.counts == "reduced":
             return Systematic.physical_ids(self, batch, rank_counts, fixed, copies, seed)
         return ids_by_quotas(batch, self.quotas(rank_counts, fixed, copies), copies)
 
-    def _whole(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def _whole(self, counts: Tensor, copies: Copies) -> Tensor:
         """counts [..., L, E] int64 -> [..., L, P] int64: whole tokens of each slot."""
         structure = copies.once(split_structure)
         if self.objective == "tokens":
@@ -189,7 +184,7 @@ class LplbSampled(Sampled):
     work: ClassVar[tuple[str, ...]] = ("solve_us", "assign_us")
     kernel: ClassVar[SplitRule] = SplitRule(solves=True, follow="sampled")
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         return _least_peak(counts, copies)
 
 
@@ -203,5 +198,5 @@ class Random(Sampled):
     kernel: ClassVar[SplitRule] = SplitRule(follow="sampled")
     engines: ClassVar[Mapping[str, str]] = {"sglang": "dynamic", "vllm": ""}
 
-    def fractions(self, counts: torch.Tensor, copies: Copies) -> torch.Tensor:
+    def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         return _even(counts, copies)

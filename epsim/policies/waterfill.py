@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.dispatch.rule import SharedRule
 from epsim.policies.base import Needs, SharedDispatch, SharedWork
@@ -62,7 +63,7 @@ class Waterfill(SharedDispatch):
     def engines(self) -> Mapping[str, str]:
         return {"sglang": f"waterfill(candidates={self.candidates},load={self.load})"}
 
-    def token_ranks(self, work: SharedWork) -> torch.Tensor:
+    def token_ranks(self, work: SharedWork) -> Tensor:
         """Implements `SharedDispatch.token_ranks`; `visited` also needs the ranks of the tokens' routed experts."""
         batch = work.batch
         assert batch is not None
@@ -77,7 +78,7 @@ class Waterfill(SharedDispatch):
         ranks[token, layer] = self._choose(work, place, batch.local[token], visited)
         return ranks
 
-    def served(self, work: SharedWork) -> torch.Tensor:
+    def served(self, work: SharedWork) -> Tensor:
         if work.batch is not None:
             return SharedDispatch.served(self, work)
         number = work.tokens.flatten()
@@ -96,12 +97,8 @@ class Waterfill(SharedDispatch):
         return torch.bincount(at, minlength=math.prod(shape)).reshape(shape)
 
     def _choose(
-        self,
-        work: SharedWork,
-        place: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        local: torch.Tensor,
-        visited: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, work: SharedWork, place: tuple[Tensor, Tensor, Tensor], local: Tensor, visited: Tensor | None
+    ) -> Tensor:
         """The ranks [N] of N tokens. place: their step, layer and source rank; local [N]; visited [N, k], None: all."""
         loads, weights = self._scales(work)
         rank = place[2].clone()
@@ -115,7 +112,7 @@ class Waterfill(SharedDispatch):
             rank[part] = _pick(number, source, loads[row[part]], weights[row[part]], near)
         return rank
 
-    def _scales(self, work: SharedWork) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scales(self, work: SharedWork) -> tuple[Tensor, Tensor]:
         """The loads and weights of all ranks that each source rank sees, both [S * L * R, R] int64."""
         num_ranks = work.tokens.shape[-1]
         if self.counts == "global":
@@ -135,9 +132,7 @@ class Waterfill(SharedDispatch):
         return loads.reshape(-1, num_ranks), weights.reshape(-1, num_ranks)
 
 
-def _pick(
-    number: torch.Tensor, source: torch.Tensor, loads: torch.Tensor, weights: torch.Tensor, visited: torch.Tensor | None
-) -> torch.Tensor:
+def _pick(number: Tensor, source: Tensor, loads: Tensor, weights: Tensor, visited: Tensor | None) -> Tensor:
     """The drawn ranks [N]. number [N]: random; own ranks [N]; loads, weights [N, R]; visited [N, k], -1 for none."""
     own_load = loads.gather(1, source[:, None])[:, 0]
     if visited is not None:
@@ -154,11 +149,11 @@ def _pick(
     return torch.where(total > 0, drawn, fallback)
 
 
-def _rounded_up(tokens: torch.Tensor, cost: int) -> torch.Tensor:
+def _rounded_up(tokens: Tensor, cost: int) -> Tensor:
     """Tokens times the cost in units of 2^-20, rounded up to whole assignments."""
     return -((-tokens * cost) >> COST_BITS)
 
 
-def _flat(place: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+def _flat(place: tuple[Tensor, Tensor, Tensor], shape: torch.Size) -> Tensor:
     step, layer, source = place
     return (step * shape[1] + layer) * shape[2] + source

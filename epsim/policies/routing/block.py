@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from epsim.policies.base import Router, RouterWork
 from epsim.traces.trace import Phase, TokenBlock
@@ -22,11 +23,11 @@ class Rerouted:
     tokens take, divided by those of the experts that the model chose; 1 for a step that is not rerouted."""
 
     block: TokenBlock
-    kept_mass: torch.Tensor
+    kept_mass: Tensor
 
 
 def reroute_block(
-    router: Router, block: TokenBlock, phase: Phase, num_experts: int, num_ranks: int, holds: torch.Tensor
+    router: Router, block: TokenBlock, phase: Phase, num_experts: int, num_ranks: int, holds: Tensor
 ) -> Rerouted:
     """Reroutes the steps of phase decode (or unknown). A batch is a step, or one source rank's tokens of a step.
 
@@ -56,7 +57,7 @@ def reroute_block(
         group = group * num_ranks + block.source_rank[tokens]
     _, begins, sizes = np.unique(group, return_index=True, return_counts=True)
     ids = torch.from_numpy(block.expert_ids[tokens].astype(np.int64))
-    chosen: list[torch.Tensor] = []
+    chosen: list[Tensor] = []
     own_mass, taken_mass = [], []
     for first, last in _parts(sizes, num_layers * num_experts):
         part = slice(int(begins[first]), int(begins[last - 1] + sizes[last - 1]))
@@ -78,16 +79,11 @@ def reroute_block(
 
 
 def _route(
-    router: Router,
-    ids: torch.Tensor,
-    scores: torch.Tensor,
-    at: tuple[torch.Tensor, torch.Tensor],
-    shape: tuple[int, int],
-    holds: torch.Tensor,
-) -> torch.Tensor:
+    router: Router, ids: Tensor, scores: Tensor, at: tuple[Tensor, Tensor], shape: tuple[int, int], holds: Tensor
+) -> Tensor:
     """The policy's ids [n, L, k'] int64 for ids [n, L, k] and scores [n, L, E] of tokens at (batch, index) [n]."""
 
-    def batched(values: torch.Tensor, empty: float) -> torch.Tensor:
+    def batched(values: Tensor, empty: float) -> Tensor:
         padded = torch.full((*shape, *values.shape[1:]), empty, dtype=values.dtype)
         padded[at] = values
         return padded.transpose(1, 2).to(holds.device)
@@ -101,7 +97,7 @@ def _route(
     return routed.expert_ids.cpu().transpose(1, 2)[at]
 
 
-def scores_by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) -> torch.Tensor:
+def scores_by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) -> Tensor:
     """The scores of the tokens by expert, [n, L, E] float32; -inf where the trace has none."""
     assert block.scores is not None
     scores = torch.from_numpy(block.scores[tokens].astype(np.float32))
@@ -113,7 +109,7 @@ def scores_by_expert(block: TokenBlock, tokens: np.ndarray, num_experts: int) ->
     return dense.scatter_(-1, torch.where(ids >= 0, ids, num_experts), scores)[..., :num_experts]
 
 
-def kept_scores(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def kept_scores(scores: Tensor, ids: Tensor) -> Tensor:
     """The sum of scores [n, L, E] over each token's experts ids [n, L, k], as [n, L] float64."""
     found = scores.gather(-1, ids.clamp(min=0)).to(torch.float64)
     return found.masked_fill(ids < 0, 0.0).clamp(min=0).sum(-1)

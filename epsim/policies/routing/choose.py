@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from epsim.policies.base import Routed, RouterWork
 
@@ -15,11 +16,11 @@ class Preference:
     this order. own [..., B, E] bool: the model's choice. known [..., B, E] bool: experts that the token may take.
     active [..., B] bool: tokens to reroute, without padding."""
 
-    order: torch.Tensor
-    position: torch.Tensor
-    own: torch.Tensor
-    known: torch.Tensor
-    active: torch.Tensor
+    order: Tensor
+    position: Tensor
+    own: Tensor
+    known: Tensor
+    active: Tensor
 
 
 def preference(work: RouterWork) -> Preference:
@@ -42,9 +43,7 @@ def preference(work: RouterWork) -> Preference:
     return Preference(order, position, own, own | (scores > -torch.inf), work.decode & chosen.any(-1))
 
 
-def take(
-    work: RouterWork, wish: Preference, allowed: torch.Tensor, most: int, small: torch.Tensor | None = None
-) -> Routed:
+def take(work: RouterWork, wish: Preference, allowed: Tensor, most: int, small: Tensor | None = None) -> Routed:
     """Each token takes its `most` best experts of those in allowed [..., B, E] bool, or all where they are fewer.
 
     small [...] bool: batches whose tokens take at least the model's k. A token's weights are proportional to

@@ -13,9 +13,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
+from torch import Tensor
 
 
-def active_ranks(must: torch.Tensor, want: torch.Tensor, holds: torch.Tensor) -> torch.Tensor:
+def active_ranks(must: Tensor, want: Tensor, holds: Tensor) -> Tensor:
     """The rank that serves each expert, [..., E] int64, -1 for an inactive expert.
 
     must [..., E] bool: experts that must be active; want [..., E] int64 >= 0: the value of activating others, 0 for
@@ -37,7 +38,7 @@ def active_ranks(must: torch.Tensor, want: torch.Tensor, holds: torch.Tensor) ->
     return torch.from_numpy(ranks).to(must.device).reshape(shape)
 
 
-def _single_copies(must: torch.Tensor, want: torch.Tensor, holds: torch.Tensor) -> torch.Tensor:
+def _single_copies(must: Tensor, want: Tensor, holds: Tensor) -> Tensor:
     ranks = holds.to(torch.int8).argmax(-1)
     active = (must[..., None] & holds).sum(-2)
     most = active.amax(-1, keepdim=True)

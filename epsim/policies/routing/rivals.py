@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from epsim.kernels.router import Plan
 from epsim.policies.base import Routed, Router, RouterWork
@@ -15,7 +16,7 @@ from epsim.policies.routing.fused import by_kernel
 LEFT = "left with none of known score it takes none at all"
 
 
-def _demand(work: RouterWork, wish: Preference) -> tuple[torch.Tensor, torch.Tensor]:
+def _demand(work: RouterWork, wish: Preference) -> tuple[Tensor, Tensor]:
     """How many tokens to reroute chose each expert, and how many others, [..., E] int64 each, by one call of
     `work.total`."""
     by_phase = [(wish.own & tokens[..., None]).sum(-2) for tokens in (wish.active, ~work.decode)]
@@ -23,7 +24,7 @@ def _demand(work: RouterWork, wish: Preference) -> tuple[torch.Tensor, torch.Ten
     return both[..., 0, :], both[..., 1, :]
 
 
-def _take_of(work: RouterWork, wish: Preference, left: torch.Tensor) -> Routed:
+def _take_of(work: RouterWork, wish: Preference, left: Tensor) -> Routed:
     """Every token takes its k best of the experts left [..., E] bool."""
     allowed = left[..., None, :].expand_as(wish.known)
     return take(work, wish, allowed, work.expert_ids.shape[-1])

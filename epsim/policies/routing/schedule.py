@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Schedule:
     def values(self) -> tuple[int, ...]:
         return tuple(k0 for _, k0 in self.steps)
 
-    def place(self, sizes: torch.Tensor) -> torch.Tensor:
+    def place(self, sizes: Tensor) -> Tensor:
         """For batch sizes [...] int64: 0 for the model's own k, i for the k0 of step i, as [...] int64."""
         # One comparison per step: a tensor of the steps would be copied from the host, which a CUDA graph cannot hold.
         return torch.stack([sizes >= least for least, _ in self.steps], -1).sum(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from epsim.policies.base import RouterWork
 from epsim.policies.routing.choose import Preference
@@ -17,15 +18,13 @@ class Union:
     base [..., B, E] bool: each token's guaranteed experts. small [...] bool: batches below the schedule's first step,
     whose tokens keep the model's choice. extra [..., E] int64: the sum of `extra` over ranks."""
 
-    loaded: torch.Tensor
-    base: torch.Tensor
-    small: torch.Tensor
-    extra: torch.Tensor
+    loaded: Tensor
+    base: Tensor
+    small: Tensor
+    extra: Tensor
 
 
-def union(
-    work: RouterWork, wish: Preference, schedule: Schedule, p: float = 1.0, extra: torch.Tensor | None = None
-) -> Union:
+def union(work: RouterWork, wish: Preference, schedule: Schedule, p: float = 1.0, extra: Tensor | None = None) -> Union:
     """The union of every token's best min(k0, t) experts, where t experts are the fewest that reach the share p of the
     token's scores.
 
@@ -56,9 +55,9 @@ def union(
     return Union(demand > 0, base, chosen == 0, along)
 
 
-def _reaching(work: RouterWork, wish: Preference, p: float) -> torch.Tensor:
+def _reaching(work: RouterWork, wish: Preference, p: float) -> Tensor:
     """How many of the best experts reach the share p of the token's known scores, [..., B, 1] int64."""
-    ordered: torch.Tensor = work.weight_basis.float().masked_fill(~wish.known, 0.0).gather(-1, wish.order)
+    ordered: Tensor = work.weight_basis.float().masked_fill(~wish.known, 0.0).gather(-1, wish.order)
     share = ordered.cumsum(-1)
     short = share < p * share[..., -1:]
     return (short.sum(-1, keepdim=True) + 1).clamp(max=short.shape[-1])
