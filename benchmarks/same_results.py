@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -81,8 +82,8 @@ def results(python: str, name: str, arguments: tuple[str, ...], trace: Path, out
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", help="Python of the first version")
-    parser.add_argument("new", help="Python of the second version")
+    parser.add_argument("old", type=os.path.abspath, help="Python of the first version")
+    parser.add_argument("new", type=os.path.abspath, help="Python of the second version")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     parser.add_argument("--except", nargs="+", dest="excepted", default=[], metavar="PATTERN")
     arguments = parser.parse_args()
