@@ -206,7 +206,7 @@ class ClusterOptions(Options):
     ranks: Annotated[int, About("Ranks (GPUs) of the expert-parallel group.", least=1, most=MOST_SLOTS)]
     nodes: Annotated[int, About("Nodes (hosts) that hold the ranks.")] = 1
     redundant: Annotated[
-        int, About("Redundant experts: copies in each layer beside the logical experts.", least=0, most=MOST_SLOTS)
+        int, About("Redundant experts: slots in each layer beyond one per expert.", least=0, most=MOST_SLOTS)
     ] = 0
     groups: Annotated[int, About("Expert groups of the model's router.", least=1, most=MOST_SLOTS)] = 1
 
@@ -221,7 +221,7 @@ class PlanningOptions(SeedOptions):
     """How the steps of a trace are divided, and the seed."""
 
     plan_share: Annotated[
-        float, About("Without --history: plan placements on this share of the trace's steps, its first.")
+        float, About("Without --history: plan placements on the first steps, this share of the trace.")
     ] = 0.5
 
     def __post_init__(self) -> None:
@@ -234,9 +234,7 @@ class PlanningOptions(SeedOptions):
 class StepOptions(Options):
     """Which steps of a trace are used."""
 
-    only: Annotated[
-        str | None, About("Use the steps of one phase, prefill or decode, of a trace with several.", metavar="PHASE")
-    ] = None
+    only: Annotated[str | None, About("Use only the steps of this phase, prefill or decode.", metavar="PHASE")] = None
     min_tokens: Annotated[int, About("Leave out steps with fewer tokens.", least=1)] = 1
 
 

@@ -75,10 +75,10 @@ class PlanRequest(ClusterOptions, StepOptions, ReadOptions, _Asked):
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCostOptions, _Asked):
     trace: Annotated[AnyPath, TRACE] = field(kw_only=False)
-    model: Annotated[str, About("A shipped model, such as deepseek-v3, or a .toml file.", metavar="M")]
+    model: Annotated[str, About("A shipped model, such as deepseek-v3, or a .toml file.", metavar="M")] = field()
     hardware: Annotated[
         str, About("h100, h200, h800, b200, a .toml file, or the folder that `epsim calibrate` wrote.", metavar="H")
-    ]
+    ] = field()
     gpus: Annotated[int, About("GPUs (ranks) of the expert-parallel group.", least=1, most=1 << 14)]
     nodes: Annotated[
         int | None, About("Hosts that hold the GPUs. Default: as many as the hardware needs.", least=1)
@@ -112,7 +112,7 @@ class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCost
     routers: Annotated[
         Sequence[str],
         About(
-            'Routers to try as well, e.g. "oea(k0=4)"; they change what the model says. Repeatable.',
+            'Routers to try as well, e.g. "oea(k0=4)"; they change what the model writes. Repeatable.',
             flag="--router",
             metavar="ROUTER",
             kind=tuple[str, ...],
@@ -129,9 +129,7 @@ class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCost
         float, About("A gain in throughput below this share is not worth memory or more moving parts.")
     ] = 0.005
     rebalance_layer_ms: Annotated[
-        float | None, About("Work of the host for rebalancing one layer, besides moving the weights. Default: 10.")
+        float | None, About("Host time for rebalancing one layer, besides moving the weights. Default: 10.")
     ] = None
     groups: Annotated[int | None, About("Expert groups of the model's router. Default: the model's.", least=1)] = None
-    model_path: Annotated[
-        str | None, About("Where serving systems find the model, for the commands that are printed.")
-    ] = None
+    model_path: Annotated[str | None, About("The model's path on the serving system, for the printed commands.")] = None

@@ -57,12 +57,12 @@ class RunOptions(PlanningOptions):
     steps: Annotated[
         int | None, About("Number of steps to run, after those that placements are planned on. Default: all.", least=1)
     ] = None
-    ranks: Annotated[int | None, About("Processes, one for each GPU if there are GPUs.", least=1, most=MOST_SLOTS)] = (
-        None
-    )
+    ranks: Annotated[
+        int | None, About("Number of processes; each has a GPU of its own if there are GPUs.", least=1, most=MOST_SLOTS)
+    ] = None
     nodes: Annotated[int, About("Nodes (hosts) that placements are made for.", most=MOST_SLOTS)] = 1
     redundant: Annotated[
-        int, About("Redundant experts: copies in each layer beside the logical experts.", most=MOST_SLOTS)
+        int, About("Redundant experts: slots in each layer beyond one per expert.", most=MOST_SLOTS)
     ] = 0
     groups: Annotated[int, About("Expert groups of the model's router.", most=MOST_SLOTS)] = 1
     layers: Annotated[int | None, About("Run only the first layers of the trace.", least=1)] = None
@@ -86,12 +86,12 @@ class RunOptions(PlanningOptions):
         ),
     ] = None
     text: Annotated[AnyPath | None, About("Trained model: the text that it reads.", metavar="FILE", kind=str)] = None
-    sequence: Annotated[
-        int | None, About("Trained model: the most tokens of one sequence in a prefill step.", least=1)
-    ] = None
-    context: Annotated[
-        int, About("Trained model: tokens that the sequences of a decode step have read before.", least=1)
-    ] = CONTEXT
+    sequence: Annotated[int | None, About("Trained model: most tokens of one sequence in a prefill step.", least=1)] = (
+        None
+    )
+    context: Annotated[int, About("Trained model: tokens of context of each sequence in a decode step.", least=1)] = (
+        CONTEXT
+    )
     launcher: Annotated[str, About("inline (one process), torchrun or ray.", choices=LAUNCHERS)] = LAUNCHERS[0]
 
     def __post_init__(self) -> None:

@@ -33,6 +33,14 @@ def test_import_is_fast_and_loads_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_tune_needs_a_model_and_hardware() -> None:
+    """Classes that it inherits from have defaults for both."""
+    required = [entry.name for entry in parameters(TuneRequest) if entry.required]
+    assert required == ["trace", "model", "hardware", "gpus"]
+    with pytest.raises(TypeError, match="model"):
+        epsim.tune("sample", hardware="h200", gpus=8)  # type: ignore[call-arg]
+
+
 def test_no_module_takes_the_name_of_a_function() -> None:
     """Importing it would put the module in the function's place."""
     assert not {module.name for module in pkgutil.iter_modules(epsim.__path__)} & set(epsim.__all__)

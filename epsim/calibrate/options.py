@@ -16,7 +16,7 @@ class Request(Options):
     """models: names or files of `load_model`, none for a choice by device. parts: none for all. base: "" for the
     hardware that the device's name tells."""
 
-    out: Annotated[Path, About("Folder for the tables. Parts that are finished there stay.", metavar="DIR")]
+    out: Annotated[Path, About("Folder for the tables. Finished parts in it are kept.", metavar="DIR")]
     device: Annotated[str, About("auto, cuda or cpu.")] = "auto"
     models: Annotated[
         tuple[str, ...],
@@ -32,6 +32,4 @@ class Request(Options):
             choices=PARTS,
         ),
     ] = ()
-    base: Annotated[
-        str, About("Shipped hardware that gives what is not measured. Default: the one of this device.", metavar="H")
-    ] = ""
+    base: Annotated[str, About("Shipped hardware for what is not measured. Default: this device's.", metavar="H")] = ""

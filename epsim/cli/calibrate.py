@@ -8,7 +8,9 @@ from epsim.calibrate.options import Request
 
 
 def calibrate_command(request: Request) -> None:
-    """Measure experts, exchange, collectives, routers and policies on this machine, for `epsim replay --hardware DIR`.
+    """Measure this machine for `epsim replay --hardware DIR`.
+
+    Measures experts, exchange, collectives, routers and policies.
 
     Under torchrun (one process a GPU: torchrun --nproc-per-node N -m epsim.cli calibrate ...) exchange and collectives
     are measured on 2, 4, 8, ... ranks, up to all.

@@ -31,7 +31,10 @@ def compare_command(
     out: OutOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Compare results, with intervals. For the folder of a run: compare what was measured with what was predicted."""
+    """Compare results, with intervals.
+
+    Given the folder of a run, compares its measured values with the predicted ones.
+    """
     from epsim.report.compare import combined, compare, read_sides
     from epsim.report.conditions import holds, parse_condition
 

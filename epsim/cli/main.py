@@ -98,7 +98,7 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
             print(error.format_message())
             sys.exit(0)
-        _fail(error, f"{error.format_message()} (epsim --help and epsim COMMAND --help list what there is)")
+        _fail(error, f"{error.format_message()} (see epsim --help and epsim COMMAND --help)")
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -25,7 +25,10 @@ def _need_models_extra() -> None:
 
 @command(app, "corpus")
 def corpus_command(options: FetchOptions) -> None:
-    """Fetch text from Debian packages, set some documents aside for evaluation, and tokenize it."""
+    """Fetch and tokenize text from Debian packages.
+
+    Some documents are set aside for evaluation.
+    """
     _need_models_extra()
     from epsim.traces.model.tokens import fetch_corpus
 
@@ -34,7 +37,7 @@ def corpus_command(options: FetchOptions) -> None:
 
 @command(app, "train")
 def train_command(options: TrainOptions, shape: ModelShape) -> None:
-    """Train the model, and a dense one to compare with."""
+    """Train the model, and a dense model for comparison."""
     _need_models_extra()
     from epsim.traces.model.train import train
 
@@ -43,7 +46,10 @@ def train_command(options: TrainOptions, shape: ModelShape) -> None:
 
 @command(app, "record")
 def record_command(options: RecordOptions) -> None:
-    """Record the trained model on text that it was not trained on: prefill, and decode of sampled continuations."""
+    """Record a trace of the trained model.
+
+    The text is held out from training. The trace has prefill steps, and decode steps of sampled continuations.
+    """
     _need_models_extra()
     from epsim.traces.model.sample import record_sample
 
@@ -54,7 +60,10 @@ def record_command(options: RecordOptions) -> None:
 
 @command(app, "evaluate")
 def evaluate_command(options: EvaluateOptions) -> None:
-    """Measure what a router policy or a channel reader costs the model: cross-entropy, KL divergence, repetition."""
+    """Measure the quality that a router or reader costs.
+
+    Prints cross-entropy, KL divergence and repetition of the small model on held-out text.
+    """
     _need_models_extra()
     from epsim.quality.evaluate import evaluate
 
@@ -63,7 +72,10 @@ def evaluate_command(options: EvaluateOptions) -> None:
 
 @command(app, "generate")
 def generate_command(options: GenerateOptions) -> None:
-    """Continue text under router policies: tokens a second, compared with the model's own choice, and the text."""
+    """Measure the tokens per second of router policies.
+
+    Continues held-out text, compares each policy with the model's own choice, and prints the text.
+    """
     _need_models_extra()
     from epsim.quality.speed import generate_text
 

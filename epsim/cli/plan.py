@@ -17,7 +17,10 @@ def plan_command(
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The file to write.")],
     format_name: Annotated[str, typer.Option("--format", help="sglang, vllm, trtllm or epsim.")] = "epsim",
 ) -> None:
-    """Plan a placement on a trace and write it as SGLang, vLLM or TensorRT-LLM load it."""
+    """Plan a placement and write it for a serving system.
+
+    The placement is planned on all steps of the trace. SGLang, vLLM-Ascend and TensorRT-LLM load the files.
+    """
     from epsim.placement.formats import check_format
     from epsim.policies.stack import placement_policy
 

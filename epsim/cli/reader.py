@@ -19,11 +19,14 @@ def build_command(
     dtype: Annotated[
         str, typer.Option("--dtype", help="The type that weights are served in: bfloat16, float16 or float32.")
     ] = "bfloat16",
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Of the map that restores skipped channels.")] = 32,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the rotations' signs.")] = 0,
-    device: Annotated[str, typer.Option("--device", help="Where to build: cpu or cuda.")] = "cpu",
+    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the map that restores skipped channels.")] = 32,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the rotations' signs.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="Build on cpu or cuda.")] = "cpu",
 ) -> None:
-    """Build the sketch and map of every layer with experts from a checkpoint's weights, tied to it by hash."""
+    """Build the sketch of a checkpoint.
+
+    It covers every layer with experts, and holds the checkpoint's hash.
+    """
     from safetensors import SafetensorError
 
     from epsim.files import CannotWriteError, check_target, whole_file

@@ -13,18 +13,23 @@ from epsim.files import check_out
 def report_command(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A results.json, or its folder.")],
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder for the pages. Default: that of the results.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the pages. Default: the folder of the results."),
     ] = None,
     quality: Annotated[
         list[Path] | None,
         typer.Option(
             "--quality",
             metavar="JSON",
-            help="Add the frontiers in a file of benchmarks/oea_quality.py or reader_quality.py; repeatable.",
+            help="Add pictures of quality against cost from this file, which benchmarks/oea_quality.py or "
+            "reader_quality.py wrote; repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Make report.html and report.md from a results.json of replay, run, compare, tune or sweep."""
+    """Make report.html and report.md from a results.json.
+
+    The results may be of replay, run, compare, tune or sweep.
+    """
     from epsim.report.frontiers import read_frontiers
     from epsim.report.write import write_pages, write_report
     from epsim.results import read_results

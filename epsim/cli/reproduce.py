@@ -9,7 +9,7 @@ import typer
 
 from epsim.cli.options import command
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Published tables beside predictions.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare published tables with predictions.")
 
 
 @app.callback()
@@ -21,12 +21,20 @@ def waterfill_lplb_command(
     recordings: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="DeepSeek-V3's recordings: prefill_*.json and decode_*.json.")
     ],
-    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="What the two nodes hold.")] = "h200",
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Batches of a workload; thrice that of one alone.")] = 4,
-    layers: Annotated[int, typer.Option("--layers", min=1, help="Layers looked at, evenly spaced.")] = 6,
+    hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="GPU type of the two nodes.")] = "h200",
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", min=1, help="Batches for each workload (three times as many for a model with only one workload)."
+        ),
+    ] = 4,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers used, evenly spaced.")] = 6,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 0,
 ) -> None:
-    """SGLang's table of Waterfill and LPLB on DeepSeek-V3 and V4-Flash, 16 GPUs on 2 nodes: published and predicted."""
+    """Compare SGLang's Waterfill and LPLB table.
+
+    The table is of DeepSeek-V3 and V4-Flash on 16 GPUs of 2 nodes.
+    """
     from epsim.reproduce.show import show_waterfill_lplb
 
     show_waterfill_lplb(recordings, hardware, steps, layers, seed)
@@ -34,7 +42,10 @@ def waterfill_lplb_command(
 
 @command(app, "deepep")
 def deepep_command() -> None:
-    """DeepEP's published bandwidths and latencies on H800 beside the exchange model under their conditions."""
+    """Compare DeepEP's published figures on H800.
+
+    The predictions are the exchange model's bandwidths and latencies under the published conditions.
+    """
     from epsim.reproduce.show import show_deepep
 
     show_deepep()
@@ -44,7 +55,10 @@ def deepep_command() -> None:
 def public_tables_command(
     hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="h100, h200 or b200.")] = "h200",
 ) -> None:
-    """Measured calls of the wheel aiconfigurator-core that no fit has used, beside what is predicted for them."""
+    """Compare public tables of GPU times.
+
+    The measurements are those of the package aiconfigurator-core that no fit has used.
+    """
     from epsim.reproduce.show import show_held_out
 
     show_held_out(hardware)

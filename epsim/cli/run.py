@@ -7,7 +7,10 @@ from epsim.requests import LaunchOptions
 
 
 def run_command(options: LaunchOptions) -> None:
-    """Run a recorded trace's tokens through real expert-parallel layers under policy stacks, and measure."""
+    """Measure policy stacks on real expert-parallel layers.
+
+    Sends the tokens of a trace through the layers, on GPUs or CPUs, and measures loads and times.
+    """
     results = epsim.run(**vars(options))
     from epsim.report.table import print_table
 

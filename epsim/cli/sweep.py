@@ -18,22 +18,25 @@ if TYPE_CHECKING:
 
 
 def sweep_command(
-    grid: Annotated[Path, typer.Argument(metavar="GRID.toml", help="What to cross: see docs/sweep.md.")],
+    grid: Annotated[
+        Path, typer.Argument(metavar="GRID.toml", help="Traces, clusters and policies to combine (docs/sweep.md).")
+    ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Where cells and results go; finished cells there are kept.")
+        Path, typer.Option("--out", metavar="DIR", help="Folder for cells and results. Finished cells in it are kept.")
     ],
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Cells at a time. Default: as many as there are cores.")
+        int | None, typer.Option("--workers", min=1, help="Cells computed at a time. Default: the number of cores.")
     ] = None,
     ray: Annotated[
         str | None,
-        typer.Option("--ray", metavar="ADDRESS", help="On a Ray cluster: its address, auto, or local for one here."),
+        typer.Option("--ray", metavar="ADDRESS", help="Use a Ray cluster: its address, auto, or local (starts one)."),
     ] = None,
-    retries: Annotated[
-        int, typer.Option("--retries", min=0, help="How often a cell whose worker died is tried again.")
-    ] = 2,
+    retries: Annotated[int, typer.Option("--retries", min=0, help="How often to retry a cell whose worker died.")] = 2,
 ) -> None:
-    """Replay every combination of a grid; resumable: run it again after a kill and finished cells are not repeated."""
+    """Replay every combination of a grid.
+
+    The same command continues a sweep that was interrupted.
+    """
     from epsim.parallel import cores
     from epsim.policies.stack import named_stack
     from epsim.sweep.cells import plan_cells

@@ -46,7 +46,7 @@ def show_command(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace, any readable recording, or `sample`.")],
     options: ImportOptions,
 ) -> None:
-    """Print what a trace holds, and how unevenly each layer's experts are used."""
+    """Print what a trace holds, and how uneven its load is."""
     from epsim.traces.importing import open_trace
     from epsim.traces.show import summarize
 
@@ -55,7 +55,8 @@ def show_command(
     for name, value in summary.lines():
         print(f"{name}: {printable(value)}")
     print(
-        "skew per layer, max / mean over experts: all steps together; mean of the steps; hottest expert; never chosen"
+        "skew by layer (max / mean load of experts): of all steps together; mean of the steps; hottest expert; "
+        "number of experts never chosen"
     )
     for row in summary.skew:
         print(f"  layer {row.layer:3}: {row.overall:7.3f} {row.per_step:8.3f}  expert {row.hottest:3} {row.idle:5}")
@@ -68,7 +69,10 @@ def synthesize_command(
     drawing: SynthesisOptions,
     topic: TopicOptions,
 ) -> None:
-    """Draw a trace of tokens that has the statistics of recordings. The trace says that it was drawn."""
+    """Draw a trace of tokens with the statistics of recordings.
+
+    The trace says that it was drawn.
+    """
     from epsim.traces.importing import open_trace
     from epsim.traces.synthesize import synthesize
 
@@ -77,5 +81,5 @@ def synthesize_command(
     with working("drawing"):
         topics = [open_trace([source], options) for source in sources]
         trace = synthesize(topics, out, drawing)
-    recordings = f"{len(topics)} recording(s), seed {drawing.seed}"
+    recordings = f"{len(topics)} recording{'s' if len(topics) > 1 else ''}, seed {drawing.seed}"
     print(f"{printable(str(out))}: {trace.num_steps} steps of {drawing.tokens_per_step} tokens drawn from {recordings}")

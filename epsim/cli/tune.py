@@ -9,7 +9,10 @@ from epsim.requests import TuneRequest
 
 
 def tune_command(request: TuneRequest, out: OutOption = None, json_output: JsonOption = False) -> None:
-    """Say what to run within a memory limit: redundant experts, placement, policies, rebalancing; gains and costs."""
+    """Find what to run on a cluster, within its memory.
+
+    Chooses redundant experts, placement, policies and rebalancing, and shows what they gain and cost.
+    """
     check_out(out)
     with progress_bar() as progress:
         results = epsim.tune(**vars(request) | {"command": command_line(), "progress": progress})

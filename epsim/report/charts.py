@@ -35,12 +35,12 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         (
             any(entry["metrics"][key]["mean"] for entry in stacks for key in CAUSES), _causes, "causes",
             "Where the imbalance comes from",
-            "x: product of 1 + mean gap over the causes; 1 is perfect balance. It is close to the mean peak/mean, but "
-            "not equal to it, since it multiplies means; y: stacks", bars,
+            "x: product of (1 + mean gap) over the causes, close to the mean of peak/mean (1 is perfect balance); "
+            "y: stacks", bars,
         ),
         (
             _any(stacks, "load_over_mean_by_step"), _heat, "heat", "Load of every rank over the steps",
-            "x: step; y: rank; colour: load over the mean load, averaged over layers", (2.6, 3.6),
+            "x: step; y: rank; colour: load / mean load, averaged over layers", (2.6, 3.6),
         ),
         (
             _any(stacks, "max_over_mean_quantiles"), _ecdf, "ecdf", "Distribution of peak/mean",
@@ -48,7 +48,7 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         ),
         (
             trace["steps_scored"] > 1 and _any(stacks, "by_step"), _steps, "steps", "Peak/mean by step",
-            "x: step; y: peak/mean, averaged over layers (in a long trace also over neighbouring steps)", lines,
+            "x: step; y: peak/mean, averaged over layers (in a long trace also over successive steps)", lines,
         ),
         (
             any(len(entry.get("max_over_mean_by_tokens", [])) > 1 for entry in stacks), _tokens, "tokens",
@@ -62,7 +62,7 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         ),
         (
             _any(stacks, "load_over_mean_by_rank"), _ranks, "ranks", "Load by rank",
-            "x: rank; y: load over the mean load, averaged over steps and layers", lines,
+            "x: rank; y: load / mean load, averaged over steps and layers", lines,
         ),
         (
             _any(stacks, "phases_us"), _phases, "phases", "Time of a layer by phase",
@@ -73,11 +73,11 @@ def stack_figures(results: ResultsData) -> list[Figure]:
             any(entry["metrics"]["kept_mass"]["mean"] is not None for entry in stacks), _kept, "kept",
             "Router probability kept, and what is read",
             "x: active experts of the busiest rank, bytes it reads, time of a layer (means); y: router probability of "
-            "the experts used over that of the model's choice", lines,
+            "the experts used / of the model's choice", lines,
         ),
         (
             hot, _hot, "hot", "The hottest experts and the ranks that hold their copies",
-            "x: rank; y: layer and expert, with its load over the mean expert's load; each mark is a copy",
+            "x: rank; y: layer and expert, with its load / mean load of an expert; each mark is a copy",
             (3.4, 0.4 + 2.9 * len(_placements(results))),
         ),
     ]  # fmt: skip

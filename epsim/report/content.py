@@ -11,7 +11,7 @@ from epsim.results import ResultsData
 from epsim.score.formulas import METRICS
 from epsim.score.verdict import label
 
-PEAK_OVER_MEAN = "peak/mean: load of the busiest rank over the mean load of all ranks; 1.0 is perfect balance."
+PEAK_OVER_MEAN = "peak/mean: load of the busiest rank / mean load of all ranks; 1.0 is perfect balance."
 """Stands once at the top of a page."""
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """Title, headers, rows."""
@@ -53,16 +53,16 @@ COLUMNS = (
     Column("max_over_mean", "p95", "p95", _ratio, "95th percentile of peak/mean over steps and layers"),
     Column("optimality_gap", "mean", "gap", _percent, "peak above the optimum (lowest peak the placement allows)"),
     Column("gap_placement", "mean", "placement", _percent, "optimum above the mean load"),
-    Column("gap_split", "mean", "split", _percent, "peak of the split, before rounding, above the optimum"),
+    Column("gap_split", "mean", "split", _percent, "peak before rounding, above the optimum"),
     Column("gap_rounding", "mean", "rounding", _percent, "added by rounding the split to whole tokens"),
-    Column("gap_shared", "mean", "shared", _percent, "added by where the shared expert's tokens are served"),
+    Column("gap_shared", "mean", "shared", _percent, "added by the choice of ranks for the shared expert's tokens"),
     Column("layer_time_us", "mean", "layer us", _number, "microseconds of a layer on its slowest rank"),
     Column("active_experts", "mean", "active", _number, "largest number of experts with tokens on one rank"),
     Column("kept_mass", "mean", "kept", _ratio, "router probability of the experts used / of the model's choice"),
-    Column("remote_rank_share", "mean", "off rank", _percent, "assignments served off the token's rank"),
-    Column("remote_node_share", "mean", "off node", _percent, "assignments served off the token's node"),
+    Column("remote_rank_share", "mean", "off rank", _percent, "share of assignments that leave the token's rank"),
+    Column("remote_node_share", "mean", "off node", _percent, "share of assignments that leave the token's node"),
 )
-GAIN = ("gain (95% interval)", "tokens per second over those of the first stack, minus 1")
+GAIN = ("gain (95% interval)", "tokens per second / those of the first stack - 1")
 
 
 def shown_columns(results: ResultsData) -> list[Column]:
@@ -154,7 +154,7 @@ def memory_words(results: ResultsData) -> str:
         return ""
     each = f"{setting['redundant'] / setting['ranks']:g} per rank and layer"
     layers = results["trace"]["num_layers"]
-    return f"redundant experts: {each}, {_extra(results, setting).text} per rank over {layers} layers"
+    return f"redundant experts: {each}, {_extra(results, setting).text} per rank for all {layers} layers"
 
 
 def _bytes(number: float) -> str:
@@ -174,12 +174,9 @@ def facts(results: ResultsData) -> list[tuple[str, str]]:
     """Trace, cluster, seed, command and notes: (name, value)."""
     trace, setting, run = results["trace"], results["setting"], _run(results)
     shape = f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}"
-    cluster = (
-        f"{setting['ranks']} ranks on {setting['nodes']} node(s), {setting['redundant']} redundant experts per layer"
-    )
-    shared = (
-        f"a token costs as much as {setting['shared_cost']:g} routed assignments" if setting["shared_cost"] else "none"
-    )
+    nodes = f"{setting['nodes']} node{'s' if setting['nodes'] > 1 else ''}"
+    cluster = f"{setting['ranks']} ranks on {nodes}, {setting['redundant']} redundant experts per layer"
+    shared = f"work per token: {setting['shared_cost']:g} x a routed assignment" if setting["shared_cost"] else "none"
     pairs = [
         (
             "trace",
@@ -222,7 +219,7 @@ def metrics_table(results: ResultsData) -> Table:
         if all(value is None for value in values):
             continue
         metric = METRICS[key.removeprefix("routed_")]
-        formula = "the same, on routed load only" if key.startswith("routed_") else metric.formula
+        formula = "the same, of the routed load alone" if key.startswith("routed_") else metric.formula
         table.append([key, formula, *("-" if value is None else figure(value, metric.unit) for value in values)])
     return "Every metric", ["metric (mean)", "formula", *(label(entry) for entry in stacks)], table
 

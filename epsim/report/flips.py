@@ -34,7 +34,7 @@ def flips_of_stacks(results: ResultsData) -> list[str]:
         *_by_size(stacks, best),
     ]
     if not sentences:
-        sentences = ["No other metric, layer, step or batch size compared here prefers another stack."]
+        sentences = ["No other stack is better by any other metric, or in any layer, step or batch size compared here."]
     if results["trace"]["origin"] == "drawn":
         sentences.append(
             "Tokens were drawn from recorded counts. What depends on single tokens may differ on real ones."

@@ -28,7 +28,7 @@ TUNE_LIMITS = ("does not pay", "limits")
 class View:
     """What a page of one kind shows besides its verdict, its stacks side by side, and its facts.
 
-    source: where the figures come from, in one line. flips: when another stack is better than the best one, under the
+    source: where the figures come from, in one line. flips: where another stack is better than the best one, under the
     heading flips_title. summary: the table that a terminal or a notebook shows. answers: (about, text) of `epsim tune`.
     leading, trailing: tables before and after the figures, left out where they have no rows. memory: whether the
     stacks' table has a column for the memory of redundant experts.
@@ -37,7 +37,7 @@ class View:
     title: Callable[[ResultsData], str]
     source: Callable[[ResultsData], str]
     flips: Callable[[ResultsData], list[str]] = flips_of_stacks
-    flips_title: str = "By other metrics, layers, steps and batch sizes"
+    flips_title: str = "Where another stack is better"
     summary: Callable[[ResultsData], Table] = stacks_table
     answers: Callable[[ResultsData], list[tuple[str, str]]] = lambda results: []
     leading: tuple[Callable[[ResultsData], Table], ...] = ()

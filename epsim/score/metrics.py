@@ -14,9 +14,9 @@ no value."""
 
 
 NO_ROUTER = "the stack has no router policy: every token keeps the experts that the model chose"
-NO_MODEL = "needs the sizes of the model's weights, which a trace does not hold"
-NO_TIME = "needs a layer-time model"
-NO_SHARED = "this load has no shared expert"
+NO_MODEL = "the sizes of the model's weights are not known; --hardware and --model give them"
+NO_TIME = "no times are predicted without --hardware"
+NO_SHARED = "this load has no shared-expert tokens"
 NO_SOURCE = "a trace at counts level has no source ranks"
 NOT_ROUNDED = "loads are real-valued at counts level: nothing is rounded"
 

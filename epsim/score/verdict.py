@@ -43,11 +43,11 @@ def verdict(entries: Sequence[dict[str, Any]], tied: Sequence[str] = (), measure
             advice = f"Keep {label(first)}: these steps show no clear gain; with {label(best)} {change}"
     sentences = [
         advice,
-        f"That is {best['metrics']['optimality_gap']['mean']:.1%} above the least this placement allows",
+        f"That is {best['metrics']['optimality_gap']['mean']:.1%} above the lowest peak that this placement allows",
     ]
     others = [name for name in tied if best is first or name != label(first)]
     if others:
-        sentences.append(f"These steps cannot separate {label(best)} from {' or '.join(others)}")
+        sentences.append(f"These steps show no clear difference from {' or '.join(others)}")
     loads = "measured peak load / mean load" if measured else "peak load / mean load"
     sentences.append(f"The ratio is {loads} of a layer, averaged over steps and layers")
     return ". ".join(sentences) + "."

@@ -189,7 +189,7 @@ def test_conditions_hold_or_not(make_trace: TraceMaker) -> None:
     for text, word in (
         ("none.peak.mean > 0", "only s0, s1"),
         ("s1.speed.mean > 0", "no metric"),
-        ("s1.layer_time_us.mean > 0", "layer-time model"),
+        ("s1.layer_time_us.mean > 0", "no times are predicted without --hardware"),
         ("s0.peak.low > 0", "it is the first"),
     ):
         with pytest.raises(ValueError, match=word):

@@ -42,7 +42,7 @@ def results_of(*stacks: dict[str, Any], kind: str = "replay", **more: Any) -> Re
 
 def test_nothing_flips_it() -> None:
     assert flips(results_of(entry("a", 1.5), entry("b", 1.2))) == [
-        "No other metric, layer, step or batch size compared here prefers another stack."
+        "No other stack is better by any other metric, or in any layer, step or batch size compared here."
     ]
     assert flips(results_of(entry("a", 1.5))) == []
 
@@ -144,6 +144,6 @@ def test_tune() -> None:
 
 def test_memory_in_words() -> None:
     results = results_of(entry("a", 1.5))
-    assert memory_words(results) == "redundant experts: 2 per rank and layer, 6 experts per rank over 3 layers"
+    assert memory_words(results) == "redundant experts: 2 per rank and layer, 6 experts per rank for all 3 layers"
     results["setting"]["expert_bytes"] = 2.0**20
-    assert memory_words(results) == "redundant experts: 2 per rank and layer, 6 MiB per rank over 3 layers"
+    assert memory_words(results) == "redundant experts: 2 per rank and layer, 6 MiB per rank for all 3 layers"

@@ -8,7 +8,7 @@ import pytest
 
 from epsim.score.verdict import best_of, verdict
 
-GAP = " That is 2.0% above the least this placement allows."
+GAP = " That is 2.0% above the lowest peak that this placement allows."
 FORMULA = " The ratio is peak load / mean load of a layer, averaged over steps and layers."
 MEASURED = FORMULA.replace("is peak", "is measured peak")
 
@@ -28,8 +28,12 @@ WON = "Use b: the busiest rank carries 1.34x the mean load instead of 1.95x (-31
     ("entries", "tied", "expected"),
     [
         ([A, B], [], WON + GAP + FORMULA),
-        ([A, B, entry("c", 1.35, -0.7, -0.5)], ["c"], f"{WON}{GAP} These steps cannot separate b from c.{FORMULA}"),
-        ([A, B], ["c", "d"], f"{WON}{GAP} These steps cannot separate b from c or d.{FORMULA}"),
+        (
+            [A, B, entry("c", 1.35, -0.7, -0.5)],
+            ["c"],
+            f"{WON}{GAP} These steps show no clear difference from c.{FORMULA}",
+        ),
+        ([A, B], ["c", "d"], f"{WON}{GAP} These steps show no clear difference from c or d.{FORMULA}"),
         ([A], [], "a: the busiest rank carries 1.95x the mean load." + GAP + FORMULA),
         (
             [B, A],
@@ -42,7 +46,7 @@ WON = "Use b: the busiest rank carries 1.34x the mean load instead of 1.95x (-31
             [B, A],
             ["a"],
             "Keep b: no other stack has a lower peak load; the busiest rank carries 1.34x the mean load."
-            + f"{GAP} These steps cannot separate b from a.{FORMULA}",
+            + f"{GAP} These steps show no clear difference from a.{FORMULA}",
         ),
         (
             [A, entry("b", 1.34)],
