@@ -1,4 +1,4 @@
-"""Reads cards, which are small TOML files (shipped or the user's own), into frozen dataclasses."""
+"""Reads cards into frozen dataclasses. A card is a small TOML file, shipped or the user's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from epsim.files import check_source
 
@@ -18,7 +18,8 @@ else:
     import tomli as tomllib
 
 LARGEST = 2**53
-"""The largest whole number up to which all are exact as float64."""
+"""Float64 holds every whole number up to this one exactly."""
+T = TypeVar("T")
 
 
 def known_cards(room: str) -> tuple[str, ...]:
@@ -28,9 +29,9 @@ def known_cards(room: str) -> tuple[str, ...]:
 
 
 def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
-    """(content, location for messages) of a shipped card by name, ignoring case, or of a file by its path.
+    """Reads a shipped card by name (in any case), or a file by its path. Returns its content and its name for messages.
 
-    Raises ValueError with one line for an unknown name (it lists the known ones) and for a file that is not TOML.
+    Raises ValueError in one line for an unknown name (it lists the known ones) and for a file that is not TOML.
     """
     if name.endswith(".toml") or "/" in name:
         path = Path(name)
@@ -40,12 +41,11 @@ def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
         except UnicodeDecodeError:
             raise ValueError(f"{path}: not TOML: not in UTF-8") from None
     else:
-        known = known_cards(room)
-        found = next((one for one in known if one == name.lower()), None)
-        if found is None:
+        known, file = known_cards(room), f"{name.lower()}.toml"
+        if name.lower() not in known:
             raise ValueError(f"{option} {name}: give one of {', '.join(known)}, or a .toml file")
-        where = f"{room}/cards/{found}.toml"
-        text = resources.files(f"epsim.{room}").joinpath("cards", f"{found}.toml").read_text(encoding="utf-8")
+        where = f"{room}/cards/{file}"
+        text = resources.files(f"epsim.{room}").joinpath("cards", file).read_text(encoding="utf-8")
     try:
         return tomllib.loads(text), where
     except tomllib.TOMLDecodeError as error:
@@ -54,13 +54,13 @@ def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
         raise ValueError(f"{where}: not TOML: nested too deeply") from None
 
 
-def build(kind: type[Any], content: Mapping[str, Any], where: str) -> Any:
-    """Builds a dataclass from a TOML table. Tables inside become dataclasses; integers are accepted as floats.
+def build(kind: type[T], content: Mapping[str, Any], where: str) -> T:
+    """Builds a dataclass from a TOML table. Inner tables become dataclasses, and integers are accepted as floats.
 
     Raises ValueError, which names the key, if a key is unknown, missing, of the wrong type, or refused by the class.
     """
     hints = get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = next((key for key in content if key not in fields), None)
     if unknown is not None:
         raise ValueError(f"{where}: unknown key {unknown!r}, known are {', '.join(fields)}")

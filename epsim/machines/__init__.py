@@ -1,1 +1,1 @@
-"""Machines, one card each: a GPU and its links."""
+"""One card per machine: a GPU and its links."""

@@ -17,8 +17,9 @@ LEAST_MEMORY_RATE = 10
 class Link:
     """One direction of one level of an exchange: time = bytes / rate(bytes).
 
-    gb_per_s: the rate at each of `at_bytes` (ascending; bytes of the busiest rank). Rates between them are interpolated
-    by the logarithm of the size; outside them the nearest holds. A single rate needs no sizes.
+    gb_per_s: the rate at each of `at_bytes` (ascending; bytes of the busiest rank). Rates between two sizes are
+    interpolated over the logarithm of the size. Outside the sizes, the nearest rate is used. A single rate needs no
+    size.
     """
 
     gb_per_s: tuple[float, ...]
@@ -41,9 +42,10 @@ class Link:
 class ExchangeRates:
     """Rates of the dispatch and combine kernels of one exchange.
 
-    alpha_us: time of a call without bytes, within a node, and in addition between nodes. nvlink, rdma: rates of each
-    level. Bytes on NVLink include those that stay on their rank, which the kernels copy too; bytes on RDMA are those
-    that leave the node. forward: NVLink's rates when kernels also forward data from other nodes; None for `nvlink`.
+    dispatch_alpha_us, combine_alpha_us: time of a call without bytes within a node; nodes_alpha_us: what an exchange
+    between nodes adds. nvlink, rdma: rates of each level. Bytes on NVLink include those that stay on their rank,
+    because the kernels copy them too. Bytes on RDMA are those that leave the node. forward: rates of NVLink when
+    kernels also forward data from other nodes; None for the same as `nvlink`.
     """
 
     dispatch_alpha_us: float
@@ -64,10 +66,10 @@ class ExchangeRates:
 class PolicyCosts:
     """Measured microseconds per layer that policies add.
 
-    all_reduce_us: an all-reduce of a layer's counts, within a node and between nodes. solve_us: a split by
-    `epsim.kernels.split`; published_solve_us: LPLB's interior point method. assign_us: from fractions to physical
-    experts; waterfill_us: placing the shared expert. timed_us: a split by time (None: solve_us); joint_us:
-    `waterfill-joint` (None: waterfill_us); router_us: a router policy (None: assign_us)."""
+    all_reduce_us, all_reduce_nodes_us: an all-reduce of a layer's counts, within a node and between nodes. solve_us: a
+    split by `epsim.kernels.split`. published_solve_us: LPLB's interior point method. assign_us: from fractions to
+    physical experts. waterfill_us: placing the shared expert. timed_us: a split by time (default: solve_us). joint_us:
+    `waterfill-joint` (default: waterfill_us). router_us: a router policy (default: assign_us)."""
 
     all_reduce_us: float
     all_reduce_nodes_us: float
@@ -82,17 +84,11 @@ class PolicyCosts:
     def __post_init__(self) -> None:
         _not_negative(self, tuple(name for name in self.__slots__ if getattr(self, name) is not None))
 
-    @property
-    def of_timed(self) -> float:
-        return self.solve_us if self.timed_us is None else self.timed_us
-
-    @property
-    def of_joint(self) -> float:
-        return self.waterfill_us if self.joint_us is None else self.joint_us
-
-    @property
-    def of_router(self) -> float:
-        return self.assign_us if self.router_us is None else self.router_us
+    def us(self, name: str) -> float:
+        """The cost of that name, or its default."""
+        defaults = {"timed_us": "solve_us", "joint_us": "waterfill_us", "router_us": "assign_us"}
+        cost: float | None = getattr(self, name)
+        return self.us(defaults[name]) if cost is None else cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +96,10 @@ class Hardware:
     """One GPU of a node with `ranks_per_node` GPUs.
 
     memory_gb: capacity. memory_gb_per_s, bf16_tflops, fp8_tflops: rates that kernels reach, not peaks. kernel_us: fixed
-    time of the expert kernels. tile: grouped GEMMs pad each expert's tokens to a multiple of so many rows. An exchange
-    that overlaps computation takes `exchange_sms` of `sms`. source: where the numbers come from. tables: JSON files in
-    this folder, measured by `epsim calibrate` (`epsim.cost.calibrated`) and used where they apply. shared_grouped:
-    whether a shared expert on its token's rank is part of the grouped computation, as in this runtime, or separate.
+    time of the expert kernels. tile: grouped GEMMs pad each expert's tokens to a multiple of this number of rows. An
+    exchange that overlaps computation uses `exchange_sms` of the `sms` multiprocessors. source: where the numbers come
+    from. tables: JSON files in the same folder, measured by `epsim calibrate` (`epsim.cost.calibrated`).
+    shared_grouped: whether a shared expert on its token's rank is part of the grouped computation, as in this runtime.
     """
 
     name: str
@@ -137,12 +133,9 @@ class Hardware:
 
 
 def load_hardware(name: str, option: str = "--hardware") -> Hardware:
-    """Loads shipped hardware (`h100`, `h200`, `h800`, `b200`) or a TOML file by its path. Raises ValueError with one
+    """Loads shipped hardware (`h100`, `h200`, `h800`, `b200`) or a TOML file by its path. Raises ValueError in one
     line, which names `option`."""
-    content, where = read_card("machines", option, name)
-    found = build(Hardware, content, where)
-    assert isinstance(found, Hardware)
-    return found
+    return build(Hardware, *read_card("machines", option, name))
 
 
 def _not_negative(spec: object, names: tuple[str, ...]) -> None:

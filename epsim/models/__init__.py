@@ -1,1 +1,1 @@
-"""Models, one card each: routing, widths, layers and types of weights."""
+"""One card per model: routing, widths, layers and types of weights."""

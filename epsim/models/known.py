@@ -1,13 +1,14 @@
-"""Known models that recordings may name: experts, top-k, the shared expert's cost, the score rule.
+"""Models that recordings may name: number of experts, top-k, cost of the shared expert, score rule.
 
-Source of every row: the model's config.json, as published with its weights (num_experts or n_routed_experts,
-num_experts_per_tok, n_shared_experts, moe_intermediate_size, shared_expert_intermediate_size, scoring_func).
-shared_cost = intermediate size of the shared expert / that of a routed one, 0 for none.
+Source of each row: the model's published config.json (num_experts or n_routed_experts, num_experts_per_tok,
+n_shared_experts, moe_intermediate_size, shared_expert_intermediate_size, scoring_func).
+shared_cost = intermediate size of the shared expert / intermediate size of a routed expert; 0 for no shared expert.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -47,18 +48,27 @@ KNOWN_MODELS = (
 
 
 def find_model(name: str) -> KnownModel | None:
-    """The known model for a name, or None: the longest known name that it begins with (`deepseek-ai/DeepSeek-V3-0324`),
-    else the only known name that begins with it (`qwen1.5-moe`)."""
+    """The known model for a name, or None.
+
+    The longest known name that the given name begins with (`deepseek-ai/DeepSeek-V3-0324`); otherwise the only known
+    name that begins with the given one (`qwen1.5-moe`)."""
+    models = {model.name: model for model in KNOWN_MODELS}
+    if known := longest_start(name, models):
+        return models[known]
     plain = _plain(name.rsplit("/", 1)[-1])
-    fits = [model for model in KNOWN_MODELS if plain.startswith(_plain(model.name))]
-    if not fits and plain:
-        longer = [model for model in KNOWN_MODELS if _plain(model.name).startswith(plain)]
-        fits = longer if len(longer) == 1 else []
-    return max(fits, key=lambda model: len(model.name), default=None)
+    longer = [model for model in KNOWN_MODELS if plain and _plain(model.name).startswith(plain)]
+    return longer[0] if len(longer) == 1 else None
+
+
+def longest_start(name: str, known: Iterable[str]) -> str | None:
+    """The longest of the known names that a name begins with, or None. Case, signs and the part up to / do not
+    count."""
+    plain = _plain(name.rsplit("/", 1)[-1])
+    return max((one for one in known if plain.startswith(_plain(one))), key=len, default=None)
 
 
 def unknown_model(name: str | None) -> str:
-    """The end of a message if --model is unknown: it lists the known models. Empty if the model is known or None."""
+    """The end of an error message about an unknown --model: the known models. Empty if the model is known or None."""
     if name is None or find_model(name) is not None:
         return ""
     return f" ({name!r} is not one of {', '.join(model.name for model in KNOWN_MODELS)})"

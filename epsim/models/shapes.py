@@ -13,10 +13,10 @@ RouterRule: TypeAlias = Literal["softmax", "sigmoid-groups", "hash"]
 class LayerShape:
     """One layer: E routed experts of width `intermediate`, and a shared expert of `shared_intermediate` (0 for none).
 
-    router: `softmax` (probabilities, top-k), `sigmoid-groups` (DeepSeek-V3: sigmoid, bias, the best `top_groups` of
-    `groups`), `hash` (DeepSeek-V4's first layers: the token's id decides). renormalise: the weights of the chosen
-    experts sum to 1, before `scaling`. shared_gate: a sigmoid of the token weights the shared expert's output
-    (Qwen2-MoE). num_layers: mixture-of-experts layers of the whole model.
+    router: `softmax` (top-k of probabilities), `sigmoid-groups` (DeepSeek-V3: sigmoid, bias, the best `top_groups` of
+    `groups`) or `hash` (first layers of DeepSeek-V4: the token's id determines its experts). renormalise: the weights
+    of the chosen experts sum to 1 before they are multiplied by `scaling`. shared_gate: a gate (sigmoid) multiplies the
+    shared expert's output, as in Qwen2-MoE. num_layers: mixture-of-experts layers of the whole model.
     """
 
     name: str
@@ -80,7 +80,7 @@ SHAPES: dict[str, LayerShape] = {
 
 
 def shape_of(name: str) -> LayerShape:
-    """The shape of that name. Raises ValueError, which lists the known names, for any other."""
+    """The shape of that name. Raises ValueError, which lists the known names, if there is none."""
     if name not in SHAPES:
         raise ValueError(f"unknown layer shape {name!r}: give one of {', '.join(SHAPES)}, or a trained model's folder")
     return SHAPES[name]

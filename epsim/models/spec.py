@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from epsim.cards import build, known_cards, read_card
+from epsim.models.known import longest_start
 
 SCALE_BLOCK = 128
 """Values of an FP8 row that share one float32 scale."""
@@ -15,12 +15,13 @@ SCALE_BLOCK = 128
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model of `moe_layers` layers. Each has `num_experts` experts of width `intermediate`, `top_k` per token, and a
-    shared expert of `shared_intermediate` (0 for none). top_groups of `groups`: group-limited routing (1 of 1: none).
+    shared expert of `shared_intermediate` (0 for none). With group-limited routing a token chooses from the best
+    `top_groups` of `groups` expert groups (1 of 1: no groups).
 
-    weight_bytes: per expert parameter. compute: type of the expert GEMMs; dispatch: type of dispatched rows (combined
-    rows are bf16). rest_parameters: of attention, norms and router, per layer; rest_us: time of a layer besides reading
-    and computing with these; dense_layers: layers without experts, each with `dense_parameters` in addition.
-    source: where the numbers come from.
+    weight_bytes: bytes per expert parameter. compute: type of the expert GEMMs. dispatch: type of dispatched rows
+    (combined rows are bf16). rest_parameters: parameters of attention, norms and router per layer. rest_us: time of a
+    layer that neither these nor the experts explain. dense_layers: number of layers without experts; each has
+    `dense_parameters` in addition to `rest_parameters`. source: where the numbers come from.
     """
 
     name: str
@@ -83,17 +84,9 @@ class ModelSpec:
 
 
 def load_model(name: str) -> ModelSpec:
-    """Loads a shipped model by name, or a TOML file by path. A longer name, such as `deepseek-ai/DeepSeek-V3-0324`,
-    finds the shipped model it begins with. Raises ValueError with one line."""
+    """Loads a shipped model by name, or a TOML file by path. Raises ValueError in one line.
+
+    A longer name gives the shipped model that it begins with: `deepseek-ai/DeepSeek-V3-0324` gives `deepseek-v3`."""
     if not name.endswith(".toml"):
-        plain = _plain(name.rsplit("/", 1)[-1])
-        fits = [known for known in known_cards("models") if plain.startswith(_plain(known))]
-        name = max(fits, key=len, default=name)
-    content, where = read_card("models", "--model", name)
-    found = build(ModelSpec, content, where)
-    assert isinstance(found, ModelSpec)
-    return found
-
-
-def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+        name = longest_start(name, known_cards("models")) or name
+    return build(ModelSpec, *read_card("models", "--model", name))

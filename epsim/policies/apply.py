@@ -1,4 +1,4 @@
-"""A stack applied to blocks of a trace: which rank does how much."""
+"""Applies a policy stack to blocks of a trace, which gives the load of each rank."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from epsim.traces.trace import Block, CountsBlock, Level, Phase, RankCountsBlock
 
 EXACT = 2**53
 CELLS = 1 << 18
-"""Elements of the largest intermediate tensor, unless one step alone has more: blocks are taken in parts of steps."""
+"""The most elements of an intermediate tensor, unless a single step has more. Larger blocks are processed in parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a stack needs to know besides the placement.
+    """What a stack needs to know in addition to the placement.
 
-    seed: of all draws. shared_cost: work of the shared expert in routed assignments, 0 for none.
-    top_k: routed experts a token chooses. layers: the model's number of each layer, which draws depend on.
-    backend: which form of `epsim.kernels.split` solves splits; all give the same bits.
+    seed: seed of all random draws. shared_cost: work of the shared expert in routed assignments, 0 for none.
+    top_k: routed experts per token. layers: the model's number of each layer; draws depend on it.
+    backend: the form of `epsim.kernels.split` that solves splits. All forms give the same bits.
     phase, num_scores: of the trace, for router policies.
-    rows: whether loads tell the rows that are moved (Load.rank_rows), from the coarsest level that knows source ranks.
-    tile: rows of a grouped GEMM's tile, for loads to tell the tiles of each rank (Load.tiles); 0 where nobody asks.
+    rows: whether loads contain the rows that are sent (Load.rank_rows). tile: rows of a grouped GEMM's tile, for
+    Load.tiles; 0 for none.
     """
 
     seed: int
@@ -55,8 +55,8 @@ class Setting:
 class CountedSteps:
     """Successive steps of a block, counted once for all stacks on the same cluster.
 
-    steps [S], assignments [S, L], counts [S, L, E] int64. rank_counts [S, L, R, E] int64: by source rank; None at
-    counts level. batch: the tokens; None where the trace holds counts.
+    steps [S], assignments [S, L], counts [S, L, E] int64. rank_counts [S, L, R, E] int64: counts by source rank; None
+    at counts level. batch: the tokens; None if the trace holds counts.
     """
 
     steps: Tensor
@@ -76,11 +76,11 @@ class BoundStack:
     notes: tuple[str, ...]
 
     def load(self, block: Block) -> Load:
-        """The load of a block of S >= 0 steps whose tokens live on source ranks 0..R-1 of the placement.
+        """The load of a block of S >= 0 steps, whose tokens are on source ranks 0..R-1 of the placement.
 
-        Works on the placement's device. Raises ValueError where the block is too coarse for the stack, does not fit the
-        placement, or holds counts that are negative or above 2^53 in a step's layer; at rank-count level also where the
-        shared expert needs to know tokens and assignments are not a multiple of top-k.
+        Works on the placement's device. Raises ValueError if the block is too coarse for the stack, does not fit the
+        placement, or has counts that are negative or sum to more than 2^53 in a layer of a step. At rank-count level it
+        also raises ValueError if there is a shared expert and a rank's assignments are not a multiple of top-k.
         """
         self.check_level(block)
         kept_mass = None
@@ -92,7 +92,7 @@ class BoundStack:
         return load if kept_mass is None else dataclasses.replace(load, kept_mass=kept_mass)
 
     def check_level(self, block: Block) -> None:
-        """Raises ValueError where the block is too coarse for the stack."""
+        """Raises ValueError if the block is too coarse for the stack."""
         level: Level = "counts"
         if not isinstance(block, CountsBlock):
             level = "tokens" if isinstance(block, TokenBlock) else "rank_counts"
@@ -103,8 +103,7 @@ class BoundStack:
         return self._token_parts(block) if isinstance(block, TokenBlock) else self._count_parts(block)
 
     def load_of(self, part: CountedSteps, copies: Copies) -> Load:
-        """The load of counted steps, under the router's choice of experts. copies: the stack's own, or a view of
-        them."""
+        """The load of counted steps, under the router's choice of experts. copies: those of the stack, or a view."""
         if part.rank_counts is None:
             return self._from_counts(part, copies)
         return self._from_ranks(part, part.rank_counts, copies)
@@ -126,7 +125,7 @@ class BoundStack:
 
     @property
     def split(self) -> Split:
-        """The stack's; without redundancy there is nothing to split, and no draw to make."""
+        """The stack's split; `even` if no expert has several copies, since nothing is split or drawn then."""
         return self.stack.split if self.copies.redundant else Even()
 
     def _count_parts(self, block: CountsBlock | RankCountsBlock) -> Iterator[CountedSteps]:
@@ -162,23 +161,23 @@ class BoundStack:
         per_step = num_layers * max(placement.num_ranks * placement.num_physical, tokens_per_step * top_k)
         for first, last in _ranges(len(steps), per_step):
             begin, end = torch.searchsorted(token_step, torch.tensor([first, last], device=device)).tolist()
-            place = token_step[begin:end] - first
-            local = local_index(place, source[begin:end])
+            step = token_step[begin:end] - first
+            local = local_index(step, source[begin:end])
             part = ids[begin:end].to(torch.int64)
-            batch = Batch(steps[first:last], layers, place, source[begin:end], part, local)
+            batch = Batch(steps[first:last], layers, step, source[begin:end], part, local)
             rank_counts = self._by_source(batch, part, placement.num_experts)
             yield CountedSteps(batch.steps, _sums(rank_counts), rank_counts.sum(2), rank_counts, batch)
 
     def _from_counts(self, part: CountedSteps, copies: Copies) -> Load:
-        """Expected loads, with tokens evenly spread over source ranks."""
+        """Expected loads, with tokens spread evenly over source ranks."""
         counts, assignments, num_ranks = part.counts, part.assignments, copies.placement.num_ranks
         fractions = self.split.fractions(counts, copies)
         per_slot = fractions * copies.per_slot(counts)
         routed = copies.per_rank(per_slot)
         tokens = assignments.to(torch.float64) / self.setting.top_k
         shared_tokens = (tokens * (self.has_shared / num_ranks))[..., None].expand_as(routed)
-        # What the fixed-point fractions would round to nothing is a solver's dust, not load.
-        there = (per_slot > 0) & (fractions >= 0.5 / ONE)
+        # A fraction that would round to 0 in fixed point is a solver's error, not load.
+        has_load = (per_slot > 0) & (fractions >= 0.5 / ONE)
         return Load(
             routed=routed,
             routed_real=routed,
@@ -186,19 +185,14 @@ class BoundStack:
             shared_tokens=shared_tokens,
             tokens=tokens,
             assignments=assignments,
-            active=copies.per_rank(there.to(torch.int64)),
-            remote_rank=None,
-            remote_node=None,
-            shared_remote_rank=None,
-            shared_remote_node=None,
+            active=copies.per_rank(has_load.to(torch.int64)),
             rounded=False,
-            tiles=self._tiles(per_slot, there),
+            tiles=self._tiles(per_slot, has_load),
         )
 
     def _from_ranks(self, part: CountedSteps, rank_counts: Tensor, copies: Copies) -> Load:
         """Loads in whole assignments."""
-        steps, counts, batch, split = part.steps, part.counts, part.batch, self.split
-        assignments = part.assignments
+        counts, batch, split = part.counts, part.batch, self.split
         fractions = split.fractions(counts, copies) if split.by_fractions else None
         fixed = counts.new_empty(0) if fractions is None else fixed_point(fractions, copies)
         ids = None
@@ -218,12 +212,25 @@ class BoundStack:
             real = copies.per_rank(fractions * copies.per_slot(counts))
         tokens = self._tokens(rank_counts, batch)
         shared, shared_ranks = torch.zeros_like(by_source), None
-        work = self._shared_work(steps, by_source, tokens, batch, ids) if self.has_shared else None
-        if work is not None and self.setting.rows and dispatched and batch is not None:
-            shared_ranks = self.stack.shared.token_ranks(work)
-            shared = self._by_source(batch, shared_ranks[:, :, None], copies.placement.num_ranks)
-        elif work is not None:
-            shared = self.stack.shared.served(work)
+        if self.has_shared:
+            work = SharedWork(
+                cost=self.setting.shared_cost,
+                seed=self.setting.seed,
+                top_k=self.setting.top_k,
+                steps=part.steps,
+                layers=torch.tensor(self.setting.layers, device=counts.device),
+                routed=routed,
+                routed_by_source=by_source,
+                tokens=tokens,
+                node_of_rank=copies.node_of_rank,
+                batch=batch,
+                expert_ranks=None if ids is None else self._ranks(ids),
+            )
+            if self.setting.rows and dispatched and batch is not None:
+                shared_ranks = self.stack.shared.token_ranks(work)
+                shared = self._by_source(batch, shared_ranks[:, :, None], copies.placement.num_ranks)
+            else:
+                shared = self.stack.shared.served(work)
         rank_rows, node_rows = None, None
         if self.setting.rows and batch is None:
             moved = shared if dispatched else None
@@ -240,7 +247,7 @@ class BoundStack:
             shared=shared.sum(2).to(torch.float64) * self.setting.shared_cost,
             shared_tokens=shared.sum(2),
             tokens=tokens.sum(-1).to(torch.float64),
-            assignments=assignments,
+            assignments=part.assignments,
             active=copies.per_rank((per_slot > 0).to(torch.int64)),
             remote_rank=self._leaving(by_source, node=False),
             remote_node=self._leaving(by_source, node=True),
@@ -252,23 +259,23 @@ class BoundStack:
             tiles=self._tiles(per_slot),
         )
 
-    def _tiles(self, per_slot: Tensor, there: Tensor | None = None) -> Tensor | None:
+    def _tiles(self, per_slot: Tensor, has_load: Tensor | None = None) -> Tensor | None:
         """[S, L, P] assignments of each physical expert -> [S, L, R]: tiles that a rank's experts fill.
-        there [S, L, P]: which of them count, None for all."""
+        has_load [S, L, P]: the experts that count, None for all."""
         if not self.setting.tile:
             return None
-        tiles = per_slot / self.setting.tile  # as large as all that is known of a step: worked on in place
-        if there is not None:
-            tiles.mul_(there)
+        tiles = per_slot / self.setting.tile  # a large tensor, so it is changed in place
+        if has_load is not None:
+            tiles.mul_(has_load)
         return self.copies.per_rank(tiles.ceil_())
 
     def _ranks(self, ids: Tensor) -> Tensor:
         """Physical experts [...], -1 for none -> the ranks that hold them."""
-        # Rounded down, so that -1 stays.
+        # Rounding down keeps -1.
         return torch.div(ids, self.copies.placement.slots_per_rank, rounding_mode="floor")
 
     def _tokens(self, rank_counts: Tensor, batch: Batch | None) -> Tensor:
-        """[S, L, R]: tokens of each source rank; int64, or float64 where nothing needs them whole."""
+        """[S, L, R]: tokens of each source rank; int64, or float64 if they need not be whole."""
         if batch is not None:
             return self._by_source(batch, (batch.expert_ids >= 0).any(-1, keepdim=True).to(torch.int64) - 1, 1)[..., 0]
         assignments = rank_counts.sum(-1)
@@ -277,28 +284,11 @@ class BoundStack:
         if bool((assignments % self.setting.top_k != 0).any()):
             step, layer, rank = (int(i) for i in (assignments % self.setting.top_k).nonzero()[0])
             raise ValueError(
-                f"{int(assignments[step, layer, rank])} assignments of source rank {rank} (place {step} of the block, "
-                f"layer {self.setting.layers[layer]}) are no multiple of top-k {self.setting.top_k}: "
+                f"source rank {rank} has {int(assignments[step, layer, rank])} assignments (step {step} of the block, "
+                f"layer {self.setting.layers[layer]}), not a multiple of top-k {self.setting.top_k}: "
                 "the shared expert needs whole tokens; give the right --top-k, or a shared cost of 0"
             )
         return assignments // self.setting.top_k
-
-    def _shared_work(
-        self, steps: Tensor, by_source: Tensor, tokens: Tensor, batch: Batch | None, ids: Tensor | None
-    ) -> SharedWork:
-        return SharedWork(
-            cost=self.setting.shared_cost,
-            seed=self.setting.seed,
-            top_k=self.setting.top_k,
-            steps=steps,
-            layers=torch.tensor(self.setting.layers, device=steps.device),
-            routed=by_source.sum(2),
-            routed_by_source=by_source,
-            tokens=tokens,
-            node_of_rank=self.copies.node_of_rank,
-            batch=batch,
-            expert_ranks=None if ids is None else self._ranks(ids),
-        )
 
     def _by_source(self, batch: Batch, ids: Tensor, width: int) -> Tensor:
         """ids [T, L, k] in -1..width-1 -> [S, L, R, width] int64: how often each is named, by source rank."""
@@ -306,23 +296,23 @@ class BoundStack:
         layer = torch.arange(num_layers, device=ids.device)
         row = (batch.token_step[:, None] * num_layers + layer) * num_ranks + batch.source_rank[:, None]
         shape = (len(batch.steps), num_layers, num_ranks, width + 1)
-        at = row[:, :, None] * (width + 1) + (ids + 1)
-        return torch.bincount(at.flatten(), minlength=math.prod(shape)).reshape(shape)[..., 1:]
+        index = row[:, :, None] * (width + 1) + (ids + 1)
+        return torch.bincount(index.flatten(), minlength=math.prod(shape)).reshape(shape)[..., 1:]
 
     def _leaving(self, by_source: Tensor, node: bool) -> Tensor:
         """[S, L, R, R] by source and serving rank -> [S, L]: how much leaves its rank or node."""
-        place = self.copies.node_of_rank
-        place = place if node else torch.arange(len(place), device=place.device)
-        return (by_source * (place[:, None] != place)).sum((2, 3))
+        group = self.copies.node_of_rank
+        group = group if node else torch.arange(len(group), device=group.device)
+        return (by_source * (group[:, None] != group)).sum((2, 3))
 
 
 def bind(
     stack: PolicyStack, placement: Placement, setting: Setting, shared: dict[str, Copies] | None = None
 ) -> BoundStack:
-    """Prepares a stack for a placement, once.
+    """Prepares a stack for a placement.
 
-    shared: the copies of the placements so far, by version; stacks that are scored together share them.
-    Raises ValueError where the setting does not fit the placement.
+    shared: the copies of earlier placements by version, so that stacks on the same placement share them.
+    Raises ValueError if the setting does not fit the placement.
     """
     if len(setting.layers) != placement.num_layers:
         raise ValueError(f"{len(setting.layers)} layer numbers given for a placement of {placement.num_layers} layers")
@@ -337,28 +327,30 @@ def _notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple[str, .
     split_notes = stack.split.notes if copies.redundant else ()
     scores: tuple[str, ...] = ()
     if router.acts and 0 < known < copies.placement.num_experts:
-        scores = (f"the trace holds the {known} best scores of a token: none takes an expert beyond (maxp is {known})",)
+        scores = (
+            f"the trace holds the {known} best scores of a token, so it takes no other expert (maxp is {known})",
+        )
     shared_notes = shared.notes
     if setting.shared_cost == 0:
-        shared_notes = (f"the shared expert costs nothing (shared cost 0): {shared.name} changes nothing",)
+        shared_notes = (f"the shared cost is 0, so {shared.name} changes nothing",)
     beside = [policy.notes_beside(stack, copies.redundant) for policy in (router, stack.split, shared, stack.reader)]
     first = (*split_notes, *router.notes, *scores, *beside[0])
     return (*first, *beside[1], *shared_notes, *beside[2], *stack.reader.notes, *beside[3])
 
 
 def _sums(counts: Tensor) -> Tensor:
-    """[S, L, ...] -> [S, L] int64. Raises ValueError for negative counts and for sums that float64 does not hold."""
+    """[S, L, ...] -> [S, L] int64. Raises ValueError for negative counts and for sums above 2^53."""
     flat = counts.flatten(2)
     if flat.numel():
         least, most = (int(value) for value in flat.aminmax())
         if least < 0:
             raise ValueError(f"a count is {least}: counts are 0 or more")
         if most * flat.shape[-1] > EXACT and bool((flat.sum(-1, dtype=torch.float64) > EXACT).any()):
-            raise ValueError("a step's layer has more than 2^53 assignments: scale the counts down")
+            raise ValueError("a layer of a step has more than 2^53 assignments: scale the counts down")
     return flat.sum(-1)
 
 
 def _ranges(num_steps: int, per_step: int) -> list[tuple[int, int]]:
-    """Consecutive steps of at most CELLS elements, or one step; one empty range for no steps."""
+    """Ranges of consecutive steps with at most CELLS elements, or of one step; one empty range for no steps."""
     size = max(CELLS // max(per_step, 1), 1)
     return [(first, min(first + size, num_steps)) for first in range(0, max(num_steps, 1), size)]

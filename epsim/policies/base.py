@@ -1,9 +1,9 @@
-"""What a policy of each kind is: a base class with defaults, so that a policy states only what differs from them."""
+"""The base class of each kind of policy. A policy states only what differs from the defaults."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -14,15 +14,16 @@ from epsim.kernels.dispatch.rule import SharedRule, SplitRule
 from epsim.machines.hardware import PolicyCosts
 from epsim.placement.base import Policy, Stack
 from epsim.policies.copies import Copies
+from epsim.policies.hashing import ordinal
 from epsim.traces.trace import Level
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Tokens of S steps and L layers, on all source ranks or on one; every policy gives a token the same either way.
+    """Tokens of S steps and L layers, of all source ranks or of one. Policies treat a token the same in both cases.
 
     steps [S] int64: the steps' numbers. layers [L] int64: the model's layer numbers.
-    token_step [T] int64: each token's place in `steps`. source_rank [T] int64.
+    token_step [T] int64: each token's index in `steps`. source_rank [T] int64.
     expert_ids [T, L, k] int64: logical experts, -1 for an empty slot.
     local [T] int64: a token's index among those of its step and source rank (`local_index`).
     """
@@ -36,19 +37,9 @@ class Batch:
 
 
 def local_index(token_step: Tensor, source_rank: Tensor) -> Tensor:
-    """[T] int64, [T] int64 -> [T] int64: each token's index among the tokens of its step and source rank, in order."""
-    width = int(source_rank.max()) + 1 if source_rank.numel() else 1
-    return ordinal(token_step * width + source_rank)
-
-
-def ordinal(group: Tensor) -> Tensor:
-    """[N] int64 -> [N] int64: each element's index among those of the same group, in order."""
-    ordered, order = group.sort(stable=True)
-    place = torch.arange(len(group), device=group.device)
-    starts = torch.ones_like(ordered, dtype=torch.bool)
-    starts[1:] = ordered[1:] != ordered[:-1]
-    start = torch.where(starts, place, 0).cummax(0).values if len(group) else place
-    return torch.empty_like(place).scatter_(0, order, place - start)
+    """[T] int64: each token's index among the tokens of its step and source rank, in order."""
+    num_ranks = int(source_rank.max()) + 1 if source_rank.numel() else 1
+    return ordinal(token_step * num_ranks + source_rank)
 
 
 def alone(counts: Tensor) -> Tensor:
@@ -58,16 +49,16 @@ def alone(counts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RouterWork:
-    """What a router may look at: batches of B tokens of one layer each, over any leading axes.
+    """The input of a router: batches of B tokens of one layer each, over any leading axes.
 
-    scores [..., B, E] float32: what the model chose by, -inf where not known.
-    weight_basis [..., B, E] float32 >= 0: what its weights are proportional to, in most models the scores themselves.
-    expert_ids [..., B, k] int64: the model's choice, -1 for an empty slot; a row of -1 only is padding and activates no
+    scores [..., B, E] float32: the scores by which the model chose, -inf if unknown.
+    weight_basis [..., B, E] float32 >= 0: the model's weights are proportional to it. In most models it is the scores.
+    expert_ids [..., B, k] int64: the model's choice, -1 for an empty slot. A row of -1 is padding and activates no
     expert. weights [..., B, k] float32: the weights of the choice.
-    decode [..., B] bool: tokens to route anew; the others (prefill) keep their choice.
-    holds [..., E, R] bool, broadcast over leading axes: which rank has a copy of which expert; None where not known.
-    total: an int64 tensor of this source rank -> its sum over all source ranks of the batch, one collective a call;
-    where the tokens are all here, the identity.
+    decode [..., B] bool: tokens to reroute. The others (prefill) keep the model's choice.
+    holds [..., E, R] bool, broadcast over leading axes: whether a rank has a copy of an expert; None if unknown.
+    total: sums an int64 tensor of this source rank over all source ranks of the batch, with one collective per call.
+    The identity if all tokens are on this rank.
     """
 
     scores: Tensor
@@ -81,8 +72,8 @@ class RouterWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routed:
-    """expert_ids [..., B, k'] int64: by falling preference, -1 behind them for fewer than k'; weights [..., B, k']
-    float32, 0 there."""
+    """A router's answer. expert_ids [..., B, k'] int64: from most to least preferred, -1 after a token's last expert.
+    weights [..., B, k'] float32: 0 where the expert is -1."""
 
     expert_ids: Tensor
     weights: Tensor
@@ -94,11 +85,12 @@ Needs: TypeAlias = Literal["none", "reduced", "gathered"]
 class BatchPolicy(Policy):
     """A policy that acts on every batch.
 
-    Properties, which a subclass may also set as class variables:
-    level: the coarsest trace that the policy works on. needs: what a rank must know of the other ranks' counts, which
-    gives the policy's collective: `none`, nothing; `reduced`, their sum (an all-reduce); `gathered`, every rank's (an
-    all-gather). work: terms of `PolicyCosts` that the policy's own work takes. table_key: its row in measured tables
-    (`epsim.cost.calibrated.PolicyTable`). notes: what a reader of results under the policy should know.
+    A subclass may set these properties as class variables:
+    level: the coarsest trace that the policy works on.
+    needs: what a rank must know about the counts of other ranks. `none`: nothing. `reduced`: their sum (an all-reduce).
+    `gathered`: the counts of each rank (an all-gather).
+    work: the fields of `PolicyCosts` that add up to the time of the policy's own work. table_key: its row in measured
+    tables (`epsim.cost.calibrated.PolicyTable`). notes: what a reader of the policy's results should know.
     """
 
     __slots__ = ()
@@ -124,13 +116,12 @@ class BatchPolicy(Policy):
         return ()
 
     def work_us(self, costs: PolicyCosts, tokens: Tensor, ranks: int) -> float | Tensor:
-        """Microseconds of a layer that the policy's own work takes where no table has a row for it, collectives left
-        out: the sum of its terms, or what a subclass makes of tokens [...] of a rank and the number of ranks."""
-        terms: list[float] = [getattr(costs, term) for term in self.work]
-        return sum(terms)
+        """Microseconds of a layer that the policy's own work takes, without collectives, if no table has a row for it.
+        tokens [...]: of a rank. The default is the sum of the costs named in `work`."""
+        return sum(costs.us(name) for name in self.work)
 
     def check(self, stack: Stack) -> None:
-        """Raises ValueError where the policy does not go with the others of its stack."""
+        """Raises ValueError if the policy does not work with the other policies of its stack."""
 
     def notes_beside(self, stack: Stack, redundant: bool) -> tuple[str, ...]:
         """Notes that depend on the other policies. redundant: whether any expert has several copies."""
@@ -138,12 +129,12 @@ class BatchPolicy(Policy):
 
 
 class Router(BatchPolicy):
-    """Which experts a token takes, given the other tokens of its batch. One object serves the simulator, the runtime
-    and a live model.
+    """Chooses a token's experts, given the other tokens of its batch. The simulator, the runtime and a live model use
+    the same object.
 
-    acts: whether it changes anything, and so needs scores. whole_batch: whether it looks at the tokens of all source
-    ranks of a step (by `RouterWork.total`), or each source rank's tokens are a batch of their own. capturable: whether
-    its tensor operations can be captured in a CUDA graph.
+    acts: whether it changes anything, and so needs scores. whole_batch: whether a batch is the tokens of all source
+    ranks in a step (with sums by `RouterWork.total`), or the tokens of one source rank. capturable: whether its tensor
+    operations can be captured in a CUDA graph.
     """
 
     __slots__ = ()
@@ -162,15 +153,15 @@ class Router(BatchPolicy):
 
     @property
     def work(self) -> tuple[str, ...]:
-        return ("of_router",)
+        return ("router_us",)
 
     def route(self, work: RouterWork) -> Routed:
-        """Raises ValueError where the arguments do not fit the model."""
+        """Raises ValueError if the arguments do not fit the model."""
         raise NotImplementedError
 
 
 class Reader(BatchPolicy):
-    """What of an expert's weights is read. acts: whether less than all of them."""
+    """Chooses which part of an expert's weights is read. acts: whether it can be less than all of them."""
 
     __slots__ = ()
     kind: ClassVar[str] = "reader"
@@ -180,27 +171,28 @@ class Reader(BatchPolicy):
     def bytes_read(
         self, tokens: Tensor, active: Tensor, hidden: int, intermediate: int, weight_bytes: float, top_k: int
     ) -> Tensor:
-        """tokens [...]: assignments of a rank, active [...]: its experts with any -> bytes [...] float64 of their
-        weights, or of what is read in their place."""
+        """Bytes [...] float64 that a rank reads: of its active experts' weights, or of what is read instead.
+
+        tokens [...]: assignments of the rank. active [...]: its active experts."""
         raise NotImplementedError
 
     def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
-        """Kept in memory of a layer of so many experts beside their weights."""
+        """Bytes per layer that the reader keeps in memory in addition to the weights of `num_experts` experts."""
         return 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedWork:
-    """What a policy for the shared expert may look at, for S steps and L layers.
+    """The input of a shared-expert policy, for S steps and L layers.
 
-    cost: the shared expert's work in routed assignments, > 0. seed: of the draws. top_k: k.
+    cost: the shared expert's work in routed assignments, > 0. seed: seed of random draws. top_k: k.
     steps [S], layers [L] int64: their numbers.
     routed [S, L, R] int64: assignments that each rank serves, from all source ranks.
-    routed_by_source [S, L, R, R] int64: the same by source rank; a rank that acts alone needs only its own right.
+    routed_by_source [S, L, R, R] int64: the same by source rank. Only the batch's source ranks must be right.
     tokens [S, L, R] int64: tokens of each source rank.
     node_of_rank [R] int64.
-    batch, expert_ranks [T, L, k] int64: the tokens and the ranks that serve their routed experts, -1 for an empty slot;
-    None at rank-count level, where a source rank's tokens are all alike. The batch may be one source rank's alone.
+    batch: the tokens, of all source ranks or of one. expert_ranks [T, L, k] int64: the rank that serves each of their
+    routed experts, -1 for an empty slot. Both are None at rank-count level.
     """
 
     cost: float
@@ -216,19 +208,18 @@ class SharedWork:
     expert_ranks: Tensor | None
 
     def present(self) -> Tensor:
-        """[T, L] bool: whether a layer has the token, that is any routed expert for it."""
+        """[T, L] bool: whether the token has any routed expert in the layer."""
         assert self.batch is not None
         return (self.batch.expert_ids >= 0).any(-1)
 
 
 class SharedDispatch(BatchPolicy):
-    """Where a token's shared expert is computed. A subclass defines `token_ranks`.
+    """Chooses the rank that computes a token's shared expert. A subclass defines `token_ranks`.
 
-    level: where that is `tokens`, it looks at the ranks of a token's routed experts. needs: `reduced` is the routed
-    load and the tokens of every rank; `gathered` also says which source ranks a load is from
-    (`SharedWork.routed_by_source`).
-    dispatches: whether a token's shared expert may be computed on another rank than its own.
-    kernel: how the dispatch kernels place it; None where they cannot.
+    level: a policy of level `tokens` uses the ranks of a token's routed experts. needs: `reduced` gives the routed load
+    and the tokens of every rank; `gathered` also gives the load by source rank (`SharedWork.routed_by_source`).
+    dispatches: whether a token's shared expert may be computed on another rank than the token's.
+    kernel: how the dispatch kernels place it; None if they cannot.
     """
 
     __slots__ = ()
@@ -257,22 +248,21 @@ class SharedDispatch(BatchPolicy):
         return torch.bincount(row * num_ranks + chosen[token, layer], minlength=math.prod(shape)).reshape(shape)
 
     def token_ranks(self, work: SharedWork) -> Tensor:
-        """-> [T, L] int64: the rank that serves the shared expert of each of the batch's tokens, -1 where the layer has
-        no such token. `work` needs the batch, of all source ranks or of one: a token goes to the same rank either way,
-        and `served` counts them."""
+        """-> [T, L] int64: the rank that serves the shared expert of each token of the batch, -1 if the token is not in
+        the layer. A token's rank must not depend on whether the batch has all source ranks or one."""
         raise NotImplementedError
 
 
 class Split(BatchPolicy):
-    """How an expert's tokens divide over its copies. `epsim.policies.splits` has two subclasses to start from:
-    `Systematic` and `Sampled`, which turn `fractions` into tokens.
+    """Divides an expert's tokens over its copies. Its subclasses `Systematic` and `Sampled` (`epsim.policies.splits`)
+    turn `fractions` into tokens.
 
-    by_rank: whether the number of a source rank's tokens for a copy follows from counts, without looking at tokens.
-    by_fractions: whether tokens follow the fractions; if not, the split has no real-valued form, and tokens follow from
-    counts alone.
+    by_rank: whether counts determine how many tokens of a source rank each copy gets.
+    by_fractions: whether tokens follow the fractions. If not, the split has no real-valued form, and counts determine
+    the tokens.
     single_copies: all tokens of an expert go to one of its copies. exact: no split has a lower peak load.
-    works_without_copies: its collective and its work are made where no expert has several copies, too.
-    kernel: how the dispatch kernels split; None where they cannot.
+    works_without_copies: the split takes time even if no expert has several copies.
+    kernel: how the dispatch kernels split; None if they cannot.
     """
 
     __slots__ = ()
@@ -301,41 +291,11 @@ class Split(BatchPolicy):
     def quotas(self, rank_counts: Tensor, fixed: Tensor, copies: Copies) -> Tensor:
         """rank_counts [..., L, R, E] int64, fixed-point fractions [..., L, P] -> assignments per slot [..., L, R, P].
 
-        Only for splits `by_rank`.
+        A split defines it if `by_rank` is true.
         """
         raise NotImplementedError
 
     def physical_ids(self, batch: Batch, rank_counts: Tensor, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
         """batch, rank_counts [S, L, R, E], fixed-point fractions [S, L, P] -> [T, L, k] int64: physical experts, -1 for
-        an empty slot. Of rank_counts a split with `counts=gathered` needs those of all ranks, any other none."""
+        an empty slot. Only splits that need `gathered` counts read rank_counts."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class TopK(Router):
-    """Every token keeps the experts that were recorded."""
-
-    name: ClassVar[str] = "topk"
-    level: ClassVar[Level] = "counts"
-    complexity: ClassVar[int] = 0
-    acts: ClassVar[bool] = False
-    whole_batch: ClassVar[bool] = False
-    engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
-
-    def route(self, work: RouterWork) -> Routed:
-        return Routed(work.expert_ids, work.weights)
-
-
-@dataclass(frozen=True, slots=True)
-class Dense(Reader):
-    """An active expert's weights are read whole."""
-
-    name: ClassVar[str] = "dense"
-    complexity: ClassVar[int] = 0
-    acts: ClassVar[bool] = False
-    engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
-
-    def bytes_read(
-        self, tokens: Tensor, active: Tensor, hidden: int, intermediate: int, weight_bytes: float, top_k: int
-    ) -> Tensor:
-        return active.double() * (3 * hidden * intermediate * weight_bytes)

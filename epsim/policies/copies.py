@@ -61,26 +61,26 @@ class Copies:
         return torch.nn.functional.pad(per_expert, (0, 1), value=empty) if self.has_empty else per_expert
 
     def remembering(self) -> Copies:
-        """The same copies with a memory for a short while: what is asked of a tensor of counts is computed once. The
-        tensors must not change in the meantime."""
+        """The same copies with a memory: results for the same tensor of counts are computed once. Drop it soon; the
+        tensors must not change while it is used."""
         view = copy.copy(self)
         view._memory = {}
         return view
 
     def least_peak(self, counts: Tensor) -> Solution:
-        """counts [..., L, E] int64 -> the exact split with the least peak load, and the proven bound of that peak."""
+        """counts [..., L, E] int64 -> the exact split with the lowest peak load, and the proven bound of that peak."""
         return self._remembered("split", counts, lambda: self._solve(counts, want_split=True))
 
     def optimum(self, counts: Tensor) -> Tensor:
-        """counts [..., L, E] int64 -> [..., L] float64: the least peak load of any split, as a proven lower bound.
+        """counts [..., L, E] int64 -> [..., L] float64: a proven lower bound of the peak load of any split.
 
-        Raises ValueError where the counts of a layer are negative or sum to 2^53 or more.
+        Raises ValueError if the counts of a layer are negative or sum to 2^53 or more.
         """
         if self._memory is not None and ("split", id(counts)) in self._memory:
             solution = self.least_peak(counts)
         else:
             solution = self._remembered("peak", counts, lambda: self._solve(counts, want_split=False))
-        if solution.status.any():  # from a GPU; on the CPU the solver has raised this
+        if solution.status.any():  # from a GPU; on the CPU the solver raises the error itself
             raise ValueError(REFUSED[int(solution.status.max())])
         return solution.bound
 
@@ -97,7 +97,7 @@ class Copies:
             return make()
         key = what, id(tensor)
         if key not in self._memory:
-            self._memory[key] = tensor, make()  # the tensor stays alive, so that its id stays its own
+            self._memory[key] = tensor, make()  # keeps the tensor alive, so that no other gets its id
         value: T = self._memory[key][1]
         return value
 

@@ -1,7 +1,7 @@
-"""Whole tokens from the counts of every source rank: the split is integral, and its peak is exactly ceil(optimum).
+"""A split in whole tokens from the counts of every source rank. Its peak load is exactly ceil(optimum).
 
-One all-gather of counts [R, E] instead of an all-reduce of [E]: docs/contract.md section 4. All arithmetic is on
-integers, so every rank and the simulator find the same assignment.
+It takes an all-gather of counts [R, E] instead of an all-reduce of [E] (docs/contract.md section 4). All arithmetic is
+on integers, so every rank and the simulator compute the same assignment.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epsim.policies.base import Batch, ordinal
+from epsim.policies.base import Batch
 from epsim.policies.copies import Copies
+from epsim.policies.hashing import ordinal
 
 
 def gathered_quotas(rank_counts: Tensor, loads: Tensor, copies: Copies) -> Tensor:
@@ -49,17 +50,17 @@ def ids_by_quotas(batch: Batch, quotas: Tensor, copies: Copies) -> Tensor:
     """
     num_layers, num_experts = copies.number.shape
     num_physical = copies.placement.num_physical
-    token, layer, place = (batch.expert_ids >= 0).nonzero(as_tuple=True)
-    expert = batch.expert_ids[token, layer, place]
+    token, layer, choice = (batch.expert_ids >= 0).nonzero(as_tuple=True)
+    expert = batch.expert_ids[token, layer, choice]
     row = (batch.token_step[token] * num_layers + layer) * quotas.shape[2] + batch.source_rank[token]
     index = ordinal(row * num_experts + expert)
-    # Running sums go on from row to row, so that one search finds every token's place.
+    # The running sums continue from row to row, so that one search finds every token's copy.
     upper = quotas.gather(-1, copies.slot[:, None, :].expand(quotas.shape)).flatten().cumsum(0)
     start = row * num_physical + copies.first[layer, expert]
     before = torch.where(start > 0, upper[(start - 1).clamp(min=0)], 0)
-    found = torch.searchsorted(upper, before + index, right=True) % num_physical
+    position = torch.searchsorted(upper, before + index, right=True) % num_physical
     result = torch.full_like(batch.expert_ids, -1)
-    result[token, layer, place] = copies.slot[layer, found]
+    result[token, layer, choice] = copies.slot[layer, position]
     return result
 
 
@@ -68,6 +69,6 @@ def _cumulative_in_group(room: Tensor, group: Tensor, copies: Copies) -> Tensor:
     total = room.cumsum(-1)
     begins = torch.ones_like(group, dtype=torch.bool)
     begins[:, 1:] = (copies.expert[:, 1:] != copies.expert[:, :-1]) | (group[:, 1:] != group[:, :-1])
-    place = torch.arange(room.shape[-1], device=room.device)
-    start = torch.where(begins, place, 0).cummax(-1).values
+    position = torch.arange(room.shape[-1], device=room.device)
+    start = torch.where(begins, position, 0).cummax(-1).values
     return total - (total - room).gather(-1, start.expand(room.shape))

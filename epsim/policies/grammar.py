@@ -1,4 +1,4 @@
-"""The text of a policy, `name` or `name(key=value,...)`, and back (docs/contract.md section 3)."""
+"""Reads and writes the text of a policy: `name` or `name(key=value,...)` (docs/contract.md section 3)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from epsim.placement.base import Policy
 
 PLAIN = r"[\w./@:~-]+"
-"""Values that stand without quotation marks."""
+"""Values that need no quotation marks."""
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators that stand outside parentheses and quotation marks, stripped. Raises
-    ValueError where these do not match."""
+    """Splits a text at the separators outside parentheses and quotation marks, and strips the parts. Raises ValueError
+    if a parenthesis or a quotation mark is missing."""
     parts, depth, quoted, escaped = [""], 0, False, False
     for letter in text:
         if quoted:
@@ -37,11 +37,11 @@ def split_outside(text: str, separator: str) -> list[str]:
 
 
 def name_and_arguments(item: str, text: str) -> tuple[str, dict[str, str]]:
-    """An item of the stack `text` -> its name and the text of each argument by its key; the key of an argument that
-    was given without one is empty."""
+    """The name of an item of the stack `text`, and the text of each argument by its key. An argument without a key has
+    the key ""."""
     name, bracket, rest = item.partition("(")
     if bracket and not rest.endswith(")"):
-        raise ValueError(f"{item!r} in {text!r} goes on after its parentheses: put + between items")
+        raise ValueError(f"{item!r} in {text!r} continues after its parentheses: put + between items")
     arguments: dict[str, str] = {}
     inner = rest[:-1]
     for number, part in enumerate(split_outside(inner, ",") if inner.strip() else []):
@@ -57,7 +57,7 @@ def name_and_arguments(item: str, text: str) -> tuple[str, dict[str, str]]:
 
 
 def build_policy(policy: type[Policy], name: str, arguments: dict[str, str], item: str) -> Any:
-    """The policy with its arguments. name: its own or an alias. Raises ValueError in one line."""
+    """The policy with its arguments. name: the policy's name or an alias. Raises ValueError in one line."""
     parameters = _parameters(policy)
     if "" in arguments:
         if not policy.first or policy.first in arguments:
@@ -78,8 +78,7 @@ def build_policy(policy: type[Policy], name: str, arguments: dict[str, str], ite
 
 
 def policy_text(policy: Any) -> str:
-    """The canonical text of a policy: arguments that have their defaults are left out, and an alias stands for its
-    arguments."""
+    """The canonical text of a policy: without arguments that have their default, and with an alias if one fits."""
     for alias, preset in policy.aliases.items():
         if policy == type(policy)(**preset):
             return str(alias)
@@ -106,14 +105,13 @@ def _value(hint: Any, key: str, text: str, item: str) -> Any:
 
 
 def _parameters(policy: Any) -> dict[str, Any]:
-    """A policy's arguments and their types: its dataclass fields. Of T | None the type is T: None is an argument left
-    out."""
-    hints = get_type_hints(policy)
-    found = {field.name: hints[field.name] for field in dataclasses.fields(policy)}
-    return {
-        key: next(part for part in get_args(hint) if part is not NoneType) if NoneType in get_args(hint) else hint
-        for key, hint in found.items()
-    }
+    """A policy's arguments and their types, from its dataclass fields; the type T for a field of type T | None."""
+    types = {}
+    for key in (field.name for field in dataclasses.fields(policy)):
+        hint = get_type_hints(policy)[key]
+        parts = get_args(hint)
+        types[key] = next(part for part in parts if part is not NoneType) if NoneType in parts else hint
+    return types
 
 
 def _required(policy: Any) -> list[str]:

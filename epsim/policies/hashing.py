@@ -1,11 +1,11 @@
 """Random draws by hash: the same token draws the same number on every machine and device.
 
-A draw is finalise(token key + slot key), all arithmetic modulo 2^64:
+A draw is finalise(token key + slot key). All arithmetic is modulo 2^64:
     token key = chain(seed, step number, source rank, local token index)
     slot key = chain(layer number, slot), slot = index in the top-k, or k for the shared expert
     chain(a, b, ...) = finalise(... finalise(finalise(a + GOLDEN) ^ b + GOLDEN) ^ ... + GOLDEN)
     finalise: that of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014)
-A draw depends on nothing else in the batch, so one rank's tokens draw the same numbers alone and among all tokens.
+A draw depends on nothing else in the batch, so the tokens of one rank draw the same numbers alone or among all tokens.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ def token_key(seed: int, step: Tensor, source_rank: Tensor, local: Tensor) -> Te
 def slot_key(layer: Tensor, slot: Tensor) -> Tensor:
     """The slot key, int64 [...], of the model's layer numbers and indices in the top-k, which are broadcast."""
     return chain(layer, slot)
+
+
+def ordinal(group: Tensor) -> Tensor:
+    """[N] int64 -> [N] int64: each element's index among those of the same group, in order."""
+    ordered, order = group.sort(stable=True)
+    position = torch.arange(len(group), device=group.device)
+    starts = torch.ones_like(ordered, dtype=torch.bool)
+    starts[1:] = ordered[1:] != ordered[:-1]
+    start = torch.where(starts, position, 0).cummax(0).values if len(group) else position
+    return torch.empty_like(position).scatter_(0, order, position - start)
 
 
 def draw(token: Tensor, slot: Tensor, bits: int) -> Tensor:

@@ -1,11 +1,11 @@
 """The published split (deepseek-ai/LPLB, SGLang's `lp`): an affine-scaling interior point method with 5 steps.
 
-It is a baseline. The linear program of a layer minimises M subject to
+It serves as a baseline. The linear program of a layer minimises M subject to
     for every rank: sum of loads x of its replicated experts' copies + slack - M = -(load of its other experts)
     for every replicated expert: sum of loads x of its copies = load of the expert
-with x, slack, M >= 0. Big-M start: all variables are 1, and one artificial variable of cost BIG_M takes the
-infeasibility. It uses fp32, with loads in units of the mean rank load. Differences from the published code: the step
-length takes the true maximum over all variables, all-zero counts are safe, and fractions are clamped to [0, 1].
+with x, slack, M >= 0. At the start all variables are 1, and one artificial variable of cost BIG_M takes up the
+infeasibility. The arithmetic is fp32, with loads in units of the mean rank load. Differences from the published code:
+the step length uses the true maximum over all variables, all-zero counts are safe, and fractions are in [0, 1].
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from epsim.policies.splits import Sampled
 
 STEPS = 5
 DAMPING = 0.99
-"""How far a step goes towards the first variable that would become 0."""
+"""How far a step goes towards the point where the first variable becomes 0."""
 BIG_M = 1000.0
-"""With the damping: the values at which the method comes as near the optimum as ports of it were measured to."""
+"""With this and DAMPING, the method comes as near the optimum as published ports of it."""
 MOST_INFEASIBLE = 0.05
-"""Where the artificial variable is not below this at the end, the even split is taken."""
+"""If the artificial variable is not below this at the end, the even split is used."""
 PROBLEMS = 2048
-"""Problems solved together."""
+"""The most problems that are solved together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +109,8 @@ class LplbIpm(Sampled):
         flat = counts.reshape(-1, counts.shape[-1]).to(torch.float64)
         layer = torch.arange(counts.shape[-2], device=counts.device).expand(counts.shape[:-1]).reshape(-1)
         parts = zip(torch.split(flat, PROBLEMS), torch.split(layer, PROBLEMS))
-        found = [_fractions(part, place, copies) for part, place in parts]
-        return torch.cat(found or [flat]).reshape(*counts.shape[:-1], even.shape[-1])
+        fractions = [_fractions(*part, copies) for part in parts]
+        return torch.cat(fractions or [flat]).reshape(*counts.shape[:-1], even.shape[-1])
 
 
 def _fractions(counts: Tensor, layer: Tensor, copies: Copies) -> Tensor:

@@ -1,8 +1,9 @@
-"""Waterfill and split as one problem: whole shared-expert tokens fill the room that the exact split leaves.
+"""Waterfill and split as one problem: shared-expert tokens fill the ranks that the exact split leaves below the peak.
 
-Over splits and shared placements together the least total peak is max(M*, mean total load), where M* is the least
-routed peak (docs/contract.md section 1). The split reaches M*, and shared tokens placed around it reach the mean to
-within one token's cost. Nothing is random: numbers by source and serving rank follow from loads that all ranks know.
+The lowest total peak over all splits and all ranks for the shared expert is max(M*, mean total load), where M* is the
+lowest routed peak (docs/contract.md section 1). The split reaches M*, and shared tokens placed exactly around it reach
+the mean to within the cost of one token. There are no random draws: loads that all ranks know give the number of tokens
+from each source rank to each serving rank.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ from epsim.traces.trace import Level
 
 @dataclass(frozen=True, slots=True)
 class WaterfillJoint(SharedDispatch):
-    """candidates: `all` ranks, or `visited`, a token's own rank and those of its routed experts.
+    """candidates: `all` ranks; or `visited`, a token's rank and the ranks of its routed experts.
 
-    `visited`: which ranks a token visits only its own rank knows. All know how many assignments each rank has on each
-    other, and a k-th of them, rounded down, can always be tokens that are served there (every token spread evenly over
-    its k slots is such an assignment, in fractions; so there is one in whole tokens). Within these numbers the peak is
-    the least possible.
+    With `visited`, only a token's own rank knows which ranks it visits. All ranks know how many assignments each source
+    rank has on each rank. At least 1/k of these, rounded down, belong to different tokens, so that many shared tokens
+    can always be served there. Within these limits the peak is the lowest possible.
     """
 
     candidates: Literal["all", "visited"] = "all"
     name: ClassVar[str] = "waterfill-joint"
-    work: ClassVar[tuple[str, ...]] = ("of_joint",)
+    work: ClassVar[tuple[str, ...]] = ("joint_us",)
     level: ClassVar[Level] = "rank_counts"
 
     @property
@@ -41,7 +41,7 @@ class WaterfillJoint(SharedDispatch):
     def check(self, stack: Stack) -> None:
         if not stack.split.exact:
             raise ValueError(
-                f"{self.name} fills up what an exact split leaves, {stack.split.name} in {str(stack)!r} is none: "
+                f"{self.name} needs an exact split, and {stack.split.name} in {str(stack)!r} is not exact: "
                 "write lplb(counts=gathered)+waterfill-joint, or waterfill"
             )
 
@@ -54,7 +54,7 @@ class WaterfillJoint(SharedDispatch):
         return pour(work.routed, work.tokens, work.cost, work.node_of_rank, most)[0]
 
     def token_ranks(self, work: SharedWork) -> Tensor:
-        """Implements `SharedDispatch.token_ranks`; tokens go to ranks they visit anyway, as far as `served` allows."""
+        """Implements `SharedDispatch.token_ranks`. Tokens that visit a serving rank anyway are sent there first."""
         batch, present = work.batch, work.present()
         assert batch is not None
         token, layer = present.nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""The work that a block of steps puts on each rank, after all policies have been applied."""
+"""The work that a block of steps gives each rank, after all policies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ class Load:
     shared [S, L, R] float64: shared_tokens times the shared expert's cost in routed assignments.
     tokens [S, L] float64: tokens of the layer. assignments [S, L] int64.
     active [S, L, R] int64: a rank's physical routed experts with load.
-    remote_rank, remote_node [S, L] int64: routed assignments that leave their source rank or node, and
-    shared_remote_rank, shared_remote_node [S, L] int64: shared-expert tokens that do; None where the trace holds counts
-    only.
-    rounded: whether loads are whole, as the runtime's, or expected values.
-    rank_rows [S, L, R, R], node_rows [S, L, R, N] float64: tokens by source rank and the rank, or node, that they are
-    sent to, each once (`epsim.policies.rows`); None where not asked for (Setting.rows) or at counts level.
-    tiles [S, L, R] float64: whole tiles that a rank's routed experts fill, each expert its own; None where not asked
-    for (Setting.tile).
-    kept_mass [S, L] float64: scores of the experts that tokens take over those of the model's choice; None where no
-    router policy has acted.
+    rounded: whether loads are whole, as in the runtime, or expected values.
+    remote_rank, remote_node [S, L] int64: routed assignments that leave their source rank or node.
+    shared_remote_rank, shared_remote_node [S, L] int64: the same for shared-expert tokens. None at counts level.
+    rank_rows [S, L, R, R], node_rows [S, L, R, N] float64: tokens sent from each source rank to each rank or node. A
+    token counts once per destination (`epsim.policies.rows`). None at counts level, or without `Setting.rows`.
+    tiles [S, L, R] float64: tiles that a rank's routed experts fill, rounded up per expert; None without
+    `Setting.tile`.
+    kept_mass [S, L] float64: scores of the experts that tokens take, divided by those of the model's choice; None
+    without a router policy.
     """
 
     routed: Tensor
@@ -39,11 +38,11 @@ class Load:
     tokens: Tensor
     assignments: Tensor
     active: Tensor
-    remote_rank: Tensor | None
-    remote_node: Tensor | None
-    shared_remote_rank: Tensor | None
-    shared_remote_node: Tensor | None
     rounded: bool
+    remote_rank: Tensor | None = None
+    remote_node: Tensor | None = None
+    shared_remote_rank: Tensor | None = None
+    shared_remote_node: Tensor | None = None
     rank_rows: Tensor | None = None
     node_rows: Tensor | None = None
     kept_mass: Tensor | None = None

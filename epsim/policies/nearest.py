@@ -1,4 +1,4 @@
-"""The nearest copy first: a table fixed by the placement alone."""
+"""The split that sends tokens to a nearest copy. The placement alone gives its table."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from epsim.traces.trace import Level
 def nearest_slots(copies: Copies) -> Tensor:
     """[L, R, E] int64: the slot to which each source rank sends an expert's tokens.
 
-    A copy on the rank itself, else one on its node, else any. Of several on the rank the first; otherwise the source
-    ranks that have the same choice take the copies in turn, from one that differs by expert.
+    A copy on the rank itself (the first of several), otherwise one on its node, otherwise any. Source ranks that choose
+    from the same copies take them in turn. The first copy in turn differs by expert.
     """
     placement, node = copies.placement, copies.node_of_rank
     expert = torch.arange(placement.num_experts, device=node.device)[:, None]
-    tables = []
+    tables = []  # one per layer
     for slots in placement.logical_to_physical():
         exists = slots >= 0
         rank = copies.rank_of_slot[slots.clamp(min=0)]
         on_rank = exists[:, None] & (rank[:, None] == torch.arange(len(node), device=node.device)[:, None])
         on_node = exists[:, None] & (node[rank][:, None] == node[:, None])
-        has_own, has_near = on_rank.any(-1), on_node.any(-1)
-        asks_node = ~has_own & has_near
+        has_local, has_near = on_rank.any(-1), on_node.any(-1)
+        from_node = ~has_local & has_near
         candidates = torch.where(
-            has_own[..., None], on_rank, torch.where(has_near[..., None], on_node, exists[:, None].expand_as(on_node))
+            has_local[..., None], on_rank, torch.where(has_near[..., None], on_node, exists[:, None].expand_as(on_node))
         )
-        # A node's ranks follow one another, so counting askers of all nodes gives those of one node turns in a row.
-        turn = torch.where(has_near, asks_node.cumsum(1), (~has_near).cumsum(1)) - 1 + expert
-        turn = torch.where(has_own, 0, turn)
+        # The ranks of a node are consecutive, so a running count over all ranks gives them consecutive turns.
+        turn = torch.where(has_near, from_node.cumsum(1), (~has_near).cumsum(1)) - 1 + expert
+        turn = torch.where(has_local, 0, turn)
         wanted = turn % candidates.sum(-1)
         chosen = (candidates.cumsum(-1) == wanted[..., None] + 1).to(torch.int64).argmax(-1)
         tables.append(slots.gather(1, chosen).T)
@@ -45,10 +45,10 @@ def nearest_slots(copies: Copies) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Static(Split):
-    """Every source rank sends an expert's tokens to one copy, a nearest one, as SGLang's `static` does.
+    """Every source rank sends all tokens of an expert to one nearest copy, as SGLang's `static` does.
 
-    Where a node holds several copies, SGLang sends all its ranks that hold none to the first of them, and its ranks on
-    other nodes to copies drawn at random; here both take the copies in turn, which is never less even.
+    Ranks without a copy of their own take the copies of their node in turn, or all copies if the node has none. SGLang
+    takes the first copy of the node, or a random copy; taking turns is at least as even.
     """
 
     name: ClassVar[str] = "static"
@@ -60,7 +60,7 @@ class Static(Split):
     engines: ClassVar[Mapping[str, str]] = {"sglang": "static"}
 
     def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
-        """The share of source ranks that send to a slot: what it gets where tokens are spread evenly over them."""
+        """The share of source ranks that send to a slot: its fraction if all source ranks have the same counts."""
         senders = _served(torch.ones_like(copies.once(nearest_slots)), copies).sum(-2).to(torch.float64)
         fractions = senders / copies.placement.num_ranks
         return fractions.expand(*counts.shape[:-2], *fractions.shape)
@@ -76,7 +76,7 @@ class Static(Split):
 
 
 def _served(rank_counts: Tensor, copies: Copies) -> Tensor:
-    """[..., L, R, E] -> [..., L, R, P]"""
+    """Counts by expert [..., L, R, E] -> counts by slot [..., L, R, P]."""
     table = copies.once(nearest_slots).expand(rank_counts.shape)
     served = rank_counts.new_zeros(*rank_counts.shape[:-1], copies.placement.num_physical)
     return served.scatter_(-1, table, rank_counts)

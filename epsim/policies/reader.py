@@ -1,7 +1,8 @@
-"""Reader policies: they choose the channels of a token's experts to read (kernels/reader), and count a rank's bytes."""
+"""Reader policies choose the channels of a token's experts to read (kernels/reader), and count the bytes of a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,25 +16,42 @@ from epsim.policies.base import Reader
 
 Score = Literal["sketch", "int4-gate", "cats"]
 INDEPENDENT = (
-    "bytes of a batch are expected ones: tokens of an expert choose channels and coordinates as if independently; "
-    "where they choose alike, fewer are read"
+    "bytes of a batch are expected ones: the tokens of an expert are assumed to choose channels and coordinates "
+    "independently; if they choose alike, fewer bytes are read"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Channels(Reader):
-    """Of each token's experts only some channels are read.
+class Dense(Reader):
+    """Reads all weights of an active expert."""
 
-    budget: share of its experts' bytes, all that is read counted (`ReadBytes`); 1 reads all and screens nothing.
-    score: by what channels are chosen: estimates of the ternary `sketch`, an int4 copy of the gate rows, or the gate
-    rows themselves, after CATS. screen: `partial` reads 80 of 128 coordinates of the sketch, `full` all.
-    restore: whether skipped channels are restored by the low-rank map (of the sketch's estimates alone).
-    units: `output`, a channel's score is what it adds to the layer's output; `raw`, the size of the activation.
-    quota: `token`, the best k of all its experts, on whichever ranks; `experts` or `weights`, each rank its own best,
-    as many as its share of the token's experts or of their weights, for which ranks need not ask each other; `batch`,
-    one set of channels and of coordinates for all tokens of a batch, best by the sum of their scores, so that the bytes
-    which the whole batch reads are within the budget, a share of those of its active experts.
-    Raises ValueError where these do not go together.
+    name: ClassVar[str] = "dense"
+    complexity: ClassVar[int] = 0
+    acts: ClassVar[bool] = False
+    engines: ClassVar[Mapping[str, str]] = {"sglang": "", "vllm": ""}
+
+    def bytes_read(
+        self, tokens: Tensor, active: Tensor, hidden: int, intermediate: int, weight_bytes: float, top_k: int
+    ) -> Tensor:
+        return active.double() * (3 * hidden * intermediate * weight_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Channels(Reader):
+    """Reads only some channels of each token's experts.
+
+    budget: the share of its experts' bytes that a token may read, including the bytes read for choosing (`ReadBytes`).
+    With 1 it reads all channels and chooses none.
+    score: how channels are scored: `sketch`, by estimates from a ternary sketch; `int4-gate`, from an int4 copy of the
+    gate rows; `cats`, from the gate rows (CATS). screen: `partial` reads 80 of 128 coordinates of the sketch, `full`
+    all.
+    restore: whether a low-rank map restores skipped channels (with score `sketch` only).
+    units: `output`: a channel's score is what it adds to the layer's output; `raw`: the size of its activation.
+    quota: `token`: the best k channels of all the token's experts, on any rank. `experts`, `weights`: each rank takes
+    its own best channels, in proportion to its share of the token's experts or of their weights, so that ranks need not
+    communicate. `batch`: one set of channels and coordinates for all tokens of a batch, with the best sum of scores;
+    the budget is then a share of the bytes of the batch's active experts.
+    Raises ValueError for arguments that contradict each other.
     """
 
     budget: float
@@ -44,7 +62,7 @@ class Channels(Reader):
     quota: Literal["token", "experts", "weights", "batch"] = "token"
     first: ClassVar[str] = "budget"
     fitted: ClassVar[bool] = False
-    """Whether channels are chosen by a threshold that has to be fitted on text."""
+    """Whether a threshold, which has to be fitted on text, chooses the channels."""
 
     def __post_init__(self) -> None:
         if not 0 < self.budget <= 1:
@@ -62,26 +80,24 @@ class Channels(Reader):
         return (every,) if self.quota == "batch" else (every, INDEPENDENT)
 
     def sizes(self, hidden: int, intermediate: int, weight_bytes: float = 2, rank: int = 32) -> ReadBytes:
-        """The byte counts of its reads. rank: of the map."""
+        """The byte counts of its reads. rank: of the low-rank map."""
         rank = rank if self.restore == "on" else 0
         return ReadBytes(hidden, intermediate, weight_bytes, self.coordinates, rank, self.score)
 
     def bytes_read(
         self, tokens: Tensor, active: Tensor, hidden: int, intermediate: int, weight_bytes: float, top_k: int
     ) -> Tensor:
-        """Expected bytes [...] float64 that a rank reads. tokens [...]: its assignments; active [...]: its experts with
-        any.
+        """Expected bytes [...] float64, at most those of whole experts (see `Reader.bytes_read`).
 
-        Tokens are assumed to choose independently, and each expert to have tokens / active assignments. At most the
-        bytes of whole experts. Raises ValueError if the screen exceeds the budget.
+        Assumes that tokens choose independently, and that each expert has tokens / active assignments. Raises
+        ValueError if the bytes for choosing exceed the budget.
         """
         sizes = self.sizes(hidden, intermediate, weight_bytes)
         kept = sizes.kept(self.budget, top_k) / (top_k * intermediate)
-        each = (tokens / active.clamp(min=1)).double()
+        tokens_per_expert = (tokens / active.clamp(min=1)).double()
         all_kept = active * float(sizes.expert)
         if self.budget >= 1:
             return all_kept
-
         if self.quota == "batch":
             screens = active * (sizes.screen + intermediate * sizes.skipped_channel) + sizes.once * (active > 0)
             cost = sizes.kept_channel - sizes.skipped_channel
@@ -89,7 +105,7 @@ class Channels(Reader):
             return torch.minimum(screens + number * cost, all_kept)
 
         def union(share: float) -> Tensor:
-            return 1 - torch.pow(torch.full_like(each, 1 - share), each)
+            return 1 - torch.pow(torch.full_like(tokens_per_expert, 1 - share), tokens_per_expert)
 
         codes = hidden * sizes.code_row * union(sizes.coordinates / BLOCK) if self.score == "sketch" else 0.0
         channels = union(kept) * sizes.kept_channel + union(1 - kept) * sizes.skipped_channel
@@ -97,13 +113,13 @@ class Channels(Reader):
         return torch.minimum(read, all_kept)
 
     def resident_bytes(self, num_experts: int, hidden: int, intermediate: int) -> int:
-        """Bytes of the sketch and map, or of what other scores need; 0 if all channels are read."""
+        """Bytes of the sketch and the map, or of what the other scores need; 0 if all channels are read."""
         return 0 if self.budget >= 1 else self.sizes(hidden, intermediate).resident(num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class TopkChannels(Channels):
-    """Of all channels of a token's experts exactly the best k are read, k from the bytes that the token may read."""
+    """Reads exactly the best k channels of a token's experts. The budget gives k."""
 
     name: ClassVar[str] = "topk-channels"
     examples: ClassVar[tuple[str, ...]] = ("topk-channels(0.178)", "topk-channels(0.2,quota=batch,score=cats)")
@@ -111,9 +127,9 @@ class TopkChannels(Channels):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdChannels(Channels):
-    """All channels above a threshold, fitted on calibration text so that on average the budget is read. What is read of
-    other text is another matter; the simulator counts the budget. It has no number to share out: no quota but `token`
-    goes with it."""
+    """Reads all channels whose score is above a threshold. The threshold is fitted on calibration text so that reads
+    average to the budget. On other text the reads may differ, and the simulator counts the budget. Only `quota=token`
+    is possible."""
 
     name: ClassVar[str] = "threshold-channels"
     examples: ClassVar[tuple[str, ...]] = ("threshold-channels(0.2)",)
@@ -122,9 +138,9 @@ class ThresholdChannels(Channels):
     def __post_init__(self) -> None:
         super(ThresholdChannels, self).__post_init__()
         if self.quota != "token":
-            raise ValueError(f"{self.name}: quota={self.quota}: a threshold shares no number out: leave quota away")
+            raise ValueError(f"{self.name}: quota={self.quota}: a threshold has no number to divide: leave quota out")
 
     @property
     def notes(self) -> tuple[str, ...]:
-        counted = f"{self.name}: its calibrated budget is counted, what it reads of other text differs"
+        counted = f"{self.name}: the calibrated budget is counted; on other text it reads more or less"
         return (*super(ThresholdChannels, self).notes, counted)

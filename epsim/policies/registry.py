@@ -17,15 +17,16 @@ from epsim.placement.contiguous import Contiguous
 from epsim.placement.eplb import Eplb
 from epsim.placement.file import File
 from epsim.placement.searched import Searched
-from epsim.policies.base import Dense, Reader, Router, SharedDispatch, Split, TopK
+from epsim.policies.base import Reader, Router, SharedDispatch, Split
 from epsim.policies.ipm import LplbIpm
 from epsim.policies.joint import WaterfillJoint
 from epsim.policies.nearest import Static
 from epsim.policies.one_copy import OneCopy
-from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.policies.reader import Dense, ThresholdChannels, TopkChannels
 from epsim.policies.routing.oea import Oea, Pruned
 from epsim.policies.routing.ranks import OeaEp
 from epsim.policies.routing.rivals import Lynx, MaskLowDemand
+from epsim.policies.routing.topk import TopK
 from epsim.policies.shared import Local
 from epsim.policies.splits import Even, Lplb, LplbSampled, Random
 from epsim.policies.waterfill import Waterfill
@@ -39,35 +40,35 @@ SHIPPED: tuple[type[Policy], ...] = (
     Local, Waterfill, WaterfillJoint,
     Dense, TopkChannels, ThresholdChannels,
 )  # fmt: skip
-"""The first of a kind is its default."""
+"""The first policy of each kind is its default."""
 
 
 @cache
 def kinds() -> dict[str, dict[str, type[Policy]]]:
-    """Every policy's class by kind and name, those of installed packages included.
+    """The class of every policy by kind and name, including the policies of installed packages.
 
-    Raises ValueError in one line where a package's entry point cannot be loaded, is no policy, or takes a name that is
-    taken.
+    Raises ValueError in one line if a package's entry point cannot be loaded, is not a policy, or has a name that
+    another policy has.
     """
-    found: dict[str, dict[str, type[Policy]]] = {base.kind: {} for base in BASES}
+    policies: dict[str, dict[str, type[Policy]]] = {base.kind: {} for base in BASES}
     for policy in SHIPPED:
-        found[policy.kind][policy.name] = policy
+        policies[policy.kind][policy.name] = policy
     for entry in entry_points(group=GROUP):
         policy = _loaded(entry)
-        taken = {name for known in found.values() for one in known.values() for name in (one.name, *one.aliases)}
-        if twice := taken & {policy.name, *policy.aliases}:
+        names = {name for known in policies.values() for old in known.values() for name in (old.name, *old.aliases)}
+        if twice := names & {policy.name, *policy.aliases}:
             raise ValueError(f"{_told(entry)}: there is another policy named {min(twice)!r}: uninstall the package")
-        found[policy.kind][policy.name] = policy
-    return found
+        policies[policy.kind][policy.name] = policy
+    return policies
 
 
 def default_policy(kind: str) -> Any:
-    """The policy of a kind that a stack has where its text names none."""
+    """The policy of a kind that a stack has if its text names none."""
     return next(iter(kinds()[kind].values()))()
 
 
 def examples(kind: str) -> list[str]:
-    """An item of the stack grammar for every policy of a kind, several for some: what tests of all policies run."""
+    """At least one text of the stack grammar for every policy of a kind, for tests that run all policies."""
     return [text for policy in kinds()[kind].values() for text in policy.examples or (policy.name, *policy.aliases)]
 
 
@@ -80,7 +81,7 @@ def _loaded(entry: EntryPoint) -> type[Policy]:
     is_policy = isinstance(policy, type) and issubclass(policy, BASES) and dataclasses.is_dataclass(policy)
     if not is_policy or not hasattr(policy, "name") or not re.fullmatch(r"[\w-]+", str(policy.name)):
         bases = ", ".join(base.__name__ for base in BASES)
-        raise ValueError(f"{_told(entry)} is no policy: give a dataclass with a name, derived from {bases}")
+        raise ValueError(f"{_told(entry)} is not a policy: give a dataclass with a name, derived from {bases}")
     return policy  # type: ignore[no-any-return]
 
 

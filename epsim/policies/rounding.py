@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epsim.policies.base import Batch, ordinal
+from epsim.policies.base import Batch
 from epsim.policies.copies import Copies
-from epsim.policies.hashing import draw, slot_key, token_key
+from epsim.policies.hashing import draw, ordinal, slot_key, token_key
 
 BITS = 20
 ONE = 1 << BITS
@@ -104,19 +104,19 @@ def _differences(upper: Tensor, copies: Copies, by_rank: bool = False) -> Tensor
 
 
 def _single_copies(batch: Batch, copies: Copies) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Slots [T, L, k] of the first copies, and the indices (token, layer, place in the top-k) of experts with
-    several."""
+    """Slots [T, L, k] of the first copies, and the indices (token, layer, index in the top-k) of experts with several
+    copies."""
     num_layers, num_experts = copies.number.shape
     row = torch.arange(num_layers, device=batch.expert_ids.device)[:, None] * num_experts
-    at = batch.expert_ids.clamp(min=0) + row
-    only = copies.slot.gather(1, copies.first).flatten()[at]
-    several = (copies.number > 1).flatten()[at] & (batch.expert_ids >= 0)
-    token, layer, place_k = several.nonzero(as_tuple=True)
-    return torch.where(batch.expert_ids >= 0, only, -1), token, layer, place_k
+    index = batch.expert_ids.clamp(min=0) + row
+    only = copies.slot.gather(1, copies.first).flatten()[index]
+    several = (copies.number > 1).flatten()[index] & (batch.expert_ids >= 0)
+    token, layer, choice = several.nonzero(as_tuple=True)
+    return torch.where(batch.expert_ids >= 0, only, -1), token, layer, choice
 
 
 def _ordinal_and_size(group: Tensor) -> tuple[Tensor, Tensor]:
-    """group [N] -> each element's index in its group [N], in order, and the size of the group [N]."""
+    """Each element's index in its group, in order, and the size of the group; both [N]."""
     if not group.numel():
         return group, group
     low = group.min()
@@ -133,5 +133,5 @@ def _slot_at(point: Tensor, step: Tensor, layer: Tensor, expert: Tensor, fixed: 
     row = torch.arange(num_steps * num_layers, device=fixed.device).view(num_steps, num_layers, 1)
     ends = ((row * num_experts + copies.expert) << BITS) + cumulative(fixed, copies)
     wanted = (((step * num_layers + layer) * num_experts + expert) << BITS) + point
-    place = torch.searchsorted(ends.flatten(), wanted, right=True) % num_physical
-    return copies.slot[layer, place]
+    position = torch.searchsorted(ends.flatten(), wanted, right=True) % num_physical
+    return copies.slot[layer, position]

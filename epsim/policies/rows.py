@@ -1,5 +1,4 @@
-"""Rows that a dispatch sends. A token is sent once to each rank and once to each node that serves any of its
-experts."""
+"""The rows that a dispatch sends. A token is sent once to each rank, and once to each node, that serves its experts."""
 
 from __future__ import annotations
 
@@ -42,9 +41,7 @@ def token_rows(batch: Batch, expert_ranks: Tensor, shared_ranks: Tensor | None, 
 
 
 def quota_rows(batch: Batch, quotas: Tensor, copies: Copies) -> RowCounts:
-    """Counts the rows of a split with quotas, without computing each token's slot: an expert's tokens fill its copies
-    in
-    order.
+    """Counts the rows of a split with quotas, without each token's slot. An expert's tokens fill its copies in order.
 
     quotas [S, L, R, P] int64: how many tokens of a source rank each slot takes; they sum to the tokens of the batch.
     Nodes must have equally many ranks.
@@ -76,16 +73,15 @@ def expected_rows(
     """
     num_nodes = int(node_of_rank.max()) + 1
     to_node = torch.nn.functional.one_hot(node_of_rank, num_nodes).double()
-    found = []
-    for into in (None, to_node):
-        share = by_source.double() / (tokens.double().clamp(min=1e-300) * top_k)[..., None]
-        extra = None if shared is None else shared.double()
-        if into is not None:
-            share, extra = share @ into, None if extra is None else extra @ into
+    share = by_source.double() / (tokens.double().clamp(min=1e-300) * top_k)[..., None]
+
+    def rows(share: Tensor, shared: Tensor | None) -> Tensor:
         visited = 1 - (1 - share).clamp(min=0) ** top_k
-        rows = visited * tokens[..., None]
-        found.append(rows if extra is None else rows + extra * (1 - visited))
-    return found[0], found[1]
+        sent = visited * tokens[..., None]
+        return sent if shared is None else sent + shared * (1 - visited)
+
+    shared = None if shared is None else shared.double()
+    return rows(share, shared), rows(share @ to_node, None if shared is None else shared @ to_node)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -95,16 +91,16 @@ def _count(step: Any, source: Any, ranks: Any, node: Any, rank_rows: Any, node_r
     last_node = np.full(node_rows.shape[3], -1, dtype=np.int64)
     for token in range(num_tokens):
         for layer in range(num_layers):
-            here = token * num_layers + layer
+            visit = token * num_layers + layer
             for slot in range(width):
                 rank = ranks[token, layer, slot]
                 if rank < 0:
                     continue
-                if last_rank[rank] != here:
-                    last_rank[rank] = here
+                if last_rank[rank] != visit:
+                    last_rank[rank] = visit
                     rank_rows[step[token], layer, source[token], rank] += 1.0
-                if last_node[node[rank]] != here:
-                    last_node[node[rank]] = here
+                if last_node[node[rank]] != visit:
+                    last_node[node[rank]] = visit
                     node_rows[step[token], layer, source[token], node[rank]] += 1.0
 
 
@@ -122,7 +118,7 @@ def _fill(
     rank_rows: Any,
     node_rows: Any,
 ) -> None:
-    """left [S, L, R, P]: the quotas, which are counted down to 0."""
+    """left [S, L, R, P]: the quotas. They are counted down to 0."""
     num_tokens, num_layers, width = ids.shape
     num_steps, _, num_ranks, _ = left.shape
     num_experts = first.shape[1]
@@ -133,22 +129,22 @@ def _fill(
         for expert in range(num_experts):
             current[:, :, expert] = first[layer, expert]
         for token in range(num_tokens):
-            here = layer * num_tokens + token
-            at, own = step[token], source[token]
-            for place in range(width):
-                expert = ids[token, layer, place]
+            visit = layer * num_tokens + token
+            s, r = step[token], source[token]
+            for choice in range(width):
+                expert = ids[token, layer, choice]
                 if expert < 0:
                     continue
-                copy = current[at, own, expert]
+                copy = current[s, r, expert]
                 if number[layer, expert] > 1:
-                    while left[at, layer, own, slot[layer, copy]] == 0:
+                    while left[s, layer, r, slot[layer, copy]] == 0:
                         copy += 1
-                    current[at, own, expert] = copy
-                    left[at, layer, own, slot[layer, copy]] -= 1
+                    current[s, r, expert] = copy
+                    left[s, layer, r, slot[layer, copy]] -= 1
                 rank = slot[layer, copy] // per_rank
-                if last_rank[rank] != here:
-                    last_rank[rank] = here
-                    rank_rows[at, layer, own, rank] += 1.0
-                    if last_node[rank // per_node] != here:
-                        last_node[rank // per_node] = here
-                        node_rows[at, layer, own, rank // per_node] += 1.0
+                if last_rank[rank] != visit:
+                    last_rank[rank] = visit
+                    rank_rows[s, layer, r, rank] += 1.0
+                    if last_node[rank // per_node] != visit:
+                        last_node[rank // per_node] = visit
+                        node_rows[s, layer, r, rank // per_node] += 1.0

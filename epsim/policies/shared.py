@@ -1,4 +1,4 @@
-"""Where the shared expert of each token is computed."""
+"""The default shared-expert policy: no dispatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Splits of an expert's tokens over its copies, other than the interior point method's (`ipm`)."""
+"""Splits of an expert's tokens over its copies. The published interior point method is in `ipm`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from epsim.traces.trace import Level
 
 
 class Systematic(Split):
-    """Fractions become tokens by systematic rounding on every source rank. A subclass defines `fractions`."""
+    """Turns fractions into tokens by systematic rounding on every source rank. A subclass defines `fractions`."""
 
     __slots__ = ()
 
@@ -32,7 +32,7 @@ class Systematic(Split):
 
 
 class Sampled(Split):
-    """Every token draws its copy by the fractions, as in SGLang. A subclass defines `fractions`."""
+    """Every token draws its copy with the fractions as probabilities, as in SGLang. A subclass defines `fractions`."""
 
     __slots__ = ()
     by_rank: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class Even(Systematic):
 
 
 def _least_peak(counts: Tensor, copies: Copies) -> Tensor:
-    """counts [..., L, E] -> fractions [..., L, P] of the least peak; even where an expert has no tokens."""
+    """counts [..., L, E] -> fractions [..., L, P] of the lowest peak; even if an expert has no tokens."""
     load = copies.per_slot(counts)
     split = copies.least_peak(counts).split
     return torch.where(load > 0, split / load, _even(counts, copies))
@@ -73,15 +73,17 @@ def _least_peak(counts: Tensor, copies: Copies) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Lplb(Systematic):
-    """The cheapest dearest rank of each batch: by tokens, solved exactly (`epsim.kernels.split`), or by time.
+    """Minimises the cost of the most expensive rank in each batch: its tokens, solved exactly (`epsim.kernels.split`),
+    or its time.
 
-    counts: `reduced`, each source rank knows the sum over ranks and rounds its own tokens systematically; `gathered`,
-    it knows every rank's counts, and the split itself is whole, its peak exactly ceil(optimum).
-    objective: `tokens`, or `time`: a rank costs a * tokens + b * active experts, as where reading weights is what takes
-    time (`epsim.kernels.timed`), and no split into whole tokens that the search finds is cheaper. Whether an expert is
-    active is a matter of single tokens, which rounding by each source rank does not keep: `time` is always `gathered`.
-    a, b >= 0, of `time` alone: what a token and an active expert cost, in any one unit.
-    Raises ValueError where the arguments do not go together.
+    counts: `reduced`: each source rank knows the sum of counts over ranks and rounds its own tokens systematically.
+    `gathered`: it knows the counts of each rank, and the split is in whole tokens, with a peak of exactly
+    ceil(optimum).
+    objective: `tokens`; or `time`: a rank costs a * tokens + b * active experts, as when reading weights limits the
+    speed. `time` is a search over splits in whole tokens (`epsim.kernels.timed`). It is always `gathered`, because
+    single tokens decide whether an expert is active, and rounding by each source rank would change that.
+    a, b >= 0, with `time` only: the cost of a token and of an active expert, in any one unit.
+    Raises ValueError for arguments that contradict each other.
     """
 
     counts: Literal["reduced", "gathered"] | None = None
@@ -95,11 +97,11 @@ class Lplb(Systematic):
     def __post_init__(self) -> None:
         if self.objective == "tokens":
             if self.a is not None or self.b is not None:
-                raise ValueError("lplb: a and b are what objective=time weighs: add it, or leave them out")
+                raise ValueError("lplb: a and b are for objective=time: add it, or leave them out")
         else:
             if self.a is None or self.b is None:
                 raise ValueError(
-                    "lplb(objective=time) needs a= and b=, what a token and an active expert cost: "
+                    "lplb(objective=time) needs a= and b=, the costs of a token and of an active expert: "
                     "lplb(objective=time,a=1,b=100) if reading an expert takes as long as 100 tokens"
                 )
             try:
@@ -115,7 +117,7 @@ class Lplb(Systematic):
 
     @property
     def level(self) -> Level:
-        # By time a slot's tokens follow from the sum of counts; only whose they are does not.
+        # With objective=time, the sum of counts gives the number of tokens of each slot.
         return "rank_counts" if self.counts == "gathered" and self.objective == "tokens" else "counts"
 
     @property
@@ -141,14 +143,14 @@ class Lplb(Systematic):
 
     @property
     def work(self) -> tuple[str, ...]:
-        return ("of_timed" if self.objective == "time" else "solve_us", "assign_us")
+        return ("timed_us" if self.objective == "time" else "solve_us", "assign_us")
 
     @property
     def notes(self) -> tuple[str, ...]:
         if self.objective == "tokens":
             return ()
-        proven = f"lplb(objective=time) is optimal where at most {FEW_COPIES} copies of replicated experts have tokens"
-        return (f"{proven}; elsewhere it is the best of a search of {MOST_NODES} nodes, never dearer than lplb's",)
+        proven = f"lplb(objective=time) is optimal if at most {FEW_COPIES} copies of replicated experts have tokens"
+        return (f"{proven}; otherwise it is the best of a search of {MOST_NODES} nodes, never worse than lplb",)
 
     def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         if self.objective == "tokens":
@@ -169,16 +171,14 @@ class Lplb(Systematic):
     def _whole(self, counts: Tensor, copies: Copies) -> Tensor:
         """counts [..., L, E] int64 -> [..., L, P] int64: whole tokens of each slot."""
         structure = copies.once(split_structure)
-        if self.objective == "tokens":
+        if self.a is None or self.b is None:  # objective=tokens
             return solve_gathered(structure, counts, copies.backend).split
-        assert self.a is not None
-        assert self.b is not None
         return solve_timed(structure, counts, self.a, self.b).split
 
 
 @dataclass(frozen=True, slots=True)
 class LplbSampled(Sampled):
-    """The fractions of `lplb`, from which every token draws its copy, as in SGLang's `lp`."""
+    """The fractions of `lplb`. Every token draws its copy with these as probabilities, as in SGLang's `lp`."""
 
     name: ClassVar[str] = "lplb-sampled"
     work: ClassVar[tuple[str, ...]] = ("solve_us", "assign_us")

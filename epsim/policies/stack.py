@@ -1,4 +1,4 @@
-"""A policy stack and its text (docs/contract.md section 3): policies joined by +."""
+"""Policy stacks and their text form, policies joined by + (docs/contract.md section 3)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from epsim.placement.base import PlacementPolicy, Policy
+from epsim.placement.base import PlacementPolicy
 from epsim.policies.base import Reader, Router, SharedDispatch, Split
 from epsim.policies.grammar import build_policy, name_and_arguments, policy_text, split_outside
 from epsim.policies.registry import default_policy, kinds
@@ -19,7 +19,7 @@ MAX_NAME = 60
 class PolicyStack:
     """One policy of each kind. `str` gives the canonical text, which `parse_stack` reads back.
 
-    Raises ValueError where one does not go with another.
+    Raises ValueError if two policies do not work together.
     """
 
     placement: PlacementPolicy
@@ -43,21 +43,21 @@ class PolicyStack:
     def required_level(self, redundancy: bool = True, shared_expert: bool = True) -> Level:
         """The coarsest trace level that the stack can work on.
 
-        redundancy: whether any expert has several copies; shared_expert: whether it costs anything. Where there is
-        none, the split and the shared expert's policy have nothing to decide.
+        redundancy: whether any expert has several copies; if not, the split does not matter. shared_expert: whether it
+        costs anything; if not, the shared policy does not matter.
         """
         return max((level for _, level in self._levels(redundancy, shared_expert)), key=LEVELS.index)
 
     def check_level(self, level: Level, redundancy: bool = True, shared_expert: bool = True) -> None:
-        """Raises ValueError where a trace of that level is too coarse; arguments as for `required_level`."""
+        """Raises ValueError if a trace of that level is too coarse. Arguments as for `required_level`."""
         needed = self.required_level(redundancy, shared_expert)
         if LEVELS.index(level) < LEVELS.index(needed):
-            kind = next(kind for kind, own in self._levels(redundancy, shared_expert) if own == needed)
+            kind = next(kind for kind, least in self._levels(redundancy, shared_expert) if least == needed)
             item = policy_text(getattr(self, kind))
             what = {"rank_counts": "counts by source rank", "tokens": "tokens"}[needed]
             raise ValueError(
-                f"{item} in {str(self)!r} works on {what}, the trace holds {level.replace('_', ' ')} only: "
-                "draw tokens with the recorded marginals by `epsim traces synthesize`"
+                f"{item} in {str(self)!r} works on {what}, but the trace holds only {level.replace('_', ' ')}: "
+                "draw a trace of tokens with `epsim traces synthesize`"
             )
 
     def _levels(self, redundancy: bool, shared_expert: bool) -> list[tuple[str, Level]]:
@@ -67,23 +67,25 @@ class PolicyStack:
 
 
 def parse_stack(text: str) -> PolicyStack:
-    """The stack that a text describes. Raises ValueError: one line with what is wrong, where, and what is known."""
+    """The stack that a text describes. Raises ValueError in one line that says what is wrong, where, and what
+    exists."""
     chosen: dict[str, Any] = {}
     for item in _items(text):
         name, arguments = name_and_arguments(item, text)
-        found = next((policy for policy in _all_policies() if name in (policy.name, *policy.aliases)), None)
-        if found is None:
+        policies = (policy for known in kinds().values() for policy in known.values())
+        policy = next((policy for policy in policies if name in (policy.name, *policy.aliases)), None)
+        if policy is None:
             listing = "; ".join(f"{kind}: {', '.join(_names(kind))}" for kind in kinds())
             raise ValueError(f"unknown policy {name!r} in {text!r}, known are {listing}")
-        if found.kind in chosen:
-            first = chosen[found.kind].name
-            raise ValueError(f"{text!r} has two policies for {found.kind}, {first!r} and {name!r}: give one")
-        chosen[found.kind] = build_policy(found, name, arguments, item)
+        if policy.kind in chosen:
+            first = chosen[policy.kind].name
+            raise ValueError(f"{text!r} has two policies for {policy.kind}, {first!r} and {name!r}: give one")
+        chosen[policy.kind] = build_policy(policy, name, arguments, item)
     return PolicyStack(**{kind: chosen[kind] if kind in chosen else default_policy(kind) for kind in kinds()})
 
 
 def placement_policy(text: str) -> PlacementPolicy:
-    """The placement that a text such as `searched(seconds=10)` describes. Raises ValueError where it is none."""
+    """The placement that a text such as `searched(seconds=10)` describes. Raises ValueError if it describes none."""
     for item in _items(text):
         if name_and_arguments(item, text)[0] in _names("placement"):
             return parse_stack(item).placement
@@ -97,10 +99,6 @@ def _items(text: str) -> list[str]:
     return items
 
 
-def _all_policies() -> list[type[Policy]]:
-    return [policy for known in kinds().values() for policy in known.values()]
-
-
 def named_stacks(policies: str | PolicyStack | Sequence[str | PolicyStack]) -> tuple[tuple[str, PolicyStack], ...]:
     """One or several policies as (name, stack); the name is "" if none is given."""
     given = (policies,) if isinstance(policies, str | PolicyStack) else policies
@@ -108,7 +106,7 @@ def named_stacks(policies: str | PolicyStack | Sequence[str | PolicyStack]) -> t
 
 
 def named_stack(text: str) -> tuple[str, PolicyStack]:
-    """`NAME=STACK` or `STACK` -> (name or "", stack). An equals sign inside parentheses belongs to the stack."""
+    """`NAME=STACK` or `STACK` -> (name or "", stack). An equals sign in parentheses belongs to the stack."""
     head, equals, tail = text.partition("=")
     if not equals or "(" in head:
         return "", parse_stack(text)

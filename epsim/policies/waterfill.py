@@ -1,10 +1,12 @@
-"""Waterfill: sends each token's shared expert to a rank with little routed load.
+"""Waterfill computes each token's shared expert on a rank with little routed load.
 
-SGLang's Waterfill for DeepEP, from its published description. A source rank sees loads L_r and N waiting tokens. The
-waterline is H = ceil((sum of L + N * cost) / R), and the slack of a rank is max(H - L_r, 0). Each token draws a rank
-from its candidates in proportion to slack, where ranks other than its own have weight 10/11. If no candidate has slack,
-the least loaded one takes the token if the own rank's load is above 1.1 times its load. A source rank with few tokens
-keeps them. The cost is rounded to 2^-20; all else is integer arithmetic.
+This is SGLang's Waterfill for DeepEP, from its published description. A source rank sees loads L_r and N waiting
+tokens.
+The waterline is H = ceil((sum of L + N * cost) / R), and the slack of a rank is max(H - L_r, 0). Each token draws a
+rank from its candidates in proportion to their slack, with a weight of 10/11 for ranks other than its own. If no
+candidate has slack, the candidate with the lowest load takes the token if the load of the token's rank is more than 1.1
+times as large; otherwise the token stays. A source rank with few tokens keeps them. The cost is rounded to 2^-20, and
+all other arithmetic is on integers.
 """
 
 from __future__ import annotations
@@ -26,15 +28,16 @@ FEW_TOKENS = 64
 MOST_TOKENS = 1 << 28
 COST_BITS = 20
 CELLS = 1 << 18
-"""Tokens times ranks looked at together."""
+"""The most tokens times ranks that are processed together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waterfill(SharedDispatch):
-    """candidates: `visited`, the own rank and those of the token's routed experts, or `all` ranks.
+    """candidates: `visited`, the token's rank and the ranks of its routed experts; or `all` ranks.
 
-    load: `routed`, assignments a rank serves, or `routed+local`, that and its own tokens' shared work on top.
-    counts: `global`, loads and waiting tokens of the whole group, or `local`, those of the source rank's tokens alone.
+    load: `routed`, the assignments that a rank serves; or `routed+local`, these and the shared work of the rank's
+    tokens.
+    counts: `global`, loads and waiting tokens of the whole group; or `local`, those of the source rank's tokens only.
     """
 
     candidates: Literal["visited", "all"] = "visited"
@@ -44,7 +47,7 @@ class Waterfill(SharedDispatch):
     work: ClassVar[tuple[str, ...]] = ("waterfill_us",)
     complexity: ClassVar[int] = 1
     notes: ClassVar[tuple[str, ...]] = (
-        f"waterfill leaves source ranks with fewer than {FEW_TOKENS} tokens in a step local, as SGLang does",
+        f"waterfill keeps the tokens of source ranks with fewer than {FEW_TOKENS} tokens in a step, as SGLang does",
     )
 
     @property
@@ -85,7 +88,7 @@ class Waterfill(SharedDispatch):
         if number.sum(dtype=torch.float64) > MOST_TOKENS:
             raise ValueError(
                 f"{int(number.sum())} tokens (over layers) in one part of a trace are too many to draw one by one: "
-                "use shared `local`"
+                "use the shared policy `local`"
             )
         row = torch.arange(len(number), device=number.device).repeat_interleave(number)
         local = torch.arange(len(row), device=row.device) - (number.cumsum(0) - number)[row]
@@ -99,7 +102,8 @@ class Waterfill(SharedDispatch):
     def _choose(
         self, work: SharedWork, place: tuple[Tensor, Tensor, Tensor], local: Tensor, visited: Tensor | None
     ) -> Tensor:
-        """The ranks [N] of N tokens. place: their step, layer and source rank; local [N]; visited [N, k], None: all."""
+        """The ranks [N] of N tokens. place: their step, layer and source rank. visited [N, k]: candidates, None:
+        all."""
         loads, weights = self._scales(work)
         rank = place[2].clone()
         row = _flat(place, work.tokens.shape)
@@ -113,19 +117,19 @@ class Waterfill(SharedDispatch):
         return rank
 
     def _scales(self, work: SharedWork) -> tuple[Tensor, Tensor]:
-        """The loads and weights of all ranks that each source rank sees, both [S * L * R, R] int64."""
+        """The loads and weights of all ranks, as each source rank sees them; both [S * L * R, R] int64."""
         num_ranks = work.tokens.shape[-1]
         if self.counts == "global":
             waiting = work.tokens.sum(-1, keepdim=True).expand_as(work.tokens)
             loads = work.routed[..., None, :].expand_as(work.routed_by_source)
-            own = work.tokens[..., None, :]
+            local_tokens = work.tokens[..., None, :]
         else:
             waiting = work.tokens
             loads = work.routed_by_source
-            own = torch.diag_embed(work.tokens)
+            local_tokens = torch.diag_embed(work.tokens)
         cost = round(work.cost * (1 << COST_BITS))
         if self.load == "routed+local":
-            loads = loads + _rounded_up(own, cost)
+            loads = loads + _rounded_up(local_tokens, cost)
         line = -((-loads.sum(-1) - _rounded_up(waiting, cost)) // num_ranks)
         slack = (line[..., None] - loads).clamp(min=0)
         weights = slack * (10 + torch.eye(num_ranks, dtype=torch.int64, device=slack.device))
@@ -133,7 +137,7 @@ class Waterfill(SharedDispatch):
 
 
 def _pick(number: Tensor, source: Tensor, loads: Tensor, weights: Tensor, visited: Tensor | None) -> Tensor:
-    """The drawn ranks [N]. number [N]: random; own ranks [N]; loads, weights [N, R]; visited [N, k], -1 for none."""
+    """The drawn ranks [N]. number [N]: random; source [N]: ranks; loads, weights [N, R]; visited [N, k], -1: none."""
     own_load = loads.gather(1, source[:, None])[:, 0]
     if visited is not None:
         candidate = torch.zeros(*loads.shape[:1], loads.shape[1] + 1, dtype=torch.bool, device=loads.device)
@@ -150,7 +154,7 @@ def _pick(number: Tensor, source: Tensor, loads: Tensor, weights: Tensor, visite
 
 
 def _rounded_up(tokens: Tensor, cost: int) -> Tensor:
-    """Tokens times the cost in units of 2^-20, rounded up to whole assignments."""
+    """Tokens times the cost (in units of 2^-20), rounded up to whole assignments."""
     return -((-tokens * cost) >> COST_BITS)
 
 

@@ -44,9 +44,5 @@ def _balanced(problem: Problem, block: Block) -> Load:
         tokens=tokens,
         assignments=assignments,
         active=active[..., None].expand_as(even),
-        remote_rank=None,
-        remote_node=None,
-        shared_remote_rank=None,
-        shared_remote_node=None,
         rounded=False,
     )

@@ -14,6 +14,7 @@ import torch
 from epsim.cost.exchange_time import bytes_us
 from epsim.machines.hardware import Hardware
 from epsim.models.spec import ModelSpec
+from epsim.placement.balance import even_shares
 from epsim.placement.base import Placement
 
 LAYER_MS = 10.0

@@ -44,10 +44,6 @@ def load(routed: list[float], active: list[int], tokens: float, shared: list[flo
         tokens=torch.tensor([[tokens]], dtype=torch.float64),
         assignments=work.sum(-1).long(),
         active=torch.tensor([[active]]),
-        remote_rank=None,
-        remote_node=None,
-        shared_remote_rank=None,
-        shared_remote_node=None,
         rounded=False,
     )
 

@@ -293,7 +293,7 @@ def test_a_shared_policy_measured_with_redundancy_alone_costs_no_less_without() 
         (
             "eplb+lplb(objective=time,a=1,b=9)",
             1,
-            H200.policy.all_reduce_us + H200.policy.of_timed + H200.policy.assign_us,
+            H200.policy.all_reduce_us + H200.policy.us("timed_us") + H200.policy.assign_us,
         ),
         ("eplb+waterfill", 1, H200.policy.all_reduce_us + H200.policy.waterfill_us),
     ],

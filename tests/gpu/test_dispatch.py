@@ -12,7 +12,7 @@ from epsim.kernels.dispatch import Dispatcher, available
 from epsim.placement.base import Placement
 from epsim.placement.eplb import rebalance_experts
 from epsim.policies.apply import BoundStack
-from epsim.policies.base import ordinal
+from epsim.policies.hashing import ordinal
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TokenBlock
 from tests.kernels.dispatch.host import (

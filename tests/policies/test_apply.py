@@ -266,7 +266,7 @@ def bad_blocks(block: TokenBlock) -> list[tuple[str, Block, str]]:
         ("even", CountsBlock(counts.steps, huge), "more than 2^53 assignments"),
         ("even", CountsBlock(counts.steps, counts.counts[:, :1]), "do not fit the placement: expected [3, 2, 16]"),
         ("even", RankCountsBlock(counts.steps, by_rank.counts[:, :, :3]), "expected [3, 2, 4, 16]"),
-        ("even", RankCountsBlock(counts.steps, odd), "no multiple of top-k 2: the shared expert needs whole tokens"),
+        ("even", RankCountsBlock(counts.steps, odd), "not a multiple of top-k 2: the shared expert needs whole tokens"),
         ("even", dataclasses.replace(block, expert_ids=ids), "an expert outside 0..15"),
         ("even", dataclasses.replace(block, source_rank=block.source_rank + 1), "source rank is outside 0..3"),
         ("even", dataclasses.replace(block, expert_ids=ids[:, :1]), "tokens of 1 layers do not fit"),

@@ -13,8 +13,7 @@ from epsim.machines.hardware import load_hardware
 from epsim.models.spec import load_model
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting, bind
-from epsim.policies.base import Dense
-from epsim.policies.reader import ThresholdChannels, TopkChannels
+from epsim.policies.reader import Dense, ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
 from epsim.score.time_metrics import timed_metrics
 from epsim.traces.trace import TokenBlock

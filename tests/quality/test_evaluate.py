@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, models
 
-from epsim.policies.base import TopK
+from epsim.policies.routing.topk import TopK
 from epsim.quality import evaluate
 from epsim.quality.decoding import generate
 from epsim.quality.hook import keep, reroute_of, rerouted

@@ -188,7 +188,7 @@ def large_results() -> ResultsData:
             metrics: dict[str, Values] = dict.fromkeys(METRICS, "not here")
             metrics |= {"max_over_mean": ratio, "optimality_gap": ratio - 1}
             none, whole = torch.zeros_like(load), tokens.long()
-            work = Load(load, load, none, none, tokens, whole, none.long(), None, None, None, None, rounded=False)
+            work = Load(load, load, none, none, tokens, whole, none.long(), rounded=False)
             scores.append(StackScore(work, none[..., 0], metrics))
         collected.add(scores, seen)
     slots = torch.arange(num_experts).expand(num_layers, -1)

@@ -18,7 +18,7 @@ from epsim.kernels.dispatch import cuda as dispatch_cuda
 from epsim.kernels.dispatch.rule import SharedRule
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack
-from epsim.policies.base import ordinal
+from epsim.policies.hashing import ordinal
 from epsim.policies.stack import parse_stack
 from tests.kernels.dispatch.host import (
     SMALL,

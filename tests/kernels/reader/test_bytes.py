@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epsim.kernels.reader import ReadBytes, build_layer, token_bytes, union_bytes
-from epsim.policies.base import Dense
-from epsim.policies.reader import TopkChannels
+from epsim.policies.reader import Dense, TopkChannels
 
 EXPERTS = 4
 
