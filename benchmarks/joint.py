@@ -31,7 +31,7 @@ from epsim.placement.base import Cluster, Placement
 from epsim.planning import to_counts
 from epsim.policies.apply import Setting, bind
 from epsim.policies.stack import parse_stack, placement_policy
-from epsim.score.statistics import BlockBootstrap, Series
+from epsim.score.statistics import Series, difference
 from epsim.traces.importing import sample_path
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import TokenBlock
@@ -105,7 +105,6 @@ def score(problem: tuple[Placement, Setting, Iterator[TokenBlock], int]) -> list
             assert load.shared_remote_rank is not None
             away[text] += int(load.shared_remote_rank.sum())
         tokens += float(load.tokens.sum())
-    bootstrap = BlockBootstrap(num_steps, 0)
     rows = []
     for text in STACKS:
         summary, beyond = ratio[text].summary(), gap[text].summary()
@@ -115,7 +114,7 @@ def score(problem: tuple[Placement, Setting, Iterator[TokenBlock], int]) -> list
             {
                 "stack": text,
                 "max_over_mean": summary,
-                "versus_one_after_the_other": bootstrap.difference(ratio[text], ratio[BASE]),
+                "versus_one_after_the_other": difference(ratio[text], ratio[BASE], 0),
                 "above_least_total_peak": beyond,
                 "shared_remote_share": away[text] / tokens,
                 "load_ms_a_step": seconds[text] / num_steps * 1e3,

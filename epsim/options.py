@@ -1,6 +1,6 @@
-"""Options that are defined once: a dataclass field holds the type, the default, the help text and the limits.
+"""Each option is defined once, as a dataclass field with its type, default, help text and limits.
 
-The functions of `import epsim`, the command line and the command line of workers are all made from these dataclasses.
+The functions of `import epsim`, the command line and the workers' command line are all made from these dataclasses.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 Progress: TypeAlias = Callable[[str, float], None]
-"""Called with what is being done, and with the share of it that is done (0 to 1)."""
+"""Called with a description of the work, and with the share of it that is done (0 to 1)."""
 
 MOST_SLOTS = 1 << 16
-"""More ranks or slots than any cluster has, and few enough that tables of them fit in memory."""
+"""More ranks or slots than any cluster has. Tables of this size still fit in memory."""
 
 
 def quiet(words: str, share: float) -> None:
@@ -36,9 +36,9 @@ def quiet(words: str, share: float) -> None:
 class About:
     """Makes a field an option: `nodes: Annotated[int, About("Nodes (hosts) that hold the ranks.")] = 1`.
 
-    flag: the option's name, if it is not the field's. short: a short name, such as -o. least, most: limits of a number.
-    choices: the only values allowed. argument: True if the value stands on the command line without an option's name.
-    kind: the type on the command line, if it is not the field's.
+    flag: the option's name, if it differs from the field's. short: a short name, such as -o. least, most: limits of a
+    number. choices: the allowed values. argument: True for a positional argument. kind: the type on the command line,
+    if it differs from the field's.
     """
 
     help: str
@@ -76,14 +76,14 @@ class Options:
 
     def __post_init__(self) -> None:
         for entry in parameters(type(self)):
-            value, told = getattr(self, entry.name), entry.about
-            for one in [] if value is None else _values(value):
-                if told.choices and one not in told.choices:
-                    raise ValueError(f"{entry.flag} {one}: choose {', '.join(told.choices)}")
-                if told.least is not None and not one >= told.least:
-                    raise ValueError(f"{entry.flag} {one}: give at least {told.least}")
-                if told.most is not None and not one <= told.most:
-                    raise ValueError(f"{entry.flag} {one}: give at most {told.most}")
+            values, about = getattr(self, entry.name), entry.about
+            for value in [] if values is None else _values(values):
+                if about.choices and value not in about.choices:
+                    raise ValueError(f"{entry.flag} {value}: choose {', '.join(about.choices)}")
+                if about.least is not None and not value >= about.least:
+                    raise ValueError(f"{entry.flag} {value}: give at least {about.least}")
+                if about.most is not None and not value <= about.most:
+                    raise ValueError(f"{entry.flag} {value}: give at most {about.most}")
 
 
 def parameters(options: type) -> tuple[Parameter, ...]:
@@ -94,18 +94,18 @@ def parameters(options: type) -> tuple[Parameter, ...]:
 @functools.cache
 def _parameters(options: Any) -> tuple[Parameter, ...]:
     by_name = {entry.name: entry for entry in fields(options)}
-    found: dict[str, Parameter] = {}
+    by_option: dict[str, Parameter] = {}
     for owner in options.__mro__:
         for name, text in inspect.get_annotations(owner).items():
             hint = eval(text, vars(sys.modules[owner.__module__])) if text.startswith("Annotated") else None
-            if name in by_name and name not in found and get_origin(hint) is Annotated:
+            if name in by_name and name not in by_option and get_origin(hint) is Annotated:
                 kind, about = get_args(hint)
-                found[name] = Parameter(name, *_kind(about.kind or kind), by_name[name].default, about)
-    return tuple(found.values())
+                by_option[name] = Parameter(name, *_kind(about.kind or kind), by_name[name].default, about)
+    return tuple(by_option.values())
 
 
 def _values(value: Any) -> Sequence[Any]:
-    """The values of an option, of which there may be one or several."""
+    """The one value, or the several values, of an option."""
     return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
@@ -119,7 +119,8 @@ def _kind(hint: Any) -> tuple[Any, bool]:
 
 
 def takes(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Decorates a function of one dataclass: its parameters become the dataclass's fields, with their help texts."""
+    """Decorates a function of one dataclass, so that its parameters are the dataclass's fields, with their help
+    texts."""
 
     def decorate(function: Callable[[T], R]) -> Callable[P, R]:
         assert isinstance(options, type)
@@ -154,7 +155,7 @@ class _Text(str):
 
 
 def _shown(entry: inspect.Parameter) -> inspect.Parameter:
-    """A parameter as `help` shows it: without what `Annotated` adds to its type."""
+    """A parameter as `help` shows it: with its plain type in place of `Annotated`."""
     tree: Any = ast.parse(entry.annotation, mode="eval").body
     if entry.annotation.startswith("Annotated["):
         tree = tree.slice.elts[0]
@@ -162,7 +163,7 @@ def _shown(entry: inspect.Parameter) -> inspect.Parameter:
 
 
 def command_words(options: Any, *groups: type) -> list[str]:
-    """The command line that gives these options, defaults left out. groups: only the options of these classes."""
+    """The command line that gives these options, without defaults. groups: only the options of these classes."""
     words: list[str] = []
     for entry in {entry.name: entry for group in groups or (type(options),) for entry in parameters(group)}.values():
         value = getattr(options, entry.name)
@@ -180,18 +181,17 @@ def parse_words(options: type[T], words: Sequence[str]) -> T:
     """The reverse of `command_words`. Raises ValueError in one line; `--help` prints the options and exits."""
     parser = _Parser(description=inspect.getdoc(options), allow_abbrev=False)
     for entry in parameters(options):
-        given: dict[str, Any] = {"help": entry.about.help.replace("%", "%%")}
+        shown: dict[str, Any] = {"help": entry.about.help.replace("%", "%%")}
         if entry.about.argument:
-            parser.add_argument(entry.name, type=entry.type, **given)
+            parser.add_argument(entry.name, type=entry.type, **shown)
             continue
         if entry.type is bool:
-            given |= {"action": "store_true"}
+            shown |= {"action": "store_true"}
         else:
-            given |= {"type": entry.type, "metavar": entry.about.metavar, "action": "append" if entry.many else "store"}
-        parser.add_argument(entry.flag, dest=entry.name, required=entry.required, default=argparse.SUPPRESS, **given)
-    return options(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in vars(parser.parse_args(words)).items()}
-    )
+            shown |= {"type": entry.type, "metavar": entry.about.metavar, "action": "append" if entry.many else "store"}
+        parser.add_argument(entry.flag, dest=entry.name, required=entry.required, default=argparse.SUPPRESS, **shown)
+    values = vars(parser.parse_args(words))
+    return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
 class _Parser(argparse.ArgumentParser):

@@ -126,7 +126,7 @@ def replay(
         notes = (*stack.placement.notes(meta.num_experts, Target(cluster, meta.layers, stack)), *bound.notes)
         bound_stacks.append(bound)
         summaries.append(StackSummary(name, stack, notes, num_scored))
-    collected = ScoredStacks(summaries, num_scored, options.seed)
+    collected = ScoredStacks(summaries, options.seed)
 
     def score(block: Block) -> BlockScore:
         return score_block([regroup(block, trace.meta, cluster.num_ranks)] * len(stacks), bound_stacks, timing)

@@ -1,6 +1,6 @@
-"""What the functions of `import epsim` can be asked for. Their parameters, and options of commands, are made from this.
+"""The parameters of the functions of `import epsim`, which are also the options of the commands.
 
-Nothing heavy is imported here: `epsim COMMAND --help` reads these classes only.
+Nothing heavy is imported here, because `epsim COMMAND --help` reads these classes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from epsim.launch.options import LaunchOptions, Policies
+from epsim.launch.options import STACKS, LaunchOptions, Policies
 from epsim.options import (
     About,
     AnyPath,
@@ -25,6 +25,7 @@ from epsim.traces.options import ImportOptions, ReadOptions, SharedCostOptions
 
 __all__ = ["LaunchOptions", "LoadRequest", "PlanRequest", "ReplayRequest", "TuneRequest"]
 
+TEXTS = tuple[str, ...]
 TRACE = About("A trace (Parquet), any readable recording, or `sample`.", metavar="TRACE", argument=True, kind=str)
 
 
@@ -37,25 +38,17 @@ class LoadRequest(StepOptions, ImportOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What only Python gives. command: the command that the results name, made from the other fields by default."""
+class _Python:
+    """Parameters of Python only. command: the command that the results name, by default made from the other fields."""
 
     progress: Progress = quiet
     command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayRequest(ClusterOptions, PlanningOptions, StepOptions, TimeOptions, ReadOptions, SharedCostOptions, _Asked):
+class ReplayRequest(ClusterOptions, PlanningOptions, StepOptions, TimeOptions, ReadOptions, SharedCostOptions, _Python):
     trace: Annotated[AnyPath, TRACE] = field(kw_only=False)
-    policies: Annotated[
-        Policies,
-        About(
-            'A policy stack, e.g. "eplb+lplb"; repeatable.',
-            flag="--policy",
-            metavar="[NAME=]STACK",
-            kind=tuple[str, ...],
-        ),
-    ] = field(kw_only=False)
+    policies: Annotated[Policies, STACKS] = field(kw_only=False)
     history: Annotated[
         AnyPath | None, About("Plan placements on this trace and score all of TRACE.", metavar="TRACE", kind=str)
     ] = None
@@ -65,7 +58,7 @@ class ReplayRequest(ClusterOptions, PlanningOptions, StepOptions, TimeOptions, R
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest(ClusterOptions, StepOptions, ReadOptions, _Asked):
+class PlanRequest(ClusterOptions, StepOptions, ReadOptions, _Python):
     trace: Annotated[AnyPath, TRACE] = field(kw_only=False)
     placement: Annotated[str, About("contiguous, eplb, searched, ...", metavar="NAME")] = field(
         default="eplb", kw_only=False
@@ -73,7 +66,7 @@ class PlanRequest(ClusterOptions, StepOptions, ReadOptions, _Asked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCostOptions, _Asked):
+class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCostOptions, _Python):
     trace: Annotated[AnyPath, TRACE] = field(kw_only=False)
     model: Annotated[str, About("A shipped model, such as deepseek-v3, or a .toml file.", metavar="M")] = field()
     hardware: Annotated[
@@ -93,30 +86,15 @@ class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCost
     ] = ()
     policies: Annotated[
         Policies,
-        About(
-            'Stacks to try instead of all, e.g. "eplb+lplb"; repeatable.',
-            flag="--policy",
-            metavar="STACK",
-            kind=tuple[str, ...],
-        ),
+        About('Stacks to try instead of all, e.g. "eplb+lplb"; repeatable.', "--policy", metavar="STACK", kind=TEXTS),
     ] = ()
     intervals: Annotated[
         Sequence[int],
-        About(
-            "Number of steps between rebalances to try; repeatable.",
-            flag="--interval",
-            metavar="STEPS",
-            kind=tuple[int, ...],
-        ),
+        About("Steps between rebalances to try; repeatable.", "--interval", metavar="STEPS", kind=tuple[int, ...]),
     ] = ()
     routers: Annotated[
         Sequence[str],
-        About(
-            'Routers to try as well, e.g. "oea(k0=4)"; they change what the model writes. Repeatable.',
-            flag="--router",
-            metavar="ROUTER",
-            kind=tuple[str, ...],
-        ),
+        About('Routers to try too, e.g. "oea(k0=4)"; they change the output. Repeatable.', "--router", kind=TEXTS),
     ] = ()
     quality_loss: Annotated[
         str, About("With a router or reader: the loss of quality that you accept, in words.", metavar="WORDS")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +30,10 @@ MEASURED_KEYS = ("bytes_read", "layer_time_us", "throughput_gain")
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a run measured and what a replay predicts of it.
+    """What a run measured, and what a replay predicts for the same steps.
 
-    measured, predicted: the entries `scored`, `stacks` and `verdict` of results.json. differing: (stack, step, layer)
-    whose measured loads are not the replay's, integer for integer.
+    measured, predicted: the entries `scored`, `stacks` and `verdict` of results.json. differing: each (stack, step,
+    layer) whose measured loads are not exactly those of the replay.
     """
 
     measured: ResultsData
@@ -49,67 +49,58 @@ def measure(
     seed: int,
     timing: LayerTiming | None = None,
 ) -> Measured:
-    """Scores what a run measured, and what a replay of the same tokens under the same placements predicts.
+    """Scores what a run measured, and what a replay predicts for the same tokens and placements.
 
-    table: telemetry of all ranks (`telemetry.joined`). blocks: the tokens of the run's steps, one block for each stack;
-    the blocks are the same object where a trace gave the experts, and differ where a router chose them.
-    weight_bytes: bytes of one element of an expert's weights. timing: the model that predicts times; None for none.
-    Raises ValueError where the telemetry lacks rows.
+    table: telemetry of all ranks (`telemetry.joined`). blocks: the tokens of the run's steps, one block for each stack.
+    The blocks are one object if a trace gave the experts, and differ if a router chose them. weight_bytes: bytes of one
+    element of an expert's weights. timing: the model that predicts times; None for none. Raises ValueError if rows of
+    the telemetry are missing.
     """
     tile = 0 if timing is None else timing.experts.tile
     setting = dataclasses.replace(job.setting, rows=timing is not None, tile=tile)
     copies: dict[str, Copies] = {}
-    stacks = [bind(of_job.stack, of_job.placement, setting, copies) for of_job in job.stacks]
+    bound_stacks = [bind(entry.stack, entry.placement, setting, copies) for entry in job.stacks]
     measured, predicted = (
         ScoredStacks(
             [
-                StackSummary(of_job.name, of_job.stack, (*of_job.notes, *bound.notes), job.num_steps)
-                for of_job, bound in zip(job.stacks, stacks, strict=True)
+                StackSummary(entry.name, entry.stack, (*entry.notes, *bound.notes), job.num_steps)
+                for entry, bound in zip(job.stacks, bound_stacks, strict=True)
             ],
-            job.num_steps,
             seed,
         )
         for _ in range(2)
     )
-    phases: list[list[Floats]] = [[] for _ in stacks]
+    phases: list[list[Floats]] = [[] for _ in bound_stacks]
     differing: list[tuple[str, int, int]] = []
-    for of_stacks, rows in _aligned(table, blocks):
-        block_score = score_block(of_stacks, stacks, timing)
-        predicted.add(block_score.stacks, block_score.seen)
+    all_steps = table["step"].to_numpy()
+    for stack_blocks in blocks:
+        steps, rows = stack_blocks[0].steps, table.slice(0, 0)
+        if len(steps):
+            low, high = np.searchsorted(all_steps, [steps[0], steps[-1] + 1]).tolist()
+            rows = table.slice(low, high - low)
+        replayed = score_block(stack_blocks, bound_stacks, timing)
+        predicted.add(replayed.stacks, replayed.seen)
         scores: list[StackScore] = []
         first_times: Floats | None = None
-        for number, (replayed, of_job, block) in enumerate(zip(block_score.stacks, job.stacks, of_stacks, strict=True)):
-            part = rows.filter(pc.equal(rows["stack"], number))
-            columns = _Columns(part, len(block.steps), len(job.layers), of_job.placement.num_ranks)
-            load, times = columns.load(replayed.load, job.shape.shared_cost), columns.layer_times()
+        for number, (prediction, stack) in enumerate(zip(replayed.stacks, job.stacks, strict=True)):
+            stack_rows = rows.filter(pc.equal(rows["stack"], number))
+            columns = _Columns(stack_rows, len(steps), len(job.layers), stack.placement.num_ranks)
+            load, times = columns.load(prediction.load, job.shape.shared_cost), columns.layer_times()
             first_times = times if first_times is None else first_times
-            metrics = layer_metrics(load, replayed.optimum, job.shape.has_shared)
+            metrics = layer_metrics(load, prediction.optimum, job.shape.has_shared)
             metrics |= _timed(columns, times, first_times, job, weight_bytes)
-            scores.append(StackScore(load, replayed.optimum, metrics))
+            scores.append(StackScore(load, prediction.optimum, metrics))
             phases[number].append(columns.phases())
-            same = (load.routed == replayed.load.routed) & (load.shared_tokens == replayed.load.shared_tokens)
+            same = (load.routed == prediction.load.routed) & (load.shared_tokens == prediction.load.shared_tokens)
             for step, layer in (~same.all(-1)).nonzero().tolist():
-                differing.append((of_job.name or str(of_job.stack), int(block.steps[step]), job.layers[layer]))
-        measured.add(scores, block_score.seen)
-    placements = [of_job.placement for of_job in job.stacks]
+                differing.append((stack.name or str(stack.stack), int(steps[step]), job.layers[layer]))
+        measured.add(scores, replayed.seen)
+    placements = [stack.placement for stack in job.stacks]
     ours, theirs = measured.results(placements, measured=True), predicted.results(placements)
-    for entry, replayed_entry, of_stack in zip(ours["stacks"], theirs["stacks"], phases, strict=True):
-        entry["phases_us"] = _phase_statistics(np.concatenate(of_stack))
-        entry["predicted"] = {key: value["mean"] for key, value in replayed_entry["metrics"].items()}
+    for entry, predicted_entry, stack_phases in zip(ours["stacks"], theirs["stacks"], phases, strict=True):
+        entry["phases_us"] = _phase_statistics(np.concatenate(stack_phases))
+        entry["predicted"] = {key: value["mean"] for key, value in predicted_entry["metrics"].items()}
     return Measured(ours, theirs, differing)
-
-
-def _aligned(
-    table: pa.Table, blocks: Iterable[Sequence[TokenBlock]]
-) -> Iterator[tuple[Sequence[TokenBlock], pa.Table]]:
-    """The stacks' blocks of some steps with the rows of these."""
-    steps = table["step"].to_numpy()
-    for of_stacks in blocks:
-        block = of_stacks[0]
-        low, high = (
-            np.searchsorted(steps, [block.steps[0], block.steps[-1] + 1]).tolist() if len(block.steps) else (0, 0)
-        )
-        yield of_stacks, table.slice(low, high - low)
 
 
 class _Columns:
@@ -118,13 +109,13 @@ class _Columns:
     def __init__(self, rows: pa.Table, num_steps: int, num_layers: int, num_ranks: int) -> None:
         self._rows, self._shape = rows, (num_steps, num_layers, num_ranks)
         if rows.num_rows != num_steps * num_layers * num_ranks:
-            raise ValueError(f"telemetry holds {rows.num_rows} rows where {self._shape} (steps, layers, ranks) are due")
+            raise ValueError(f"telemetry has {rows.num_rows} rows instead of {self._shape} (steps, layers, ranks)")
 
     def __getitem__(self, name: str) -> Floats:
         return np.array(self._rows[name].to_numpy()).reshape(self._shape)
 
     def load(self, predicted: Load, shared_cost: float) -> Load:
-        """What the ranks served. Only the real-valued split before rounding is the replay's: no token shows it."""
+        """What the ranks served. The real-valued split is the replay's, because it cannot be measured."""
 
         def sums(name: str) -> torch.Tensor:
             return torch.from_numpy(self[name].sum(-1))
@@ -178,17 +169,12 @@ def _timed(columns: _Columns, times: Floats, first: Floats, job: Job, weight_byt
 
 
 def _phase_statistics(phases: Floats) -> dict[str, dict[str, float]]:
-    """phases [S, L, R, phases] -> over steps and layers, each the slowest rank's."""
+    """Statistics over steps and layers of the slowest rank's phases. phases [S, L, R, phases]."""
     slowest = phases.max(2)
     statistics = {}
     for number, phase in enumerate(LAYER_PHASES):
         values = slowest[..., number]
         p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
-        statistics[phase] = {
-            "mean": float(values.mean()),
-            "p50": p50,
-            "p95": p95,
-            "p99": p99,
-            "max": float(values.max()),
-        }
+        ends = {"mean": float(values.mean()), "max": float(values.max())}
+        statistics[phase] = {"mean": ends["mean"], "p50": p50, "p95": p95, "p99": p99, "max": ends["max"]}
     return statistics

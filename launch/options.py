@@ -1,4 +1,4 @@
-"""What a run is asked to do: the same under every launcher, as a value and as command-line arguments."""
+"""The options of a run, as a dataclass and as command-line arguments. They are the same for every launcher."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ DTYPES = ("auto", "float32", "bfloat16")
 ONLY_BFLOAT16 = "on GPUs experts compute in bfloat16; leave --dtype out, or give --device cpu"
 
 Policies: TypeAlias = "str | PolicyStack | Sequence[str | PolicyStack]"
+STACKS = About(
+    'A policy stack, e.g. "eplb+lplb"; repeatable.', flag="--policy", metavar="[NAME=]STACK", kind=tuple[str, ...]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,29 +33,13 @@ class RunOptions(PlanningOptions):
 
     trace: Annotated[
         AnyPath,
-        About(
-            "A trace of tokens (Parquet), any readable recording, or `sample`.",
-            metavar="TRACE",
-            argument=True,
-            kind=str,
-        ),
+        About("A trace of tokens (Parquet), a recording, or `sample`.", metavar="TRACE", argument=True, kind=str),
     ] = field(kw_only=False)
     model: Annotated[
         str,
-        About(
-            "deepseek-v3-layer, qwen3-30b-a3b-layer, tiny (fits any trace), or a trained model's folder.",
-            metavar="SPEC",
-        ),
+        About("deepseek-v3-layer, qwen3-30b-a3b-layer, tiny (any trace), or a trained model's folder.", metavar="SPEC"),
     ]
-    policies: Annotated[
-        Policies,
-        About(
-            'A policy stack, e.g. "eplb+lplb"; repeatable.',
-            flag="--policy",
-            metavar="[NAME=]STACK",
-            kind=tuple[str, ...],
-        ),
-    ] = field(kw_only=False)
+    policies: Annotated[Policies, STACKS] = field(kw_only=False)
     out: Annotated[AnyPath, About("The folder for results.json and telemetry.", metavar="DIR", kind=str)]
     steps: Annotated[
         int | None, About("Number of steps to run, after those that placements are planned on. Default: all.", least=1)
@@ -73,23 +60,17 @@ class RunOptions(PlanningOptions):
     device: Annotated[str, About("auto, cpu or cuda.", choices=DEVICES)] = "auto"
     dtype: Annotated[str, About("auto (bfloat16 on GPUs, else float32), float32 or bfloat16.", choices=DTYPES)] = "auto"
     timeout: Annotated[
-        float,
-        About(
-            "Stop the run when the slowest rank stays in one phase for longer.", metavar="SECONDS", least=1, most=3600
-        ),
+        float, About("Stop the run if a rank stays in one phase for longer.", metavar="SECONDS", least=1, most=3600)
     ] = 20.0
     hardware: Annotated[
         str | None,
-        About(
-            "Also predict layer times: h100, ..., a .toml file, or the folder that `epsim calibrate` wrote.",
-            metavar="H",
-        ),
+        About("Also predict layer times: h100, ..., a .toml file, or the folder of `epsim calibrate`.", metavar="H"),
     ] = None
     text: Annotated[AnyPath | None, About("Trained model: the text that it reads.", metavar="FILE", kind=str)] = None
-    sequence: Annotated[int | None, About("Trained model: most tokens of one sequence in a prefill step.", least=1)] = (
+    sequence: Annotated[int | None, About("Trained model: longest sequence in a prefill step, in tokens.", least=1)] = (
         None
     )
-    context: Annotated[int, About("Trained model: tokens of context of each sequence in a decode step.", least=1)] = (
+    context: Annotated[int, About("Trained model: tokens already read by the sequences of a decode step.", least=1)] = (
         CONTEXT
     )
     launcher: Annotated[str, About("inline (one process), torchrun or ray.", choices=LAUNCHERS)] = LAUNCHERS[0]
@@ -112,7 +93,7 @@ class RunOptions(PlanningOptions):
         return Path(self.out)
 
     def make_out(self) -> None:
-        """Makes the run's folder. Raises ValueError, in one line, where results cannot be written there."""
+        """Makes the run's folder. Raises ValueError in one line if results cannot be written there."""
         if not self.folder.parts:
             raise ValueError("--out names no folder: give one")
         check_out(self.out)
@@ -124,7 +105,7 @@ class RunOptions(PlanningOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions(RunOptions):
-    """A run, and what the launcher alone needs to know."""
+    """The options of a run and of its launcher."""
 
     gpus: Annotated[int | None, About("ray: number of ranks, each on a GPU.")] = None
     cpus: Annotated[int | None, About("ray: number of ranks, each on a CPU.")] = None

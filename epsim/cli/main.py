@@ -31,10 +31,8 @@ from epsim.version import VERSION
 HELP = "Expert-parallel load balancing for mixture-of-experts models: which policy is best, and by how much?"
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, help=HELP)
-app.add_typer(traces_app, name="traces")
-app.add_typer(model_app, name="model")
-app.add_typer(reproduce_app, name="reproduce")
-app.add_typer(reader_app, name="reader")
+for name, group in {"traces": traces_app, "model": model_app, "reproduce": reproduce_app, "reader": reader_app}.items():
+    app.add_typer(group, name=name)
 
 
 def _version(asked: bool) -> None:
@@ -51,14 +49,11 @@ def _root(
 ) -> None: ...
 
 
-command(app, "replay")(replay_command)
-command(app, "plan")(plan_command)
-command(app, "run")(run_command)
-command(app, "compare")(compare_command)
-command(app, "report")(report_command)
-command(app, "sweep")(sweep_command)
-command(app, "tune")(tune_command)
-command(app, "calibrate")(calibrate_command)
+for function in (
+    replay_command, plan_command, run_command, compare_command, report_command, sweep_command, tune_command,
+    calibrate_command,
+):  # fmt: skip
+    command(app, function.__name__.removesuffix("_command"))(function)
 
 
 def main() -> None:

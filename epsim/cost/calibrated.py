@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from statistics import fmean, linear_regression
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -152,15 +152,15 @@ class PolicyTable:
         near = min(known, key=lambda cost: abs(math.log(cost.ranks / ranks))).ranks
         points: dict[float, list[float]] = {}
         for cost in known:
-            for at, us in zip(cost.tokens, cost.us, strict=True) if cost.ranks == near else ():
-                points.setdefault(at, []).append(us)
-        places = sorted(points)
-        return curve(places, [fmean(points[at]) for at in places], tokens)
+            for number, us in zip(cost.tokens, cost.us, strict=True) if cost.ranks == near else ():
+                points.setdefault(number, []).append(us)
+        numbers = sorted(points)
+        return curve(numbers, [fmean(points[number]) for number in numbers], tokens)
 
     def collective_us(self, name: str, ranks: int, nodes: int) -> float | None:
         """Microseconds on the nearest number of ranks on as many nodes; None if not measured on so many nodes."""
-        known = [one for one in self.collectives if one.name == name and one.nodes == nodes]
-        near = min(known, key=lambda one: abs(math.log(one.ranks / ranks)), default=None)
+        known = [cost for cost in self.collectives if cost.name == name and cost.nodes == nodes]
+        near = min(known, key=lambda cost: abs(math.log(cost.ranks / ranks)), default=None)
         return None if near is None else near.us
 
 
@@ -227,25 +227,22 @@ class Calibration:
         """
         if table.implementation != "deep_ep":
             return 0.0
-        same = [
-            one
-            for one in self.exchange
-            if one.num_experts and (one.implementation, one.ranks, one.nodes) == ("deep_ep", table.ranks, table.nodes)
-        ]
-        if len({one.num_experts for one in same}) < 2:
+        group = ("deep_ep", table.ranks, table.nodes)
+        same = [t for t in self.exchange if t.num_experts and (t.implementation, t.ranks, t.nodes) == group]
+        if len({t.num_experts for t in same}) < 2:
             return 0.0
         runs: dict[tuple[object, ...], list[ExchangeTable]] = {}
-        for one in same:
-            runs.setdefault((one.device, one.command, one.date, one.hidden, one.dtype), []).append(one)
-        alike = [run for run in runs.values() if len({one.num_experts for one in run}) > 1]
-        held: list[float] = []
-        floors: list[float] = []
-        for some in alike or [same]:
-            numbers = [one.num_experts / one.ranks for one in some]
-            times = [fmean(one.dispatch_us[:FEWEST]) for one in some]
-            held += [number - fmean(numbers) for number in numbers]
-            floors += [time - fmean(times) for time in times]
-        return max(linear_regression(held, floors).slope, 0.0)
+        for t in same:
+            runs.setdefault((t.device, t.command, t.date, t.hidden, t.dtype), []).append(t)
+        comparable = [run for run in runs.values() if len({t.num_experts for t in run}) > 1]
+        experts: list[float] = []
+        dispatch_us: list[float] = []
+        for run in comparable or [same]:
+            numbers = [t.num_experts / t.ranks for t in run]
+            times = [fmean(t.dispatch_us[:FEWEST]) for t in run]
+            experts += [number - fmean(numbers) for number in numbers]
+            dispatch_us += [time - fmean(times) for time in times]
+        return max(linear_regression(experts, dispatch_us).slope, 0.0)
 
 
 def load_calibration(name: str) -> Calibration:
@@ -258,32 +255,26 @@ def load_calibration(name: str) -> Calibration:
             raise ValueError(f"--hardware {name}: a folder without {HARDWARE}: give one that `epsim calibrate` wrote")
         name = str(path)
     hardware = load_hardware(name)
-    experts: list[ExpertTable] = []
-    exchange: list[ExchangeTable] = []
-    routers: list[RouterTable] = []
-    policies: PolicyTable | None = None
-    for file in hardware.tables:
-        table = read_table(path.parent / file)
-        if isinstance(table, ExpertTable):
-            experts.append(table)
-        elif isinstance(table, ExchangeTable):
-            exchange.append(table)
-        elif isinstance(table, RouterTable):
-            routers.append(table)
-        else:
-            policies = table if policies is None else _together(policies, table)
-    return Calibration(hardware, tuple(experts), tuple(exchange), policies, tuple(routers))
+    tables = [read_table(path.parent / file) for file in hardware.tables]
+    policies = [table for table in tables if isinstance(table, PolicyTable)]
+    return Calibration(
+        hardware,
+        tuple(table for table in tables if isinstance(table, ExpertTable)),
+        tuple(table for table in tables if isinstance(table, ExchangeTable)),
+        reduce(_together, policies) if policies else None,
+        tuple(table for table in tables if isinstance(table, RouterTable)),
+    )
 
 
-def _together(one: PolicyTable, other: PolicyTable) -> PolicyTable:
-    """The costs of both tables. Experts are those of the first that has any; a table of collectives has none."""
-    first = one if one.costs else other
-    costs, collectives = one.costs + other.costs, one.collectives + other.collectives
-    return dataclasses.replace(first, costs=costs, collectives=collectives)
+def _together(first: PolicyTable, second: PolicyTable) -> PolicyTable:
+    """The costs of both tables, for the experts of the first that has costs. A table of collectives has no experts."""
+    costs, collectives = first.costs + second.costs, first.collectives + second.collectives
+    return dataclasses.replace(first if first.costs else second, costs=costs, collectives=collectives)
 
 
 def read_table(path: Path) -> Table:
-    """Reads a JSON table; without `kind` it is of experts. Raises ValueError or FileNotFoundError with one line."""
+    """Reads a JSON table. Without a `kind` it is an `ExpertTable`. Raises ValueError or FileNotFoundError in one
+    line."""
     check_source(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -291,14 +282,10 @@ def read_table(path: Path) -> Table:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected an object with {', '.join(ExpertTable.__dataclass_fields__)}")
-    return _built(content, path)
-
-
-def _built(content: Mapping[str, Any], path: Path) -> Table:
-    kinds = {"experts": ExpertTable, "exchange": ExchangeTable, "policies": PolicyTable, "router": RouterTable}
+    kinds: dict[str, type[Table]] = {
+        "experts": ExpertTable, "exchange": ExchangeTable, "policies": PolicyTable, "router": RouterTable
+    }  # fmt: skip
     kind = content.get("kind", "experts")
     if kind not in kinds:
         raise ValueError(f"{path}: kind {kind!r} is not one of {', '.join(kinds)}")
-    found = build(kinds[kind], content, str(path))
-    assert isinstance(found, (ExpertTable, ExchangeTable, PolicyTable, RouterTable))
-    return found
+    return build(kinds[kind], content, str(path))

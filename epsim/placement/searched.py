@@ -1,10 +1,11 @@
-"""A placement found by search, scored on the history's steps one by one instead of on their sum."""
+"""A placement found by search. It is scored on single steps of the history instead of on their sum."""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from typing import ClassVar
 
 import numpy as np
@@ -19,12 +20,12 @@ from epsim.placement.exact import MAX_TERMS, improve, num_terms
 
 MAX_WINDOWS = 32
 TILT = 0.1
-# Proposals a slot in each annealing where there are up to FULL_ROWS rows, fewer beyond: the work stays the same.
+# Proposals per slot in each annealing with up to FULL_ROWS rows. With more rows there are fewer, for the same work.
 MOVES_PER_SLOT = 400
 FULL_ROWS = 12
 STRETCHES = 10
-# First temperatures in units of a slot's mean load, and by what factor they fall. The first stays near EPLB's
-# placement, the others suit ever fewer and larger slots; a hotter one must win by MARGIN, since it forgets more of it.
+# First temperatures in units of a slot's mean load, and the factor by which they fall. The first heat stays near EPLB's
+# placement; higher heats suit fewer and larger slots. A higher heat must win by MARGIN, since it keeps less of EPLB's.
 HEATS = (0.01, 0.1, 0.4)
 COOLING = 100
 MARGIN = 0.003
@@ -32,14 +33,13 @@ EXACT_EFFORT = 1.0
 
 
 def load_rows(history: torch.Tensor, num_ranks: int) -> tuple[Floats, Floats]:
-    """What a search is scored on: history [S, L, E] -> rows [L, E, rows], scaled to a mean rank load of 1, and their
-    weights [L, rows], which sum to 1 for a layer.
+    """The loads that a search is scored on: history [S, L, E] -> rows [L, E, rows], scaled to a mean rank load of 1,
+    and their weights [L, rows], which sum to 1 for each layer.
 
-    - One row a step, or a window of consecutive steps where there are more than MAX_WINDOWS. What differs between
-      windows is partly chance: it is shrunk towards the mean by the share of the variance that a multinomial draw of
-      as many assignments explains (James and Stein's estimator in form).
-    - Two rows more, the mean raised to the powers 1 -+ TILT: routing that grows more even or more skewed, the one drift
-      that even a single aggregated step suggests.
+    - One row per step, or per window of consecutive steps if there are more than MAX_WINDOWS. Windows differ partly by
+      chance, so rows are shrunk towards the mean by the share of the variance that a multinomial draw of as many
+      assignments explains (as James and Stein's estimator).
+    - Two more rows: the mean to the powers 1 - TILT and 1 + TILT, for routing that becomes more even or more skewed.
     """
     num_steps, num_layers, num_experts = history.shape
     num_windows = min(num_steps, MAX_WINDOWS)
@@ -61,15 +61,15 @@ def load_rows(history: torch.Tensor, num_ranks: int) -> tuple[Floats, Floats]:
 
 @dataclass(frozen=True, slots=True)
 class Searched(PlacementPolicy):
-    """Starts from EPLB's placement and anneals, layer by layer; small layers are then given to CP-SAT.
+    """Improves EPLB's placement by simulated annealing, layer by layer, and small layers also by CP-SAT.
 
-    Scored by the mean over the history's steps of the largest rank load over the mean one, under an even split. A layer
-    on which EPLB's placement does better on the history as it is keeps that. Where EPLB is hierarchical, experts stay
-    on the nodes that it gives them.
+    The score is peak / mean rank load under an even split, averaged over the history's steps. A layer keeps EPLB's
+    placement if that has a better score on the history. If EPLB is hierarchical, experts stay on the nodes that it
+    chose.
 
-    seconds: limit of wall-clock for all layers together. The work is set by the sizes alone (58 layers of 320 slots on
-    64 ranks: 5 s of one core), so the same history and seed give the same placement on any machine that does it in
-    time; on one that does not, the annealing is cut short.
+    seconds: time limit for all layers together. The sizes alone determine the amount of work (58 layers of 320 slots on
+    64 ranks: 5 s of one core). So the same history and seed give the same placement on every machine that finishes in
+    time; otherwise the annealing is cut short.
     """
 
     seconds: float = 30.0
@@ -91,20 +91,20 @@ class Searched(PlacementPolicy):
         span = start.num_ranks if prefers_global(*sizes) else start.num_ranks // start.num_nodes
         rows, weight = load_rows(history, start.num_ranks)
         slots = start.physical_to_logical.view(start.num_layers, start.num_ranks, -1).cpu().numpy()
-        # Compiles on the first call after an installation, some seconds that are not the search's.
+        # The first call after an installation compiles for some seconds, which do not count.
         anneal(rows[0], weight[0], span, slots[0].copy(), slots[0].copy(), 0.0, np.ones(1, np.uint64), 0, 1.0, 1.0)
         clock = _Clock(self.seconds)
         with ThreadPoolExecutor(cores()) as pool:
             best = _anneal_layers(rows, weight, slots, span, self.seed, clock, pool)
             if span == start.num_ranks:
                 best = _improve_layers(rows, weight, best, clock, pool)
-        found = _placed(torch.from_numpy(best).to(history.device).flatten(1), start)
-        worse = _mean_balance(history, found) > _mean_balance(history, start)
-        return _placed(torch.where(worse[:, None], start.physical_to_logical, found.physical_to_logical), start)
+        searched = _placed(torch.from_numpy(best).to(history.device).flatten(1), start)
+        worse = _mean_balance(history, searched) > _mean_balance(history, start)
+        return _placed(torch.where(worse[:, None], start.physical_to_logical, searched.physical_to_logical), start)
 
 
 class _Clock:
-    """Measures out work so that it fits the time, without changing it where the time suffices."""
+    """Limits the work to the time. If the time suffices, the work is not changed."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.perf_counter() + seconds
@@ -115,55 +115,36 @@ class _Clock:
         return max(self.end - time.perf_counter(), 0.0)
 
     def share(self, work_left: float) -> float:
-        """The part of a piece of work that can be afforded, given which share of all work is still to be done."""
+        """The share of the next piece of work for which there is time. work_left: share of all work still to be
+        done."""
         return min(1.0, self.left / (self.seconds * work_left))
 
 
 def _anneal_layers(
     rows: Floats, weight: Floats, start: Ints, span: int, seed: int, clock: _Clock, pool: ThreadPoolExecutor
 ) -> Ints:
-    """The best slots [L, R, slots per rank] of annealings from `start` at every heat."""
+    """The best slots [L, R, slots per rank] of the annealings from `start`, one for each heat."""
     num_layers, _, num_rows = rows.shape
     slots_per_rank = start.shape[2]
     moves = MOVES_PER_SLOT * start[0].size * FULL_ROWS // max(num_rows, FULL_ROWS) // STRETCHES
     random: Words = np.random.default_rng(seed).integers(1, 2**63, (num_layers,), dtype=np.uint64)
     best, best_score = start.copy(), np.full(num_layers, np.inf)
     for attempt, heat in enumerate(HEATS):
-        slots, found, found_score = start.copy(), start.copy(), np.full(num_layers, np.inf)
+        slots, heat_best, heat_score = start.copy(), start.copy(), np.full(num_layers, np.inf)
         for stretch in range(STRETCHES):
             hot, cold = (heat / slots_per_rank * COOLING ** -(part / STRETCHES) for part in (stretch, stretch + 1))
             left = 1 - (attempt * STRETCHES + stretch) / (len(HEATS) * STRETCHES)
             num_moves = int(moves * clock.share(left))
-
-            state = (slots, found, found_score, random)
-            found_score = _anneal_stretch(rows, weight, span, *state, num_moves, hot, cold, pool)
-        better = found_score < best_score * (1 - MARGIN)
-        best[better], best_score[better] = found[better], found_score[better]
+            layers = zip(rows, weight, repeat(span), slots, heat_best, heat_score, random.reshape(-1, 1))
+            state = [(*layer, num_moves, hot, cold) for layer in layers]
+            heat_score = np.array(list(pool.map(lambda arguments: anneal(*arguments), state)))
+        better = heat_score < best_score * (1 - MARGIN)
+        best[better], best_score[better] = heat_best[better], heat_score[better]
     return best
 
 
-def _anneal_stretch(
-    rows: Floats,
-    weight: Floats,
-    span: int,
-    slots: Ints,
-    best: Ints,
-    best_score: Floats,
-    random: Words,
-    num_moves: int,
-    hot: float,
-    cold: float,
-    pool: ThreadPoolExecutor,
-) -> Floats:
-    def run(layer: int) -> float:
-        state = (slots[layer], best[layer], best_score[layer], random[layer : layer + 1])
-        return float(anneal(rows[layer], weight[layer], span, *state, num_moves, hot, cold))
-
-    return np.array(list(pool.map(run, range(len(rows)))))
-
-
 def _improve_layers(rows: Floats, weight: Floats, slots: Ints, clock: _Clock, pool: ThreadPoolExecutor) -> Ints:
-    """Slots [L, R, slots per rank] after CP-SAT has had its go at them, where it has few enough terms for that."""
+    """Slots [L, R, slots per rank], improved by CP-SAT if the problem is small enough."""
     num_layers, num_experts, num_rows = rows.shape
     num_ranks, slots_per_rank = slots.shape[1:]
     if num_terms(num_experts, num_ranks, slots[0].size, num_rows) > MAX_TERMS or slots_per_rank > num_experts:
@@ -181,7 +162,7 @@ def _placed(slots: torch.Tensor, like: Placement) -> Placement:
 
 
 def _mean_balance(history: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """[L]: mean over the steps of history [S, L, E], in bounded memory."""
+    """[L]: `even_balance`, averaged over the steps of history [S, L, E] in bounded memory."""
     num_blocks = -(-history.numel() // 2**22)
     blocks = history.tensor_split(num_blocks)
     return torch.stack([even_balance(block, placement).sum(0) for block in blocks]).sum(0) / len(history)

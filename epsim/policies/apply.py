@@ -327,9 +327,7 @@ def _notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple[str, .
     split_notes = stack.split.notes if copies.redundant else ()
     scores: tuple[str, ...] = ()
     if router.acts and 0 < known < copies.placement.num_experts:
-        scores = (
-            f"the trace holds the {known} best scores of a token, so it takes no other expert (maxp is {known})",
-        )
+        scores = (f"the trace holds the {known} best scores of a token, so it takes no other expert (maxp is {known})",)
     shared_notes = shared.notes
     if setting.shared_cost == 0:
         shared_notes = (f"the shared cost is 0, so {shared.name} changes nothing",)

@@ -11,7 +11,7 @@ from epsim.policies.stack import PolicyStack
 from epsim.score.block import StackScore
 from epsim.score.detail import StackDetail
 from epsim.score.formulas import METRICS
-from epsim.score.statistics import BlockBootstrap, Series
+from epsim.score.statistics import Series, difference
 from epsim.score.verdict import best_of, label
 
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
@@ -47,8 +47,8 @@ class StackSummary:
         self._rank_sums = over_mean if self._rank_sums is None else self._rank_sums + over_mean
         self.detail.add(score.metrics, total, score.load.tokens)
 
-    def entry(self, bootstrap: BlockBootstrap, first: StackSummary) -> dict[str, Any]:
-        """The stack's entry. first: the stack that it is compared with."""
+    def entry(self, first: StackSummary, seed: int) -> dict[str, Any]:
+        """The stack's entry. first: the stack that it is compared with; seed: of the bootstrap."""
         metrics: dict[str, Any] = {}
         versus_first: dict[str, Any] = {}
         for key in (*self.series, *self.reasons):
@@ -60,7 +60,7 @@ class StackSummary:
                 continue
             metrics[key] = summary | {"unit": unit}
             if key in first.series:
-                versus_first[key] = bootstrap.difference(self.series[key], first.series[key])
+                versus_first[key] = difference(self.series[key], first.series[key], seed)
         entry: dict[str, Any] = {"stack": str(self.stack)} | ({"name": self.name} if self.name else {})
         entry |= {"metrics": metrics, "versus_first": versus_first}
         if self._layer_sums is not None and self._rank_sums is not None:
@@ -81,15 +81,14 @@ def load_over_mean(total: torch.Tensor) -> torch.Tensor:
     return (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1))
 
 
-def tied_with_best(entries: Sequence[dict[str, Any]], runs: Sequence[StackSummary], boot: BlockBootstrap) -> list[str]:
-    """The names of the stacks whose 95% interval against the best stack includes zero."""
-    best = best_of(entries)
-    if best is None:
+def tied_with_best(entries: Sequence[dict[str, Any]], summaries: Sequence[StackSummary], seed: int) -> list[str]:
+    """The names of the stacks that these steps cannot separate from the best one."""
+    index = best_of(entries)
+    if index is None:
         return []
-    tied = []
-    for entry, run in zip(entries, runs, strict=True):
-        interval = boot.difference(run.series["max_over_mean"], runs[best].series["max_over_mean"])
-        low = interval["low"]
-        if run is not runs[best] and low is not None and low <= 0:
+    best, tied = summaries[index], []
+    for entry, summary in zip(entries, summaries, strict=True):
+        low = difference(summary.series["max_over_mean"], best.series["max_over_mean"], seed)["low"]
+        if summary is not best and low is not None and low <= 0:
             tied.append(label(entry))
     return tied

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -33,13 +34,14 @@ class Condition:
 def by_tokens(
     problem: Problem, candidate: Candidate, base: Candidate, part: Part, factors: Sequence[float]
 ) -> list[Condition]:
-    """The gain with `factors` times the tokens per step, after that with the recorded tokens. Below 1, tokens are drawn
-    from the recorded ones without replacement. Above 1, each token counts that many times."""
+    """The gain with each factor times the tokens per step; factor 1 comes first. Fewer tokens are drawn from the
+    recorded ones without replacement. For more tokens, each recorded one counts several times."""
     conditions, steps = [], _Steps(problem, part)
     now = problem.tokens_a_step / problem.base.num_ranks
     for factor in (1.0, *(factor for factor in factors if factor > 1 or factor * now >= 1)):
-        resized = _Resized(factor, problem.meta.top_k, problem.setting.seed)
-        conditions.append(Condition(f"{factor:g} x the tokens", now * factor, steps.gain(candidate, base, resized)))
+        resized = partial(_resized, factor=factor, top_k=problem.meta.top_k, seed=problem.setting.seed)
+        gain = steps.gain(candidate, base, resized)
+        conditions.append(Condition(f"{factor:g} x the tokens", now * factor, gain))
     return conditions
 
 
@@ -77,60 +79,43 @@ def _layers(problem: Problem) -> list[int]:
     return [int(layer) for layer in evenly(0, problem.meta.num_layers, MOST_LAYERS)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Resized:
-    """Makes a block with `factor` times its tokens."""
-
-    factor: float
-    top_k: int
-    seed: int
-
-    def __call__(self, block: Block) -> Block:
-        if self.factor == 1:
-            return block
-        if self.factor > 1:
-            return self._more(block, round(self.factor))
-        rng = np.random.default_rng((self.seed, round(1 / self.factor), int(block.steps[0])))
-        if isinstance(block, TokenBlock):
-            kept = rng.random(len(block.token_step)) < self.factor
-            return _tokens(block, np.flatnonzero(kept))
-        flat = block.counts.reshape(-1, block.counts.shape[-1])
-        # Whole tokens of top-k assignments each; a fraction of a token is rounded up or down at random.
-        wanted = flat.sum(1) * self.factor / self.top_k
-        number = np.floor(wanted + rng.random(len(wanted))).astype(np.int64) * self.top_k
-        number = np.minimum(number, flat.sum(1) // self.top_k * self.top_k)
-        drawn = [rng.multivariate_hypergeometric(row, n, method="marginals") for row, n in zip(flat, number)]
-        return dataclasses.replace(block, counts=np.array(drawn, dtype=np.int64).reshape(block.counts.shape))
-
-    @staticmethod
-    def _more(block: Block, times: int) -> Block:
-        if isinstance(block, TokenBlock):
-            return _tokens(block, np.repeat(np.arange(len(block.token_step)), times))
-        return dataclasses.replace(block, counts=block.counts * times)
-
-
-def _tokens(block: TokenBlock, chosen: Ints) -> TokenBlock:
-    return dataclasses.replace(
-        block,
-        token_step=block.token_step[chosen],
-        source_rank=block.source_rank[chosen],
-        expert_ids=block.expert_ids[chosen],
-        scores=None if block.scores is None else block.scores[chosen],
-        score_ids=None if block.score_ids is None else block.score_ids[chosen],
-        domain=None,
-    )
+def _resized(block: Block, factor: float, top_k: int, seed: int) -> Block:
+    """A block with `factor` times its tokens."""
+    if factor == 1:
+        return block
+    rng = np.random.default_rng((seed, round(1 / factor), int(block.steps[0])))
+    if isinstance(block, TokenBlock):
+        chosen = np.arange(len(block.token_step))
+        chosen = np.repeat(chosen, round(factor)) if factor > 1 else chosen[rng.random(len(chosen)) < factor]
+        return dataclasses.replace(
+            block,
+            token_step=block.token_step[chosen],
+            source_rank=block.source_rank[chosen],
+            expert_ids=block.expert_ids[chosen],
+            scores=None if block.scores is None else block.scores[chosen],
+            score_ids=None if block.score_ids is None else block.score_ids[chosen],
+            domain=None,
+        )
+    if factor > 1:
+        return dataclasses.replace(block, counts=block.counts * round(factor))
+    flat = block.counts.reshape(-1, block.counts.shape[-1])
+    # Whole tokens of top-k assignments each, rounded up or down at random.
+    wanted = flat.sum(1) * factor / top_k
+    number = np.floor(wanted + rng.random(len(wanted))).astype(np.int64) * top_k
+    number = np.minimum(number, flat.sum(1) // top_k * top_k)
+    drawn = [rng.multivariate_hypergeometric(row, n, method="marginals") for row, n in zip(flat, number)]
+    return dataclasses.replace(block, counts=np.array(drawn, dtype=np.int64).reshape(block.counts.shape))
 
 
 def _permuted(block: Block, order: Ints) -> Block:
-    """order [L, E]: the new number of each expert."""
+    """The block with other expert ids. order [L, E]: the new id of each expert."""
     if isinstance(block, TokenBlock):
-        layers = np.arange(len(order))[None, :, None]
-        ids = np.where(
-            block.expert_ids.astype(np.int64) >= 0, order[layers, block.expert_ids.astype(np.int64)], -1
-        ).astype(block.expert_ids.dtype)
-        # Without a router policy nothing reads the scores.
+        layer = np.arange(len(order))[None, :, None]
+        recorded = block.expert_ids.astype(np.int64)
+        ids = np.where(recorded >= 0, order[layer, recorded], -1).astype(block.expert_ids.dtype)
+        # Scores would have to move with their experts. Without a router policy they are not needed.
         return dataclasses.replace(block, expert_ids=ids, scores=None, score_ids=None)
     counts = np.empty_like(block.counts)
-    for layer, becomes in enumerate(order):
-        counts[:, layer][..., becomes] = block.counts[:, layer]
+    for index, new_ids in enumerate(order):
+        counts[:, index][..., new_ids] = block.counts[:, index]
     return dataclasses.replace(block, counts=counts)

@@ -40,7 +40,7 @@ class Finals:
             for candidate in candidates
         ]
         self._summaries = dict(zip(candidates, summaries, strict=True))
-        self._collected = ScoredStacks(summaries, len(places), problem.setting.seed)
+        self._collected = ScoredStacks(summaries, problem.setting.seed)
         self.times: dict[Candidate, Times] = score(problem, candidates, part, places, on_score=self._on_score)
         base = self.times[candidates[0]].step_us
         for candidate, summary in self._summaries.items():

@@ -51,9 +51,7 @@ def migration(old: Placement, new: Placement, hardware: Hardware, model: ModelSp
 
 def held(placement: Placement) -> torch.Tensor:
     """[L, R, E] bool: which rank holds a copy of which expert."""
-    slots = placement.physical_to_logical.view(placement.num_layers, placement.num_ranks, -1)
-    is_held = torch.zeros(placement.num_layers, placement.num_ranks, placement.num_experts + 1, dtype=torch.bool)
-    return is_held.scatter_(2, slots.cpu() + 1, True)[..., 1:]  # without the empty slots
+    return (even_shares(placement) > 0).transpose(1, 2)
 
 
 def _by_node(per_rank: torch.Tensor, node_of_rank: torch.Tensor, num_nodes: int) -> torch.Tensor:

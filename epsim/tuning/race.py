@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from epsim.score.statistics import BlockBootstrap, Floats, Series
+from epsim.score.statistics import Floats, paired_difference
 from epsim.traces.trace import Ints
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.ideal import ideal_us
@@ -66,15 +66,11 @@ class Round:
 
 
 def change(ours: Floats, theirs: Floats, seed: int) -> Interval:
-    """(ours - theirs) / mean of theirs. ours, theirs [n]: times of the same steps, NaN for steps without tokens."""
-    first, second = Series(), Series()
-    first.add(ours)
-    second.add(theirs)
-    difference = BlockBootstrap(len(ours), seed).difference(first, second)
+    """Ours minus theirs, over the mean of theirs: step times [n] of the same steps, NaN for those without tokens."""
+    paired = paired_difference(np.nan_to_num(ours) - np.nan_to_num(theirs), (~np.isnan(ours)).astype(float), seed)
     base = float(np.nanmean(theirs))
-    mean, low, high = (None if value is None else value / base for value in difference.values())
-    assert mean is not None
-    return Interval(mean, low, high)
+    low, high = (None if end is None else end / base for end in (paired["low"], paired["high"]))
+    return Interval((paired["difference"] or 0.0) / base, low, high)
 
 
 def race(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from epsim.placement.base import Cluster, Placement, Stack, Target
@@ -14,10 +14,9 @@ from epsim.planning import to_counts
 from epsim.traces.regroup import regroup
 from epsim.traces.select import take_layers, take_steps
 from epsim.traces.store import SMALL_BLOCK, StoredTrace, block_bytes
-from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TokenBlock
+from epsim.traces.trace import Block, Ints, TokenBlock
 
 CHUNK_BYTES = 96 << 20
-T = TypeVar("T", CountsBlock, RankCountsBlock)
 
 
 class WindowSums:
@@ -45,7 +44,7 @@ class WindowSums:
         return int(self._sums[low:high].sum())
 
     def plan(self, stack: Stack, cluster: Cluster, first: int, last: int) -> Placement:
-        """The stack's placement planned on steps first..last-1, both bounds."""
+        """The stack's placement, planned on steps first..last-1. first and last are bounds."""
         low, high = np.searchsorted(self.bounds, (first, last))
         assert self.bounds[low] == first
         assert self.bounds[high] == last
@@ -65,27 +64,26 @@ def evenly(first: int, last: int, most: int) -> Ints:
 def chosen_blocks(
     trace: StoredTrace, places: Ints, layers: Sequence[int] | None, num_ranks: int
 ) -> Iterator[tuple[Ints, Block]]:
-    """The steps `places` (ascending) and the layers (None for all), on num_ranks source ranks, in blocks of about
-    CHUNK_BYTES. Each block comes with the indices of its steps."""
-    pending: list[Block] = []
-    at: list[Ints] = []
+    """The steps at `places` (ascending indices) and the layers (None: all), on num_ranks source ranks. Yields the step
+    indices and the steps of one block after the other, each of about CHUNK_BYTES."""
+    pending: list[tuple[Ints, Block]] = []
     size = 0
-    for here, block in _read(trace, places):
-        chosen = np.isin(here, places)
+    for indices, block in _read(trace, places):
+        chosen = np.isin(indices, places)
         if not chosen.any():
             continue
         part = regroup(take_layers(take_steps(block, chosen), layers), trace.meta, num_ranks)
-        if pending and _has_scores(part) != _has_scores(pending[0]):
-            yield np.concatenate(at), joined_blocks(pending)
-            pending, at, size = [], [], 0
-        pending.append(part)
-        at.append(here[chosen])
+        if pending and (size >= CHUNK_BYTES or _has_scores(part) != _has_scores(pending[0][1])):
+            yield _joined(pending)
+            pending, size = [], 0
+        pending.append((indices[chosen], part))
         size += block_bytes(part)
-        if size >= CHUNK_BYTES:
-            yield np.concatenate(at), joined_blocks(pending)
-            pending, at, size = [], [], 0
     if pending:
-        yield np.concatenate(at), joined_blocks(pending)
+        yield _joined(pending)
+
+
+def _joined(parts: Sequence[tuple[Ints, Block]]) -> tuple[Ints, Block]:
+    return np.concatenate([indices for indices, _ in parts]), joined_blocks([block for _, block in parts])
 
 
 def _read(trace: StoredTrace, places: Ints) -> Iterator[tuple[Ints, Block]]:
@@ -104,33 +102,19 @@ def joined_blocks(blocks: Sequence[Block]) -> Block:
     first = blocks[0]
     if len(blocks) == 1:
         return first
-    if isinstance(first, CountsBlock):
-        return _joined_counts([block for block in blocks if isinstance(block, CountsBlock)])
-    if isinstance(first, RankCountsBlock):
-        return _joined_counts([block for block in blocks if isinstance(block, RankCountsBlock)])
-    parts = [block for block in blocks if isinstance(block, TokenBlock)]
-    before = np.cumsum([0, *(len(block.steps) for block in parts[:-1])])
-    return TokenBlock(
-        np.concatenate([block.steps for block in parts]),
-        np.concatenate([block.token_step + start for block, start in zip(parts, before, strict=True)]),
-        np.concatenate([block.source_rank for block in parts]),
-        np.concatenate([block.expert_ids for block in parts]),
-        _together([block.scores for block in parts]),
-        _together([block.score_ids for block in parts]),
-        None,
-        _together([block.phase for block in parts]),
-    )
 
+    def joined(name: str) -> Any:
+        arrays = [getattr(block, name) for block in blocks]
+        return None if any(array is None for array in arrays) else np.concatenate(arrays)
 
-def _together(arrays: Sequence[npt.NDArray[Any] | None]) -> npt.NDArray[Any] | None:
-    present = [array for array in arrays if array is not None]
-    return np.concatenate(present) if len(present) == len(arrays) else None
+    if not isinstance(first, TokenBlock):
+        return dataclasses.replace(first, steps=joined("steps"), counts=joined("counts"))
+    starts = np.cumsum([0, *(len(block.steps) for block in blocks[:-1])])
+    step_of = [len(block.token_step) for block in blocks if isinstance(block, TokenBlock)]
+    names = ("steps", "source_rank", "expert_ids", "scores", "score_ids", "phase")
+    token_step = joined("token_step") + np.repeat(starts, step_of)
+    return TokenBlock(token_step=token_step, domain=None, **{name: joined(name) for name in names})
 
 
 def _has_scores(block: Block) -> bool:
     return isinstance(block, TokenBlock) and block.scores is not None
-
-
-def _joined_counts(blocks: Sequence[T]) -> T:
-    kind = type(blocks[0])
-    return kind(np.concatenate([block.steps for block in blocks]), np.concatenate([block.counts for block in blocks]))

@@ -175,7 +175,7 @@ def large_results() -> ResultsData:
     rng = np.random.default_rng(0)
     num_steps, num_layers, num_ranks, num_experts = 2000, 61, 16, 64
     summaries = [StackSummary("", parse_stack(text), (), num_steps) for text in ("contiguous", "eplb+lplb")]
-    collected = ScoredStacks(summaries, num_steps, 0)
+    collected = ScoredStacks(summaries, 0)
     for first in range(0, num_steps, 250):
         total = torch.from_numpy(rng.gamma(9.0, 30.0, (250, num_layers, num_ranks)))
         tokens = torch.full((250, num_layers), float(64 << first // 500))

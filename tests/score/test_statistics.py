@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from epsim.score.statistics import NUM_RESAMPLES, BlockBootstrap, Floats, Series, block_length
+from epsim.score.statistics import NUM_RESAMPLES, Floats, Series, block_length, difference
 
 
 def series_of(values: Floats, cut: int = 3) -> Series:
@@ -36,8 +36,7 @@ def test_interval_equals_a_literal_resampling_of_blocks() -> None:
     rng = np.random.default_rng(1)
     ours, theirs = rng.normal(1.3, 0.2, (30, 4)), rng.normal(1.5, 0.2, (30, 4))
     ours[3, 2] = theirs[3, 2] = np.nan
-    bootstrap = BlockBootstrap(30, seed=5)
-    got = bootstrap.difference(series_of(ours), series_of(theirs))
+    got = difference(series_of(ours), series_of(theirs), seed=5)
     gaps = ours - theirs
     length = 3  # floor(30 ** (1/3)): these steps are not correlated
     assert block_length(np.nansum(gaps, axis=1)) == length
@@ -68,7 +67,7 @@ def test_interval_covers_the_truth_for_correlated_steps(num_steps: int, correlat
     nothing = series_of(np.zeros((num_steps, 1)), 1)
     for trial in range(trials):
         walk = autoregressive(num_steps, correlation, trial)
-        got = BlockBootstrap(num_steps, trial).difference(series_of(walk[:, None], 1), nothing)
+        got = difference(series_of(walk[:, None], 1), nothing, trial)
         assert got["low"] is not None
         assert got["high"] is not None
         held += got["low"] <= 0 <= got["high"]
@@ -85,12 +84,12 @@ def test_blocks_grow_with_the_correlation() -> None:
 def test_steps_without_tokens_do_not_pull_the_interval_to_zero() -> None:
     ours = np.full((40, 2), np.nan)
     ours[[7, 21, 33]] = np.array([[5.0], [5.1], [5.2]])
-    got = BlockBootstrap(40, 0).difference(series_of(ours), series_of(ours * 0))
+    got = difference(series_of(ours), series_of(ours * 0), 0)
     assert got["difference"] == pytest.approx(5.1)
     assert got["low"] is not None
     assert 4.5 < got["low"] < 5.1
     ours[[7, 21]] = np.nan
-    assert BlockBootstrap(40, 0).difference(series_of(ours), series_of(ours * 0))["low"] is None
+    assert difference(series_of(ours), series_of(ours * 0), 0)["low"] is None
 
 
 def test_no_percentile_is_above_the_largest_value() -> None:
@@ -102,13 +101,13 @@ def test_no_percentile_is_above_the_largest_value() -> None:
 def test_one_step_has_no_interval() -> None:
     one = series_of(np.array([[2.0, 4.0]]), cut=1)
     two = series_of(np.array([[1.0, 1.0]]), cut=1)
-    assert BlockBootstrap(1, 0).difference(one, two) == {"difference": 2.0, "low": None, "high": None}
+    assert difference(one, two, 0) == {"difference": 2.0, "low": None, "high": None}
 
 
 @pytest.mark.parametrize("num_steps", [2, 3, 5, 8])
 def test_few_steps_still_spread_around_the_difference(num_steps: int) -> None:
     values = np.arange(num_steps, dtype=np.float64)[:, None]
-    got = BlockBootstrap(num_steps, 0).difference(series_of(values, 1), series_of(np.zeros_like(values), 1))
+    got = difference(series_of(values, 1), series_of(np.zeros_like(values), 1), 0)
     assert got["low"] is not None
     assert got["high"] is not None
     assert got["difference"] is not None
@@ -117,5 +116,5 @@ def test_few_steps_still_spread_around_the_difference(num_steps: int) -> None:
 
 def test_identical_stacks_differ_by_nothing() -> None:
     values = np.random.default_rng(3).random((20, 3))
-    got = BlockBootstrap(20, 0).difference(series_of(values), series_of(values))
+    got = difference(series_of(values), series_of(values), 0)
     assert got == {"difference": 0.0, "low": 0.0, "high": 0.0}

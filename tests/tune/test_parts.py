@@ -28,7 +28,7 @@ from epsim.policies.stack import parse_stack
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
 from epsim.tuning.candidates import Candidate, all_candidates, possible_intervals, redundancies
-from epsim.tuning.conditions import _permuted, _Resized
+from epsim.tuning.conditions import _permuted, _resized
 from epsim.tuning.ideal import ideal_us
 from epsim.tuning.memory import Memory, amount, parse_memory
 from epsim.tuning.migration import migration
@@ -282,11 +282,11 @@ def test_fewer_tokens_are_whole_ones_of_the_same_experts() -> None:
     counts = rng.multinomial(400, np.ones(8) / 8, size=(3, 2)).astype(np.int64)
     block = CountsBlock(np.arange(3), counts)
     for part in (block, RankCountsBlock(np.arange(3), counts[:, :, None])):
-        fewer = _Resized(1 / 4, 2, 0)(part)
+        fewer = _resized(part, 1 / 4, 2, 0)
         assert not isinstance(fewer, TokenBlock)
         assert (fewer.counts <= part.counts).all()
         assert (fewer.counts.sum(-1) == 100).all()
-        more = _Resized(4, 2, 0)(part)
+        more = _resized(part, 4, 2, 0)
         assert not isinstance(more, TokenBlock)
         assert np.array_equal(more.counts, part.counts * 4)
 

@@ -17,7 +17,7 @@ from epsim.kernels.dispatch.cuda import ARGUMENTS, Sizes
 from epsim.kernels.split import prepare, solve, solve_gathered
 from epsim.placement.base import Placement
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.base import Batch, local_index
+from epsim.policies.base import Batch, SharedWork, local_index
 from epsim.policies.nearest import nearest_slots
 from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
@@ -123,7 +123,19 @@ def expected(bound: BoundStack, ids: list[torch.Tensor], step: int) -> tuple[lis
     shared: list[Any] = [None] * len(ids)
     if bound.has_shared:
         by_source = copies.per_rank(bound._by_source(batch, physical, copies.placement.num_physical))
-        work = bound._shared_work(batch.steps, by_source, bound._tokens(counts, batch), batch, physical)
+        work = SharedWork(
+            cost=setting.shared_cost,
+            seed=setting.seed,
+            top_k=setting.top_k,
+            steps=batch.steps,
+            layers=batch.layers,
+            routed=by_source.sum(2),
+            routed_by_source=by_source,
+            tokens=bound._tokens(counts, batch),
+            node_of_rank=copies.node_of_rank,
+            batch=batch,
+            expert_ranks=bound._ranks(physical),
+        )
         shared = list(torch.split(bound.stack.shared.token_ranks(work), sizes))
     return list(torch.split(physical, sizes)), shared
 
