@@ -1,4 +1,4 @@
-"""The functions of `import epsim`. Each does what the command of its name does, and returns it as a Python object.
+"""The functions of `import epsim`. Each does the same as the command of its name, and returns a Python object.
 
 Nothing heavy is imported before a function is called.
 """
@@ -127,7 +127,7 @@ def tune(request: TuneRequest) -> Results:
     spec, machine, layer_ms = timing.model, timing.hardware, request.rebalance_layer_ms
     nodes = request.nodes or -(-request.gpus // machine.ranks_per_node)
     name = os.fspath(request.trace)
-    # A trace that is loaded already, or bundled, is of a model of its own.
+    # A loaded trace and the sample know their model.
     stated = None if name == "sample" or isinstance(request.trace, StoredTrace) else spec.name
     reading = ImportOptions.of(request, model=None if name.endswith(".parquet") else stated)
     memory = request.memory_per_gpu
@@ -199,8 +199,8 @@ def compare(*results: Results | AnyPath, command: str = "") -> Results:
     >>> comparison.rows["eplb+lplb max_over_mean"].difference < 0
     True
 
-    results: `Results`, results.json files or their folders. Of one alone, its stacks are compared with its first; of
-    the folder of a run alone, what was measured with what was predicted.
+    results: `Results`, results.json files or their folders. For a single one, its stacks are compared with its first
+    stack. For the folder of a single run, the measurement is compared with the prediction.
 
     Raises ValueError or FileNotFoundError in one line that says what is wrong and what to do.
     """
@@ -213,22 +213,23 @@ def compare(*results: Results | AnyPath, command: str = "") -> Results:
 
 
 def sides_of(results: Sequence[Results | AnyPath]) -> list[Any]:
-    """The sides of a comparison; results that no file holds are named by their number."""
+    """The sides of a comparison. Results that are not in a file are named by their number."""
     from epsim.report.compare import Side, read_sides
     from epsim.report.results import Results
 
     if not results:
         raise ValueError("nothing to compare: give results")
-    if not any(isinstance(one, Results) for one in results):
-        return read_sides([Path(os.fspath(one)) for one in results if not isinstance(one, Results)])
+    paths = [Path(given) for given in results if not isinstance(given, Results)]
+    if len(paths) == len(results):
+        return read_sides(paths)
     sides = []
-    for number, one in enumerate(results, start=1):
-        sides += [Side(f"results {number}", one.data)] if isinstance(one, Results) else read_sides([Path(one)])
+    for number, given in enumerate(results, start=1):
+        sides += [Side(f"results {number}", given.data)] if isinstance(given, Results) else read_sides([Path(given)])
     return sides
 
 
 def _opened(trace: AnyPath | Sequence[AnyPath], request: Any, **changed: Any) -> StoredTrace:
-    """The trace, with what the request says of it, and of it the steps that the request asks for."""
+    """The trace, read as the request says, with the steps that it asks for."""
     from epsim.traces.importing import open_trace, selected
     from epsim.traces.store import StoredTrace
 
@@ -255,7 +256,7 @@ def _timing(request: ReplayRequest, model: str, phase: str) -> LayerTiming | Non
 
 
 def _counting(progress: Progress, words: str, total: int) -> Callable[[int], None]:
-    """The function that is called with each number of steps just done, out of `total`."""
+    """A function to call with each number of finished steps. It reports the share of `total`."""
     done = 0
 
     def advance(steps: int) -> None:

@@ -1,4 +1,4 @@
-"""A job of one rank in this process, for debugging and profiling."""
+"""Runs a job of one rank in this process, for debugging and profiling."""
 
 from __future__ import annotations
 

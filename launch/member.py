@@ -1,4 +1,4 @@
-"""A process's place in a job: its rank, the store where it meets the other ranks, and its device."""
+"""A process of a job: its rank, its connection to the other ranks, and its device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from epsim.launch.store import connect, serve
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process's place in the job.
+    """A process of the job.
 
-    local_rank, local_size: its number among the ranks of its machine, which is also that of its GPU, and how many there
-    are. host, port: address of the store. attempt: number of restarts so far. signals: whether it handles SIGTERM.
+    local_rank: its number among the `local_size` ranks of its machine, and the number of its GPU. host, port: address
+    of the job's store. serves_store: whether this process holds the store. attempt: number of restarts so far. signals:
+    whether it handles SIGTERM.
     """
 
     rank: int = 0
@@ -32,7 +33,8 @@ class Member:
 
     @classmethod
     def from_environment(cls) -> Member:
-        """Reads the variables that torchrun sets, and EPSIM_STORE=HOST:PORT if the launcher holds the store."""
+        """Reads the variables that torchrun sets, and EPSIM_STORE=HOST:PORT, which a launcher sets that holds the
+        store."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in os.environ]
         if missing:
@@ -67,7 +69,7 @@ class Member:
 
 
 def _whole(name: str, default: int | None = None) -> int:
-    """The whole number in an environment variable. Raises ValueError if it is none."""
+    """The whole number in an environment variable. Raises ValueError if it is not a whole number."""
     text = os.environ.get(name, str(default))
     if not text.isascii() or not text.isdigit():
         raise ValueError(f"{name} is {text!r}, not a whole number: start this by torchrun, or use `epsim run`")

@@ -1,4 +1,5 @@
-"""From options to the job that every rank runs. Mistakes in the options are found here, before a process is started."""
+"""Makes the job that every rank runs from the options. Mistakes in the options are found before a process is
+started."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ WIDTH = 8
 class Prepared:
     """What a job is made from.
 
-    meta: of the trace, with its tokens on the job's ranks and only the layers that are run. first, last: the steps that
-    are run, last excluded; placements are planned on those before `first` if there is no history. notes: for the
-    results. own_router: the model's own router chooses experts, and the trace only tells the number of tokens.
+    meta: of the trace, with tokens on the job's ranks and only the layers that are run. first, last: the steps to run
+    are first..last-1; without a history, placements are planned on the steps before `first`. notes: for the results.
+    own_router: whether the model's own router chooses the experts, so that only the trace's numbers of tokens are used.
     """
 
     options: RunOptions
@@ -56,7 +57,7 @@ class Prepared:
     timing: LayerTiming | None
 
     def blocks(self, start: int = 0) -> Iterator[TokenBlock]:
-        """The steps to run, from number `start` of them on, with tokens on the ranks of this job."""
+        """The steps to run, without the first `start` of them, with tokens on the ranks of this job."""
         scored = not self.own_router and self.meta.num_scores > 0
         yield from _blocks(self.trace, self.meta, self.first + start, self.last, scored)
 
@@ -152,9 +153,9 @@ def prepare(options: RunOptions, num_ranks: int) -> Prepared:
 def layer_timing(
     hardware: str, shape: LayerShape, meta: TraceMeta, cluster: Cluster, given: bool = True
 ) -> LayerTiming:
-    """The time model of the layers that are run. Attention is left out, as it is in what is measured.
+    """The time model of the layers that are run, without attention, as in the measured times.
 
-    given: the experts come from a trace, so that no router is computed."""
+    given: whether the experts come from a trace, so that no router is computed."""
     model = dataclasses.replace(spec_of(shape), moe_layers=meta.num_layers)
     measured = load_calibration(hardware)
     experts = ExpertsTime(measured.hardware, model, measured.table_for(model), measured.decode_for(model))
@@ -185,7 +186,7 @@ def spec_of(shape: LayerShape) -> ModelSpec:
 
 
 def _check_routed_anew(router: str, meta: TraceMeta, options: RunOptions, own_router: bool) -> None:
-    """Raises ValueError if the trace lacks what a router policy needs."""
+    """Raises ValueError if the trace lacks the decode steps or the scores that a router policy needs."""
     if meta.phase in ("prefill", "training"):
         raise ValueError(f"router {router} acts on decode steps, and {options.trace} has phase {meta.phase}")
     if not own_router and not meta.num_scores:
@@ -196,7 +197,7 @@ def _check_routed_anew(router: str, meta: TraceMeta, options: RunOptions, own_ro
 
 
 def fitting_shape(model: str, meta: TraceMeta) -> tuple[LayerShape, tuple[str, ...]]:
-    """The layer to run for a trace, and notes. `tiny` takes experts, top-k and shared expert from the trace."""
+    """The layer to run for a trace, and notes. `tiny` takes number of experts, top-k and shared cost from the trace."""
     if model == TINY:
         tiny = SHAPES[TINY]
         cost = meta.shared_cost or 0.0
@@ -256,7 +257,7 @@ def _blocks(trace: StoredTrace, meta: TraceMeta, first: int, last: int, scored: 
 
 
 def _survey(trace: StoredTrace, meta: TraceMeta, first: int, last: int) -> tuple[int, str]:
-    """The most tokens of a rank in a step, and a hash of what is run, which ranks compare."""
+    """The most tokens of a rank in a step, and a hash of the steps to run, which ranks compare."""
     most = 0
     digest = hashlib.sha256(json.dumps([meta.num_layers, meta.num_experts, meta.top_k, first, last]).encode())
     for block in _blocks(trace, meta, first, last, scored=False):

@@ -1,6 +1,6 @@
-"""Ranks as Ray actors: a placement group with one actor for each GPU (or CPU). After a fault all are started again.
+"""Runs ranks as Ray actors, one for each GPU (or CPU) of a placement group. After a fault all are started again.
 
-If no cluster is given (by RAY_ADDRESS, or by running inside a Ray job), one is made on this machine for the run.
+Without a cluster (RAY_ADDRESS, or a Ray job around this process), the run starts its own on this machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ GROUP_PATIENCE = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where Ray put a rank: the node, and its GPUs there, as named in CUDA_VISIBLE_DEVICES."""
+    """Where Ray put a rank: its node, and its GPUs there, as named in CUDA_VISIBLE_DEVICES."""
 
     node: str
     gpus: tuple[str, ...]
@@ -51,8 +50,8 @@ class RankActor:
         return Seat(str(context.get_node_id()), tuple(context.get_accelerator_ids().get("GPU", ())))
 
     def run(self, options: RunOptions, member: Member, gpus: Sequence[str]) -> None:
-        """gpus: of the job's ranks on this node, in the order of ranks. Ray shows each actor only its own GPU, but peer
-        memory and deep_ep must see the others' as well."""
+        """gpus: those of all ranks on this node, in the order of ranks. Ray shows each actor only its own GPU, but peer
+        memory and deep_ep need to see the others too."""
         os.environ |= {"LOCAL_RANK": str(member.local_rank), "LOCAL_WORLD_SIZE": str(member.local_size)}
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -68,7 +67,8 @@ class RankActor:
 def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: int) -> ResultsData:
     """Runs the job on Ray. restarts: how often it is started again after a fault.
 
-    Raises ValueError or OSError for a mistake in the options. After a fault: a line on stderr, then SystemExit.
+    Raises ValueError or OSError for a mistake in the options. After a fault, prints a line on stderr and raises
+    SystemExit.
     """
     try:
         import ray
@@ -115,7 +115,7 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
 
 
 class Stopped(BaseException):
-    """This process received a signal that stops it."""
+    """A signal stops this process."""
 
     def __init__(self, by: signal.Signals) -> None:
         super().__init__(by.name)
@@ -123,8 +123,8 @@ class Stopped(BaseException):
 
 
 class Stops:
-    """Notes the signals that stop a job. Only `check` raises `Stopped`: raised inside Ray, it would make Ray print the
-    state of all its threads."""
+    """Notes the signals that stop a job. Only `check` raises `Stopped`, because an exception inside Ray would make Ray
+    print the state of all its threads."""
 
     def __init__(self) -> None:
         self._by: signal.Signals | None = None
@@ -159,16 +159,16 @@ def with_ranks(options: RunOptions, gpus: int | None, cpus: int | None) -> RunOp
 
 
 def _join_cluster(ray: Any, num_ranks: int) -> bool:
-    """Connects to the cluster, or makes one. Returns whether it existed before, and so may grow."""
+    """Connects to the cluster, or starts one. Returns whether it existed before; such a cluster may grow."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # errors of other ranks that follow from the first
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the first error causes errors of other ranks
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if "EPSIM_DEBUG" in os.environ:  # for ranks on a cluster that runs already
         quiet["runtime_env"] = {"env_vars": {"EPSIM_DEBUG": os.environ["EPSIM_DEBUG"]}}
     address = os.environ.get("RAY_ADDRESS", "")
-    there = address not in ("", "local") or bool(os.environ.get("RAY_JOB_ID"))
+    exists = address not in ("", "local") or bool(os.environ.get("RAY_JOB_ID"))
     try:
-        if there:
+        if exists:
             _check_answers(address)
             ray.init("auto", **quiet)
         else:
@@ -177,11 +177,11 @@ def _join_cluster(ray: Any, num_ranks: int) -> bool:
             ray.init("local", num_cpus=num_cpus, include_dashboard=False, **quiet)
     except SystemExit:  # what Ray makes of SIGTERM
         raise Stopped(signal.SIGTERM) from None
-    return there
+    return exists
 
 
 def _check_answers(address: str) -> None:
-    """Raises OSError if no cluster answers. Ray itself would try for many minutes."""
+    """Raises OSError if no cluster answers. Ray would try for many minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         try:
@@ -192,68 +192,57 @@ def _check_answers(address: str) -> None:
 
 def _placement_group(ray: Any, num_ranks: int, on_gpus: bool, may_grow: bool, stops: Stops) -> Any:
     kind = "GPU" if on_gpus else "CPU"
-
-    def there() -> int:
-        return int(ray.cluster_resources().get(kind, 0))
-
+    number = int(ray.cluster_resources().get(kind, 0))
     group = ray.util.placement_group([{"CPU": 1.0} | {kind: 1.0}] * num_ranks, strategy="PACK")
-    deadline = time.monotonic() + (GROUP_PATIENCE if may_grow or there() >= num_ranks else 0.0)
+    deadline = time.monotonic() + (GROUP_PATIENCE if may_grow or number >= num_ranks else 0.0)
     while not group.wait(INTERVAL):
         stops.check()
-        if time.monotonic() < deadline:
-            continue
-        raise ValueError(
-            f"{num_ranks} {kind}s are needed, but the cluster has {there()}, or others use them: give fewer ranks"
-        )
+        if time.monotonic() >= deadline:
+            number = int(ray.cluster_resources().get(kind, 0))
+            raise ValueError(
+                f"{num_ranks} {kind}s are needed, but the cluster has {number}, or others use them: give fewer ranks"
+            )
     return group
 
 
 def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool, stops: Stops) -> tuple[list[Any], list[Seat]]:
-    """The started actors and where they are, in the order of ranks. Raises OSError if one cannot start."""
+    """The started actors and their seats, in the order of ranks. Raises OSError if one cannot start."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def one(bundle: int) -> Any:
-        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        made = ray.remote(RankActor).options(num_cpus=1, num_gpus=int(on_gpus), scheduling_strategy=where)
-        return made.remote()
-
-    actors = [one(bundle) for bundle in range(num_ranks)]
-    asked = [actor.seat.remote() for actor in actors]
+    actors = []
+    for bundle in range(num_ranks):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        actor = ray.remote(RankActor).options(num_cpus=1, num_gpus=int(on_gpus), scheduling_strategy=strategy)
+        actors.append(actor.remote())
+    calls = waiting = [actor.seat.remote() for actor in actors]
     try:
-        waiting = asked
         while waiting:
             stops.check()
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=INTERVAL)
-        seats: list[Seat] = ray.get(asked)
+        seats: list[Seat] = ray.get(calls)
     except ray.exceptions.RayError as error:
-        # Its text ends with the cause, after the traceback of the worker process.
+        # The cause is the last line, after the traceback of the worker process.
         words = message_line(next(line for line in reversed(str(error).splitlines()) if line.strip()))
         raise OSError(
             f"a rank's Ray actor does not start: {words}; every node needs this version of epsim, and PyTorch"
         ) from None
     order = by_node(seats)
-    return [actors[place] for place in order], [seats[place] for place in order]
+    return [actors[bundle] for bundle in order], [seats[bundle] for bundle in order]
 
 
 def by_node(seats: Sequence[Seat]) -> list[int]:
-    """The order of bundles in which those of one node follow one another, as placements and exchanges assume of ranks.
+    """The bundles in an order in which those of one node are consecutive, as placements and exchanges need the ranks.
     Ray puts bundles wherever there is room."""
     nodes = list(dict.fromkeys(seat.node for seat in seats))
-    return sorted(range(len(seats)), key=lambda place: nodes.index(seats[place].node))
+    return sorted(range(len(seats)), key=lambda bundle: nodes.index(seats[bundle].node))
 
 
 def seated(seats: Sequence[Seat], host: str, port: int, attempt: int) -> list[Member]:
     """The ranks in the order of seats. A rank's number on its node is also the number of its GPU."""
-    seen: Counter[str] = Counter()
-    sizes = Counter(seat.node for seat in seats)
-    members = []
-    for rank, seat in enumerate(seats):
-        local = seen[seat.node]
-        members.append(
-            Member(rank, len(seats), local, sizes[seat.node], host=host, port=port, attempt=attempt, signals=False)
-        )
-        seen[seat.node] += 1
-    return members
+    nodes = [seat.node for seat in seats]
+    shared: dict[str, Any] = {"host": host, "port": port, "attempt": attempt, "signals": False}
+    local_ranks = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
+    return [Member(r, len(seats), local_ranks[r], nodes.count(node), **shared) for r, node in enumerate(nodes)]
 
 
 def gpus_of(seats: Sequence[Seat], node: str) -> list[str]:
@@ -279,7 +268,7 @@ def _first_fault(ray: Any, running: dict[Any, int], lookout: Lookout, stops: Sto
 
 
 def _explain(lookout: Lookout, rank: int, error: Exception, stops: Stops) -> Fault:
-    """Why a rank ended. The other ranks say it, if there are any."""
+    """Why a rank ended. If other ranks report a fault, it is theirs."""
     deadline = time.monotonic() + SILENCE + 8 * INTERVAL
     while time.monotonic() < deadline:
         stops.check()
@@ -296,9 +285,9 @@ def _explain(lookout: Lookout, rank: int, error: Exception, stops: Stops) -> Fau
 
 def _fetch(ray: Any, actors: Sequence[Any], seats: Sequence[Seat], options: RunOptions) -> None:
     """Copies the files of ranks on other machines to this one."""
-    here = str(ray.get_runtime_context().get_node_id())
+    this_node = str(ray.get_runtime_context().get_node_id())
     for rank, (actor, seat) in enumerate(zip(actors, seats, strict=True)):
-        if seat.node == here:
+        if seat.node == this_node:
             continue
         for name, content in ray.get(actor.files.remote(options, rank)).items():
             path = options.folder / name

@@ -1,4 +1,4 @@
-"""The job's key-value store, where ranks meet, show that they live, and report faults."""
+"""The job's key-value store. Ranks use it to connect, to show that they are alive, and to report faults."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def serve(host: str, port: int = 0) -> TCPStore:
     try:
         return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     except RuntimeError:
-        raise OSError(f"port {port} of {host} cannot be listened on: another process may hold it") from None
+        raise OSError(f"port {port} of {host} cannot be opened: another process may use it") from None
 
 
 def connect(host: str, port: int) -> TCPStore:
-    """A new connection to a store; each thread needs one, since a call that waits blocks it.
+    """A new connection to a store. Each thread needs its own, because a call that waits blocks the connection.
 
-    Raises OSError if the host is unknown, or nothing answers for `PATIENCE`.
+    Raises OSError if the host is unknown, or if nothing answers within `PATIENCE`.
     """
     _check_host(host)
     try:

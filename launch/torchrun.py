@@ -1,6 +1,6 @@
-"""Several ranks on this machine, started by PyTorch's elastic launcher. A fault is reported in one line.
+"""Runs several ranks on this machine with PyTorch's elastic launcher. A fault is reported in one line.
 
-Several machines: start `torchrun --nnodes ... -m epsim.launch.worker ...` on each (launch/README.md).
+For several machines start `torchrun --nnodes ... -m epsim.launch.worker ...` on each (launch/README.md).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from epsim.runtime.beats import (
 
 DEFAULT_RANKS = 4
 GRACE = 5.0
-"""Seconds after a fault until processes that have not ended by themselves are killed."""
+"""Seconds after a fault after which processes that still run are killed."""
 
 
 def run_torchrun(options: RunOptions) -> ResultsData:
-    """Runs the job. Raises ValueError or OSError for a mistake in the options. After a fault: a line on stderr, then
-    SystemExit."""
+    """Runs the job. Raises ValueError or OSError for a mistake in the options. After a fault, prints a line on stderr
+    and raises SystemExit."""
     num_ranks = options.ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or DEFAULT_RANKS
     prepare(options, num_ranks)
     clear(options)
@@ -52,10 +52,10 @@ def run_torchrun(options: RunOptions) -> ResultsData:
     store = serve("127.0.0.1")
     logs = options.folder / LOGS
     environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    # Workers end by themselves as soon as they know of the fault; those that cannot are killed.
+    # Workers end by themselves when they learn of a fault. Workers that cannot are killed.
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))
     os.environ.update(environment)
-    logging.disable(logging.ERROR)  # the elastic launcher's own long report of a fault
+    logging.disable(logging.ERROR)  # hides the elastic launcher's long report of a fault
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -1,6 +1,6 @@
-"""What one rank runs, under every launcher: `torchrun --nproc-per-node N -m epsim.launch.worker TRACE ...`.
+"""Runs one rank, under every launcher: `torchrun --nproc-per-node N -m epsim.launch.worker TRACE ...`.
 
-The arguments are those of `epsim run`. Several nodes meet by torchrun's own options (--nnodes, --rdzv-endpoint).
+The arguments are those of `epsim run`. For several nodes, use torchrun's options (--nnodes, --rdzv-endpoint).
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ Progress = Callable[[int], None]
 
 
 def run_rank(options: RunOptions, member: Member, progress: Progress = lambda steps: None) -> ResultsData | None:
-    """Runs one rank's part of the job; rank 0 writes results.json and predicted.json and returns the former.
+    """Runs one rank's part of the job. Rank 0 writes results.json and predicted.json, and returns the content of the
+    first.
 
-    In a job of several processes every error ends the process with one line (runtime/faults.py); else it is raised.
+    In a job of several processes, an error ends the process with one line (runtime/faults.py). Otherwise it is raised.
     """
     device = choose_device(options.device, member)
     clock = TrialClock(member.rank, device, timed=True)
@@ -78,7 +79,7 @@ def _run(
     prepared = prepare(options, member.num_ranks)
     options.make_out()
     if member.local_rank == 0 and member.attempt == 0:
-        clear(options)  # before the others write: they wait at the process group below
+        clear(options)  # before the other ranks write, which wait for the process group below
     group = None
     if member.num_ranks > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -93,8 +94,7 @@ def _run(
         )
         group = dist.group.WORLD
         _check_alike(prepared, member)
-    dtype = choose_dtype(options.dtype, device)
-    place = Place(member.rank, member.num_ranks, group, device, dtype)
+    place = Place(member.rank, member.num_ranks, group, device, choose_dtype(options.dtype, device))
     job = prepared.job(_placements(prepared, member))
     _compile(prepared, job, member)
     _check_memory(job, place, member)
@@ -104,7 +104,7 @@ def _run(
     described = description(prepared, job, place, exchange.name, exchange.why)
     folder = options.folder / TELEMETRY
     described["input"] = model.text
-    # What a model's own router chose before a restart is lost, so all steps are run again.
+    # A restart loses what a model's own router chose before, so all steps are run again.
     first = _resume_at(prepared, member, folder) if recorders is None else 0
     first_step = None if first == 0 else _step_at(prepared, first)
     telemetry = TelemetryWriter(folder, member.rank, member.num_ranks, described, first_step)
@@ -122,7 +122,7 @@ def _run(
 
 
 def _close(model: Model, place: Place) -> None:
-    """Frees what uses other ranks' memory while all ranks still live, then the process group. Collective."""
+    """Frees what uses the memory of other ranks while all ranks still run, then the process group. Collective."""
     layer = model.layers[0][0]
     if place.device.type == "cuda":
         torch.cuda.synchronize(place.device)
@@ -161,9 +161,10 @@ def description(prepared: Prepared, job: Job, place: Place, exchange: str, why: 
 
 
 def _check_memory(job: Job, place: Place, member: Member) -> None:
-    """Raises ValueError if the weights do not fit in memory: the process would be killed without a message."""
+    """Raises ValueError if the weights do not fit in memory. Otherwise the process would be killed without a
+    message."""
     shape = job.shape
-    widths = [of_job.placement.slots_per_rank * shape.intermediate for of_job in job.stacks]
+    widths = [stack.placement.slots_per_rank * shape.intermediate for stack in job.stacks]
     numbers = 3 * shape.hidden * (sum(widths) + len(widths) * shape.shared_intermediate)
     wanted = len(job.layers) * numbers * place.dtype.itemsize
     if place.device.type == "cuda":
@@ -172,13 +173,13 @@ def _check_memory(job: Job, place: Place, member: Member) -> None:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // member.local_size
     if wanted > 0.9 * free:
         raise ValueError(
-            f"the experts of {len(job.stacks)} stacks x {len(job.layers)} layers take {wanted / 2**30:.1f} GiB a rank, "
-            f"{free / 2**30:.1f} GiB are free: give --layers N, fewer stacks, or more ranks"
+            f"the experts of {len(job.stacks)} stacks x {len(job.layers)} layers take {wanted / 2**30:.1f} GiB a rank "
+            f"of {free / 2**30:.1f} GiB free: give --layers N, fewer stacks, or more ranks"
         )
 
 
 def _model(prepared: Prepared, job: Job, place: Place, clock: JobClock) -> tuple[Model, list[RoutingRecorder] | None]:
-    """The layers of each stack. Recorders, one for each stack, only if the model's own router chooses the experts."""
+    """The layers of each stack, and a recorder for each stack if the model's own router chooses the experts."""
     options = prepared.options
     if not prepared.own_router:
         return RandomLayers(job, place, clock), None
@@ -187,21 +188,20 @@ def _model(prepared: Prepared, job: Job, place: Place, clock: JobClock) -> tuple
     reading = Reading(None if options.text is None else Path(options.text), options.sequence, options.context)
     model = TrainedModel(Path(options.model), job, place, clock, reading)
     stacks = zip(job.stacks, model.layers, strict=True)
-    return model, [RoutingRecorder(layers, of_job.stack.router.acts) for of_job, layers in stacks]
+    return model, [RoutingRecorder(layers, entry.stack.router.acts) for entry, layers in stacks]
 
 
 def _check_alike(prepared: Prepared, member: Member) -> None:
-    """Raises ValueError if ranks have different traces or options: they would wait for each other for ever, or compute
-    wrong outputs."""
-    found: list[Any] = [None] * member.num_ranks
-    dist.all_gather_object(found, work_of(prepared))
-    different = first_difference(found)
-    if different:
-        raise ValueError(different)
+    """Raises ValueError if ranks have different traces or options. They would wait for ever, or compute wrong
+    outputs."""
+    all_work: list[Any] = [None] * member.num_ranks
+    dist.all_gather_object(all_work, work_of(prepared))
+    if difference := first_difference(all_work):
+        raise ValueError(difference)
 
 
 def work_of(prepared: Prepared) -> dict[str, Any]:
-    """What must be the same on all ranks, by a description of it. Paths may differ between machines."""
+    """Everything that must be the same on all ranks, by description. Paths may differ between machines."""
     options, steps = prepared.options, prepared.last - prepared.first
     named = ("seed", "nodes", "redundant", "groups", "exchange", "dtype", "sequence", "context")
     return {
@@ -213,10 +213,10 @@ def work_of(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def first_difference(found: Sequence[dict[str, Any]]) -> str:
-    """What is wrong and what to do; empty if all ranks have the same. found: `work_of` each rank."""
-    for rank, theirs in enumerate(found):
-        for (words, value), (first_words, first) in zip(theirs.items(), found[0].items(), strict=True):
+def first_difference(all_work: Sequence[dict[str, Any]]) -> str:
+    """What is wrong and what to do; empty if all ranks have the same. all_work: `work_of` of each rank."""
+    for rank, theirs in enumerate(all_work):
+        for (words, value), (first_words, first) in zip(theirs.items(), all_work[0].items(), strict=True):
             if value != first:
                 than = "than rank 0" if words == first_words else f"and rank 0 {first_words}"
                 return f"rank {rank} has {words} {than}: give every rank the same trace and the same options"
@@ -224,7 +224,7 @@ def first_difference(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _placements(prepared: Prepared, member: Member) -> list[Placement]:
-    """The placement of each stack. Rank 0 plans them, and all others receive them."""
+    """The placement of each stack. Rank 0 plans them, and the other ranks receive them."""
     if member.num_ranks == 1:
         return prepared.plan()
     sent: list[Any] = [None]
@@ -236,35 +236,34 @@ def _placements(prepared: Prepared, member: Member) -> list[Placement]:
 
 
 def _compile(prepared: Prepared, job: Job, member: Member) -> None:
-    """Compiles what the job needs: one process of each machine compiles, and the others read its cache on disk."""
+    """Compiles what the job needs. One process of each machine compiles, and the others read its cache on disk."""
     block = next(iter(prepared.blocks()), None)
     if member.local_rank == 0 and block is not None:
-        for of_job in job.stacks:
-            stack = of_job.stack
+        for entry in job.stacks:
+            stack = entry.stack
             if prepared.own_router:  # its scores are not known yet
                 stack = dataclasses.replace(stack, router=default_policy("router"))
-            bind(stack, of_job.placement, job.setting).load(slice_steps(block, 0, 1))
+            bind(stack, entry.placement, job.setting).load(slice_steps(block, 0, 1))
     if member.num_ranks > 1:
         dist.barrier()
 
 
 def _resume_at(prepared: Prepared, member: Member, folder: Path) -> int:
-    """After a restart: the number of the first step that a rank has not finished."""
+    """The index of the first step that not all ranks had finished before the restart."""
     if member.attempt == 0:
         return 0
     try:
         done = len(set(read_rank(folder, member.rank)["step"].to_pylist()))
     except (FileNotFoundError, ValueError):
         done = 0
-    found: list[Any] = [done]
+    all_done: list[Any] = [done] * member.num_ranks
     if member.num_ranks > 1:
-        found = [0] * member.num_ranks
-        dist.all_gather_object(found, done)
-    return int(min(found))
+        dist.all_gather_object(all_done, done)
+    return int(min(all_done))
 
 
-def _step_at(prepared: Prepared, place: int) -> int:
-    block = next(iter(prepared.blocks(place)), None)
+def _step_at(prepared: Prepared, index: int) -> int:
+    block = next(iter(prepared.blocks(index)), None)
     return int(block.steps[0]) if block is not None and len(block.steps) else 1 << 62
 
 
@@ -277,14 +276,12 @@ def _finish(
     recorders: list[RoutingRecorder] | None,
 ) -> ResultsData | None:
     """Rank 0 gathers the telemetry of all ranks and writes the results, results.json last. If the model's own router
-    chose the experts, it also writes them, one trace for each stack."""
-    folder = prepared.options.folder / TELEMETRY
-    own = read_rank(folder, member.rank)
-    tables: list[Any] = [own]
+    chose the experts, rank 0 also writes them as one trace per stack."""
+    table = read_rank(prepared.options.folder / TELEMETRY, member.rank)
+    tables: list[Any] = [table] * member.num_ranks
     if member.num_ranks > 1:
-        tables = [None] * member.num_ranks
-        dist.gather_object(own, tables if member.rank == 0 else None, dst=0)
-    # The warm-up step was recorded too; it is the same as the first step.
+        dist.gather_object(table, tables if member.rank == 0 else None, dst=0)
+    # The recorders also hold the warm-up step, which is the same as the first step.
     phase_of = phases_of_steps(prepared)
     routed = [recorder.block(place.group, phase_of) for recorder in recorders or ()]
     if member.rank:
@@ -302,7 +299,7 @@ def _finish(
 
 
 def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any], predicted: bool) -> ResultsData:
-    """results.json of schema 1; the run's, or what a replay says of the same steps and placements."""
+    """The results of the run, or (predicted) of a replay of the same steps and placements."""
     meta, cluster, options = prepared.meta, prepared.cluster, prepared.options
     first, history = prepared.first, prepared.history
     words = "no placement needs a history"
@@ -310,11 +307,11 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
         words = f"placements planned on {Path(options.history or '').name}"
     elif first:
         words = f"placements planned on the first {first} steps, which are not run"
-    equal = "Measured loads are those of a replay, integer for integer, in every step, layer and rank."
+    note = "Measured loads are those of a replay, integer for integer, in every step, layer and rank."
     if measured.differing:
         name, step, layer = measured.differing[0]
         number = len(measured.differing)
-        equal = (
+        note = (
             f"Loads of {number} steps' layers differ from a replay's, the first of {name}: step {step}, layer {layer}."
         )
     planned = first if history is None else history.num_steps
@@ -334,12 +331,12 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
         **(measured.predicted if predicted else measured.measured),
     }
     if not predicted:
-        results["run"] = described | {"equals_replay": not measured.differing, "note": equal}
+        results["run"] = described | {"equals_replay": not measured.differing, "note": note}
     return results
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The entry under torchrun. A mistake of the user: one line, exit code 2. A fault: one line, exit code 1."""
+    """The entry point under torchrun. Exits with one line and code 2 after a mistake of the user, 1 after a fault."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         options = parse_words(RunOptions, sys.argv[1:] if arguments is None else arguments)

@@ -111,21 +111,18 @@ class ExpertsTime:
     decode: ExpertTable | None = None
 
     def __post_init__(self) -> None:
-        for table in (self.table, self.decode):
-            self._check(table)
-
-    def _check(self, table: ExpertTable | None) -> None:
         model = self.model
-        if table is not None and (table.hidden, table.intermediate) != (model.hidden, model.intermediate):
-            raise ValueError(
-                f"the expert table is for {table.hidden} x {table.intermediate}, but {model.name} has experts of "
-                f"{model.hidden} x {model.intermediate}: give a table of that shape, or none"
-            )
-        if table is not None and table.dtype != model.compute:
-            raise ValueError(
-                f"the expert table is in {table.dtype}, but {model.name} computes in {model.compute}: give a table in "
-                "its type, or a --model that computes in the table's"
-            )
+        for table in filter(None, (self.table, self.decode)):
+            if (table.hidden, table.intermediate) != (model.hidden, model.intermediate):
+                raise ValueError(
+                    f"the expert table is for {table.hidden} x {table.intermediate}, but {model.name} has experts of "
+                    f"{model.hidden} x {model.intermediate}: give a table of that shape, or none"
+                )
+            if table.dtype != model.compute:
+                raise ValueError(
+                    f"the expert table is in {table.dtype}, but {model.name} computes in {model.compute}: give a table "
+                    "of that type, or a --model that computes in the table's type"
+                )
 
     @property
     def a(self) -> float:
@@ -179,16 +176,16 @@ class ExpertsTime:
             time = self._by_cells(tokens, active)
         if self.decode is not None:
             few = (rows <= MOST_DECODED) & (active > 0)
-            if few.any():  # mostly in decode: looked up only for these
+            if few.any():  # most ranks have few rows in decode steps only
                 small = self._small.us(tokens[few], active[few])
                 # At most the grouped products' time, so that one row above the kernel's limit never costs less.
                 time[few] = torch.minimum(small, time[few])
         return time * (active > 0)
 
     def _with_small(self, fit: TiledFit, time: Tensor, tokens: Tensor, active: Tensor, rows: Tensor) -> Tensor:
-        """`time`, replaced by the fit of small tiles where these are used. Large tiles take at least as long as the
-        most rows that small tiles take, because two fits may meet with a drop that no measurement shows. Slots without
-        tokens, which are also groups, are not known here."""
+        """`time`, replaced by the fit of small tiles for the ranks that use these. A rank with large tiles takes at
+        least as long as one with the most rows of small tiles, because two separate fits could give a drop that was not
+        measured. Slots without tokens are groups too, but they are not known here."""
         columns = self.model.top_k + (self.model.shared_intermediate > 0)
         part = (most_small(columns, active) / rows.clamp(min=1e-300)).clamp(max=1)
         fewer = tokens * part
@@ -240,10 +237,10 @@ class ExpertsTime:
         outside = not torch.equal(x, inside)  # the grid covers most loads, and these need no ratio
 
         def column(at: Tensor) -> Tensor:
-            found = torch.lerp(times[i, at], times[after_i, at], u)
+            time = torch.lerp(times[i, at], times[after_i, at], u)
             if outside:
-                found *= self.roofline(x * active[at], active[at]) / self.roofline(inside * active[at], active[at])
-            return found
+                time *= self.roofline(x * active[at], active[at]) / self.roofline(inside * active[at], active[at])
+            return time
 
         time = torch.lerp(column(j), column(after_j), v)
         # With fewer experts than the first column: the time above the fixed cost shrinks with their number.

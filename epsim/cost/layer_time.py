@@ -83,9 +83,9 @@ class LayerTiming:
             policies = f", policies as measured with {measured.policies.of}"
         exchange = f"{self.kernels} exchange"
         if measured is not None and measured.exchange and self.kernels == "normal":
-            groups = sorted({(one.ranks, one.nodes) for one in measured.exchange})
-            found = [self.measured_exchange(ranks, nodes) for ranks, nodes in groups]
-            covers = "; ".join(one.of for one in found if one is not None)
+            groups = sorted({(table.ranks, table.nodes) for table in measured.exchange})
+            tables = [self.measured_exchange(ranks, nodes) for ranks, nodes in groups]
+            covers = "; ".join(known.of for known in tables if known is not None)
             exchange += (
                 f" (as measured for {covers}; beyond, its last line goes on; other groups by rates)"
                 if covers
@@ -267,7 +267,7 @@ def load_timing(
 
 
 def _expert_table(path: Path) -> ExpertTable:
-    found = read_table(path)
-    if not isinstance(found, ExpertTable):
-        raise ValueError(f"{path}: a table of kind {found.kind}, not of experts")
-    return found
+    table = read_table(path)
+    if not isinstance(table, ExpertTable):
+        raise ValueError(f"{path}: a table of kind {table.kind}, not of experts")
+    return table

@@ -1,4 +1,4 @@
-"""What a stack's policies add to a layer: as a calibration measured it, else as the hardware's specification states.
+"""The time that a stack's policies add to a layer, from a calibration or from the hardware's specification.
 
 Every policy states its own work (`BatchPolicy.work_us`), the collective that it needs and its row in measured tables.
 """
@@ -17,21 +17,21 @@ from epsim.policies.stack import PolicyStack
 
 
 def acting_split(stack: PolicyStack, redundant: bool) -> Split:
-    """The split that costs time: without redundant experts most have nothing to do."""
+    """The split that takes time: the stack's, or `even` if it has nothing to do without redundant experts."""
     split: Split = stack.split if redundant or stack.split.works_without_copies else default_policy("split")
     return split
 
 
 def table_key(split: Split, stack: PolicyStack) -> str:
-    """The row of measured tables for a split and the stack's shared policy: arguments that are numbers do not count."""
+    """The row of measured tables for a split and the stack's shared policy. Numbers in arguments do not count."""
     return f"{split.table_key}+{stack.shared.table_key}" if stack.shared.dispatches else split.table_key
 
 
 def assumed_us(
     costs: PolicyCosts, stack: PolicyStack, redundant: bool, ranks: int, nodes: int, tokens: Tensor
 ) -> Tensor:
-    """By the specification alone: split and shared policy together take one collective. tokens [...] of a rank ->
-    microseconds [...]."""
+    """Microseconds [...] by the specification alone, for tokens [...] per rank. Split and shared policy together take
+    one collective."""
     collective = costs.all_reduce_nodes_us if nodes > 1 else costs.all_reduce_us
     split, router, shared = acting_split(stack, redundant), stack.router, stack.shared
     time: float | Tensor = 0.0
@@ -54,8 +54,8 @@ def policy_us(
     nodes: int,
     tokens: Tensor,
 ) -> Tensor:
-    """tokens [...] of a rank -> microseconds [...]. A shared policy measured with redundant experts alone costs as much
-    without them; what a measured table lacks comes from the specification."""
+    """Microseconds [...] for tokens [...] per rank. What the measured table lacks comes from the specification. A
+    shared policy that was measured only with redundant experts takes the same time without them."""
     assumed = assumed_us(costs, stack, redundant, ranks, nodes, tokens)
     if measured is None:
         return assumed
@@ -79,7 +79,8 @@ def policy_us(
 def _collectives_us(
     costs: PolicyCosts, measured: PolicyTable, stack: PolicyStack, split: Split, ranks: int, nodes: int
 ) -> float:
-    """The kernels make one collective; policies without a kernel one for the split and one for the shared expert."""
+    """The kernels need one collective. Policies without kernels need one for the split and one for the shared
+    expert."""
     rule = Rule.of(split, stack.shared, 1.0, 0)
     if rule.uncovered() is None:
         needs: list[str] = [rule.collective]
@@ -90,7 +91,7 @@ def _collectives_us(
 
 
 def _collective_us(costs: PolicyCosts, measured: PolicyTable, name: str, ranks: int, nodes: int) -> float:
-    found = measured.collective_us(name, ranks, nodes)
-    if found is not None:
-        return found
+    us = measured.collective_us(name, ranks, nodes)
+    if us is not None:
+        return us
     return costs.all_reduce_nodes_us if nodes > 1 else costs.all_reduce_us

@@ -1,5 +1,5 @@
-"""Serving engines: what each can run of a stack, and the command lines that start it. A new engine is a file and a line
-here."""
+"""Serving engines: what each can run of a stack, and the command lines that start it. A new engine is a new file and a
+line here."""
 
 from __future__ import annotations
 

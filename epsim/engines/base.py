@@ -1,4 +1,4 @@
-"""What a serving engine answers about a stack, and the parts that their command lines have in common."""
+"""The base class of serving engines, and the parts that their command lines have in common."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ON_EACH_HOST = "on every host, HEAD being the first one's address and NODE the h
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What is to run: a stack on `redundant` physical experts a layer more than logical ones. interval: steps between
-    rebalances, None where the placement is planned once."""
+    """What to run: a stack with `redundant` redundant experts per layer. interval: steps between rebalances; None if
+    the placement is planned once."""
 
     stack: PolicyStack
     redundant: int
@@ -26,8 +26,8 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the options are for. model: its path or name; trace: the file that placements are planned on, reading:
-    options that say how it is read."""
+    """Values for the command lines. model: its path or name. trace: the file that placements are planned on. reading:
+    the options for reading it."""
 
     model: str
     trace: str
@@ -39,32 +39,32 @@ class Setup:
 
 
 class System:
-    """A serving engine. name: in results and in `Policy.engines`; title: as people write it. plans_itself: it loads no
-    placement, but plans by itself and rebalances."""
+    """A serving engine. name: in results and in `Policy.engines`. title: as people write it. plans_itself: whether it
+    plans and rebalances by itself and cannot load a placement."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     plans_itself: ClassVar[bool] = False
 
     def lacks(self, deployment: Deployment) -> str:
-        """What of it the engine cannot run, in words; empty where it can."""
+        """What the engine lacks to run the deployment, in words; empty if it can run it."""
         stack = deployment.stack
         if self.name not in stack.router.engines:
             return f"no router policy ({stack.router.name})"
         return "" if self.name in stack.reader.engines else f"no reader of channels ({stack.reader.name})"
 
     def commands(self, deployment: Deployment, setup: Setup, affordable: Callable[[int], int]) -> list[str]:
-        """The command lines that run what the engine does not lack. affordable: a least interval -> that, or the longer
-        one at which rebalances that only keep a placement cost little."""
+        """The command lines for a deployment that the engine can run. affordable: gives the shortest interval, at least
+        its argument, at which rebalances cost little."""
         raise NotImplementedError
 
     def remark(self, deployment: Deployment) -> str:
-        """What else to know of running it so."""
+        """Further advice about running the deployment."""
         return ""
 
 
 def plan_command(deployment: Deployment, setup: Setup, format_name: str) -> str:
-    """The command that makes the placement's file."""
+    """The command that writes the placement file."""
     placement = policy_text(deployment.stack.placement)
     words = ["epsim", "plan", setup.trace, "--ranks", str(setup.gpus), "--nodes", str(setup.nodes)]
     words += ["--redundant", str(deployment.redundant), "--groups", str(setup.groups)]

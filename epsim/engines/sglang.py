@@ -1,7 +1,7 @@
 """SGLang 0.5.16 to 0.5.19 (python/sglang/srt/server_args.py).
 
-In `Policy.engines`, a split's form is the value of --ep-dispatch-algorithm, and the form of a placement that rebalances
-is the value of --eplb-algorithm. A placement planned once is loaded from a file, whatever planned it.
+`Policy.engines` gives the value of --ep-dispatch-algorithm for a split, and of --eplb-algorithm for a placement that
+rebalances. A placement planned once is loaded from a file.
 """
 
 from __future__ import annotations

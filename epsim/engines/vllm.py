@@ -1,6 +1,6 @@
 """vLLM 0.24 to 0.32 (vllm/config/parallel.py, EPLBConfig).
 
-Its own balancing needs no option for a split: what names vLLM in `Policy.engines` is what it does.
+It needs no option for a split. A policy that names vLLM in `Policy.engines` is what vLLM does by default.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class VLLM(System):
             words += ["--enable-eplb", "--eplb-config", json.dumps(config | {"step_interval": interval})]
         text = shlex.join(words)
         if setup.nodes > 1:
-            own = setup.gpus // setup.nodes
-            text += f' --data-parallel-size-local {own} --data-parallel-start-rank "$((NODE * {own}))"'
+            per_node = setup.gpus // setup.nodes
+            text += f' --data-parallel-size-local {per_node} --data-parallel-start-rank "$((NODE * {per_node}))"'
             text += ' --data-parallel-address "$HEAD" --data-parallel-rpc-port 13345'
-            # The hosts beyond the first serve no requests of their own.
+            # Only the first host accepts requests.
             text += ' $([ "$NODE" = 0 ] || echo --headless)'
         return [text]
 

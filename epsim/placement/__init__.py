@@ -1,1 +1,1 @@
-"""Where experts live."""
+"""Placements: which expert is in which slot."""

@@ -1,4 +1,4 @@
-"""Experts in order, as serving systems start without a recording."""
+"""Experts in order, as serving systems place them at the start."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from epsim.placement.base import Cluster, Placement, PlacementPolicy
 
 @dataclass(frozen=True, slots=True)
 class Contiguous(PlacementPolicy):
-    """Slot p holds expert p mod E, redundant slots starting again at expert 0: the trivial map of SGLang and vLLM.
+    """Slot p holds expert p mod E. This is the trivial map of SGLang and vLLM; redundant slots start again at expert 0.
 
-    A rank's slots are consecutive, so no expert is on it twice unless a rank has more slots than there are experts.
+    The slots of a rank are consecutive, so it holds no expert twice unless it has more slots than there are experts.
     """
 
     name: ClassVar[str] = "contiguous"

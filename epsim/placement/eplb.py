@@ -1,7 +1,8 @@
 """DeepSeek's expert-parallelism load balancer (github.com/deepseek-ai/EPLB), hierarchical and global.
 
-Where upstream's answer puts no expert twice on a rank, ours is the same slot for slot, ties sorted stably. Elsewhere
-ours puts none twice either, if that can be avoided. Layers (and nodes) without any load get evenly spread copies.
+If upstream's placement has no expert twice on a rank, this one is the same slot for slot, with stable sorting of ties.
+Otherwise this one avoids experts that are twice on a rank if possible. Layers and nodes without load get evenly spread
+copies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from epsim.placement.packing import pack_groups, replicate_and_pack
 
 
 def hierarchical_obstacle(num_experts: int, num_groups: int, num_nodes: int, num_gpus: int) -> str:
-    """Why experts cannot be placed group by group on nodes, in words; empty where they can."""
+    """Why expert groups cannot be placed on nodes, in words; empty if they can."""
     if num_gpus % num_nodes:
         return f"{num_nodes} nodes do not divide {num_gpus} ranks"
     if num_groups % num_nodes:
@@ -28,7 +29,8 @@ def hierarchical_obstacle(num_experts: int, num_groups: int, num_nodes: int, num
 
 
 def prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> bool:
-    """True where hierarchical is impossible, or where it alone would have to put an expert twice on a rank."""
+    """Whether the hierarchical form is impossible, or would put an expert twice on a rank where the global form would
+    not."""
     if hierarchical_obstacle(num_experts, num_groups, num_nodes, num_gpus):
         return True
     slots_per_rank = num_replicas // num_gpus
@@ -38,7 +40,7 @@ def prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nod
 def rebalance_experts(
     weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Upstream's entry: hierarchical where groups divide among nodes and nothing else hinders it, else global.
+    """Upstream's entry point: hierarchical if possible, otherwise global (`prefers_global`).
 
     weight [L, E]: load of each logical expert. num_replicas: physical experts P, a multiple of num_gpus, at least E.
     Returns phy2log [L, P], log2phy [L, E, most copies] (padded with -1; copies in the order they were made) and
@@ -88,7 +90,7 @@ def _rebalance(
 class Eplb(PlacementPolicy):
     """EPLB on the history's counts, summed over steps.
 
-    form: `auto` is hierarchical where that is possible, else global; `hierarchical` raises ValueError where it is not.
+    form: `auto` is hierarchical if possible, otherwise global. `hierarchical` raises ValueError if it is impossible.
     """
 
     form: Literal["auto", "global", "hierarchical"] = "auto"
@@ -106,7 +108,7 @@ class Eplb(PlacementPolicy):
         return {"sglang": algorithms[self.form], **({"vllm": ""} if self.form == "auto" else {})}
 
     def notes(self, num_experts: int, target: Target) -> tuple[str, ...]:
-        """Which form `auto` takes, and why."""
+        """The form that `auto` takes, and why."""
         if self.form != "auto":
             return ()
         cluster = target.cluster

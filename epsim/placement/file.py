@@ -1,4 +1,4 @@
-"""A placement read from a file: the map that a serving system runs today, as a stack among others."""
+"""A placement read from a file, such as the map that a serving system runs today."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from epsim.placement.formats import ExpertMap, check_full, read_map, read_placem
 
 @dataclass(frozen=True, slots=True)
 class File(PlacementPolicy):
-    """The placement of a file in any format of `epsim.placement.formats`. The file's slots, not the cluster's, say how
-    many redundant experts there are.
+    """The placement of a file in any format of `epsim.placement.formats`. The file, not the cluster, gives the number
+    of redundant experts.
 
-    Rows are found by the layer numbers of the trace. vLLM-Ascend's format has no such numbers: its rows are the layers
-    of the trace in order. Raises ValueError in one line where the file does not fit the trace or the cluster.
+    The layer numbers of the trace select the rows. vLLM-Ascend's format has no layer numbers, so its rows are the
+    layers of the trace in order. Raises ValueError in one line if the file does not fit the trace or the cluster.
     """
 
     path: str
@@ -45,7 +45,7 @@ class File(PlacementPolicy):
         redundant, asked = self.redundant(num_experts, target.cluster), target.cluster.num_redundant
         found, notes = read_map(self.path), []
         if redundant != asked:
-            notes.append(f"{self.path} has {redundant} redundant experts a layer, where --redundant is {asked}")
+            notes.append(f"{self.path} has {redundant} redundant experts per layer, and --redundant is {asked}")
         places, layers, number = self._places(found, target.layers), target.layers, len(found.rows)
         if found.rows_of == "all layers" and places == list(range(len(layers))) != list(range(number)):
             notes.append(

@@ -88,9 +88,8 @@ class StackDetail:
                 continue
             steps = value.numpy().reshape(len(stretch), -1)
             valid = ~np.isnan(steps)
-            for kept, part in ((self._sums, np.where(valid, steps, 0.0)), (self._counts, valid)):
-                kept.setdefault(key, np.zeros(len(self._rank)))
-                np.add.at(kept[key], stretch, part.sum(1))
+            for sums, part in ((self._sums, np.where(valid, steps, 0.0)), (self._counts, valid)):
+                np.add.at(sums.setdefault(key, np.zeros(len(self._rank))), stretch, part.sum(1))
 
     def _add_tokens(self, max_over_mean: Values, tokens: torch.Tensor) -> None:
         """Sums by the steps' number of tokens, in powers of two. tokens [S]: tokens per rank, mean over ranks."""

@@ -15,11 +15,11 @@ from epsim.tuning.findings import Findings
 from epsim.tuning.migration import migration
 
 MIGRATION_SHARE = 0.1
-"""The rebalances of a system that plans by itself may cost this share of the placement's gain."""
+"""In a system that plans by itself, rebalances may cost this share of the placement's gain."""
 
 
 def entry(findings: Findings) -> dict[str, Any]:
-    """docs/tune.md describes the keys. Gains are over the baseline, on the held-out steps."""
+    """The entry; docs/tune.md describes its keys. Gains are over the baseline, on the held-out steps."""
     memory, rebalancing = findings.memory, findings.rebalancing
     others = [] if findings.other_experts is None else [findings.other_experts]
     return {
@@ -34,9 +34,7 @@ def entry(findings: Findings) -> dict[str, Any]:
             "baseline_bytes": findings.used(findings.base),
             "slot_bytes": memory.slot_bytes,
         },
-        "rounds": [
-            {"candidates": len(one.times), "steps": one.num_steps, "layers": one.num_layers} for one in findings.rounds
-        ],
+        "rounds": [{"candidates": len(r.times), "steps": r.num_steps, "layers": r.num_layers} for r in findings.rounds],
         "answers": [_answer(findings, system) for system in (None, *SYSTEMS)],
         "rebalancing": rebalancing
         and {
@@ -48,8 +46,8 @@ def entry(findings: Findings) -> dict[str, Any]:
             "payback_steps": rebalancing.payback,
         },
         "conditions": [
-            {"condition": one.words, "tokens_per_gpu": one.tokens_per_gpu, "gain": asdict(one.gain)}
-            for one in (*findings.conditions, *others)
+            {"condition": c.words, "tokens_per_gpu": c.tokens_per_gpu, "gain": asdict(c.gain)}
+            for c in (*findings.conditions, *others)
         ],
         "candidates": _table(findings),
         "words": [{"about": about, "text": text} for about, text in words.all_lines(findings)],
@@ -57,7 +55,7 @@ def entry(findings: Findings) -> dict[str, Any]:
 
 
 def _answer(findings: Findings, system: System | None) -> dict[str, Any]:
-    """What to run of all candidates, or of those that the system can run."""
+    """The best of all candidates (system None), or of those that the system can run."""
     base, pick, finals = findings.base, findings.picks[system], findings.finals
     layer_us, step_us = (
         {"baseline": us(base), "own": us(pick)} for us in (finals.layer_us, lambda c: finals.times[c].mean_us)
@@ -85,11 +83,11 @@ def _described(findings: Findings, candidate: Candidate) -> dict[str, Any]:
 
 
 def _table(findings: Findings) -> list[dict[str, Any]]:
-    """Every candidate up to its last round, those that came furthest first, then the fastest. `gain_choosing` is too
-    good, since the steps it is from were chosen on."""
+    """All candidates with their last round: first those that reached the most rounds, then the fastest. `gain_choosing`
+    is too high, because its steps were used for choosing."""
     rows = []
     for candidate in findings.candidates:
-        rounds = [one for one in findings.rounds if candidate in one.times]
+        rounds = [scored for scored in findings.rounds if candidate in scored.times]
         row = {**_described(findings, candidate), "rounds": len(rounds), "steps": 0, "gain_choosing": None}
         if rounds:
             ours, theirs = (rounds[-1].times[c].mean_us for c in (candidate, findings.base))
@@ -106,13 +104,13 @@ def _commands(findings: Findings, system: System | None) -> list[str]:
         planned = candidate.interval is None and not candidate.stack.placement.trivial
         return [plan_command(deployment, setup, "epsim")] if planned else []
     if system.lacks(deployment):
-        return []  # a baseline that it cannot run, and nothing else to run
+        return []  # the system can run neither the baseline nor any other candidate
     return system.commands(deployment, setup, lambda least: _interval(findings, candidate, least))
 
 
 def _interval(findings: Findings, candidate: Candidate, least: int) -> int:
-    """The number of steps between rebalances at which these cost at most MIGRATION_SHARE of the placement's gain; at
-    least `least`."""
+    """The number of steps between rebalances, at least `least`, with which they cost at most MIGRATION_SHARE of the
+    placement's gain."""
     base, problem, times = findings.base, findings.problem, findings.finals.times
     if candidate not in times or candidate == base:
         return least

@@ -1,4 +1,4 @@
-"""What a search found: one value, from which the answers are made, as JSON (`answers`) and as text (`words`)."""
+"""The findings of a search. `answers` writes them as JSON, `words` as text."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from epsim.tuning.scorer import Part, Problem
 
 @dataclass(frozen=True, slots=True)
 class Rebalancing:
-    """A candidate that rebalances, compared with the same placement planned once. payback: the number of steps until
-    one rebalance has gained what it costs; None for never."""
+    """A candidate that rebalances, compared with the same placement planned once. payback: the number of steps after
+    which a rebalance has gained as much as it costs; None for never."""
 
     candidate: Candidate
     gain: Interval
@@ -29,14 +29,13 @@ class Rebalancing:
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The candidates of a search, the steps they were compared on, and how they did.
+    """The candidates of a search, the steps on which they were compared, and their scores.
 
-    candidates: all of them, the baseline first. picks: the cheapest of the fastest candidates, for None of all, for
-    each of `epsim.engines.SYSTEMS` of those that it can run. rebalanced: the fastest candidate that rebalances.
+    candidates: all, the baseline first. picks: the cheapest of the fastest candidates: under None of all candidates,
+    under each of `epsim.engines.SYSTEMS` of those that it can run. rebalanced: the fastest candidate that rebalances.
     intervals: the rebalance intervals that fit the trace. choose, report: the steps used for choosing, and the held-out
-    steps. finals: the finalists on the held-out steps. used: bytes of weights per GPU. worth: throughput gains below
-    this share do not count.
-    quality_loss: the loss that the user accepts, in the user's words.
+    steps. finals: the finalists on the held-out steps. used: gives a candidate's bytes of weights per GPU. worth:
+    throughput gains below this share do not count. quality_loss: the loss that the user accepts, in the user's words.
     """
 
     problem: Problem
@@ -66,12 +65,12 @@ class Findings:
 
     @property
     def others(self) -> list[Candidate]:
-        """The finalists but the baseline."""
+        """The finalists without the baseline."""
         return [candidate for candidate in self.finals.times if candidate != self.base]
 
     @property
     def fastest_other(self) -> Candidate | None:
-        """The fastest finalist but the baseline."""
+        """The fastest finalist except the baseline."""
         return max(self.others, key=lambda candidate: self.gain(candidate).mean, default=None)
 
     def gain(self, candidate: Candidate, over: Candidate | None = None) -> Interval:
@@ -83,31 +82,31 @@ class Findings:
         return change(times[candidate].step_us, times[over].step_us, self.problem.setting.seed).gain
 
     def advised(self, system: System | None = None) -> bool:
-        """Whether the pick is surely faster than the baseline, and by enough."""
+        """Whether the pick is clearly faster than the baseline, by at least `worth`."""
         gain = self.gain(self.picks[system])
         return self.picks[system] != self.base and gain.low is not None and gain.low > 0 and gain.mean >= self.worth
 
     def to_run(self, system: System | None = None) -> Candidate:
-        """The pick where it is advised or the system cannot run the baseline; else the baseline."""
+        """The pick if it is advised, or if the system cannot run the baseline; otherwise the baseline."""
         picked = self.advised(system) or (system is not None and system.lacks(self.base.deployment))
         return self.picks[system] if picked else self.base
 
     @cached_property
     def rebalancing(self) -> Rebalancing | None:
-        """What rebalancing gains and costs; None where nothing that rebalances was tried."""
+        """What rebalancing gains and costs; None if no candidate that rebalances was tried."""
         candidate = self.rebalanced
         if candidate is None or candidate.interval is None:
             return None
         times, once = self.finals.times[candidate], self.finals.times[candidate.planned_once]
         assert times.migration is not None
-        # What a step gains before the rebalance is paid for.
+        # The time that a step saves, without its share of the rebalance.
         saved = once.mean_us - (times.mean_us - times.migration.us / candidate.interval)
         payback = times.migration.us / saved if saved > 0 else None
         return Rebalancing(candidate, self.gain(candidate, candidate.planned_once), times.migration, payback)
 
     @cached_property
     def conditions(self) -> list[Condition]:
-        """The advised candidate with ever fewer tokens; if none is advised, the fastest other with ever more."""
+        """The advised candidate with fewer and fewer tokens; if none is advised, the fastest other with more tokens."""
         if self.advised():
             return by_tokens(self.problem, self.best, self.base, self.report, FEWER)
         fastest = self.fastest_other
@@ -115,5 +114,5 @@ class Findings:
 
     @cached_property
     def other_experts(self) -> Condition | None:
-        """The advised candidate when other experts than the planned ones are hot; None where none is advised."""
+        """The advised candidate if other experts become hot than planned for; None if none is advised."""
         return with_other_experts(self.problem, self.best, self.base, self.report) if self.advised() else None

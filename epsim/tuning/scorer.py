@@ -157,28 +157,17 @@ class _Walk:
         self.step_us[candidate].append(torch.where(busy, step_us, torch.nan).numpy())
 
     def times(self) -> dict[Candidate, Times]:
-        times: dict[Candidate, Times] = {}
         mean: Migration | None = None
         share: Floats = np.zeros(1)
         if self.interval is not None:
-            costs = self._all_costs()
-            at = np.concatenate(self.segments)
-            share = np.array([costs[int(segment)].us for segment in at]) / self.interval
-            us = float(np.mean([cost.us for cost in costs.values()]))
-            mean = Migration(us, float(np.mean([cost.bytes_moved for cost in costs.values()])))
-        for candidate, parts in self.step_us.items():
-            times[candidate] = Times(np.concatenate(parts) + share, mean)
-        return times
-
-    def _all_costs(self) -> dict[int, Migration]:
-        """The cost of each rebalance. The first one starts from experts in order, so it is set to the mean of the
-        others, if there are any."""
-        first = int(self.segments[0][0])
-        others = [cost for segment, cost in self.costs.items() if segment != first]
-        if others:
-            us, moved = (float(np.mean([getattr(c, name) for c in others])) for name in ("us", "bytes_moved"))
-            return self.costs | {first: Migration(us, moved)}
-        return self.costs
+            segments = np.concatenate(self.segments)
+            costs, first = self.costs, int(segments[0])
+            # The first rebalance starts from experts in order, so it counts like the others, if there are any.
+            if others := [cost for segment, cost in costs.items() if segment != first]:
+                costs = costs | {first: _mean(others)}
+            share = np.array([costs[int(segment)].us for segment in segments]) / self.interval
+            mean = _mean(list(costs.values()))
+        return {candidate: Times(np.concatenate(parts) + share, mean) for candidate, parts in self.step_us.items()}
 
     def _go_to(self, segment: int) -> None:
         if segment == self._now:
@@ -233,7 +222,9 @@ def score(
         block = changed(block)
         for _ in in_parallel(lambda walk: walk.score(steps, block, on_score), walks):  # noqa: B023
             pass
-    times: dict[Candidate, Times] = {}
-    for walk in walks:
-        times |= walk.times()
+    times = {candidate: times for walk in walks for candidate, times in walk.times().items()}
     return {candidate: times[candidate] for candidate in candidates}
+
+
+def _mean(costs: Sequence[Migration]) -> Migration:
+    return Migration(*(float(np.mean([getattr(cost, name) for cost in costs])) for name in ("us", "bytes_moved")))

@@ -38,10 +38,8 @@ def print_tune(results: ResultsData) -> None:
     console.print(_table(tuned))
     for line in tuned["words"]:
         console.print(Text(f"{line['about']}: ", style="bold").append(printable(line["text"]), style="not bold"))
-    for answer in tuned["answers"]:
-        for command in answer["commands"]:
-            # Printed without wrapping, to be copied.
-            console.print(Text(f"  {command}"), soft_wrap=True)
+    for command in (command for answer in tuned["answers"] for command in answer["commands"]):
+        console.print(Text(f"  {command}"), soft_wrap=True)  # without line breaks, to be copied
     console.print(Text(printable(results["verdict"]), style="bold"))
 
 

@@ -1,4 +1,4 @@
-"""The answers as text."""
+"""Writes the answers as text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def split(findings: Findings) -> str:
 def sampled(findings: Findings) -> list[str]:
     """Which rounds and finalists were scored on a sample of the steps and layers."""
     choose, report = findings.choose, findings.report
-    rounds = [f"{len(one.times)} on {one.num_steps} steps, {one.num_layers} layers" for one in findings.rounds]
+    rounds = [f"{len(r.times)} on {r.num_steps} steps, {r.num_layers} layers" for r in findings.rounds]
     notes = [
         f"candidates by round, of {choose.last - choose.first} steps and {findings.problem.meta.num_layers} layers: "
         + "; ".join(rounds)
@@ -175,7 +175,7 @@ def _rebalancing(findings: Findings) -> str:
 
 def _never_pays(findings: Findings) -> str:
     conditions = findings.conditions
-    pays = next((one for one in conditions[1:] if one.gain.low is not None and one.gain.low > 0), None)
+    pays = next((c for c in conditions[1:] if c.gain.low is not None and c.gain.low > 0), None)
     if pays is not None:
         return f"The fastest other candidate would pay from about {pays.tokens_per_gpu:,.0f} tokens per GPU and step."
     most = f", up to {conditions[-1].tokens_per_gpu:,.0f} tokens per GPU and step" if conditions else ""
@@ -185,7 +185,7 @@ def _never_pays(findings: Findings) -> str:
 def _when_it_stops(findings: Findings) -> str:
     best, base, problem, times = findings.best, findings.base, findings.problem, findings.finals.times
     conditions, now = findings.conditions, findings.conditions[0].tokens_per_gpu
-    fails = next((one for one in conditions[1:] if one.gain.mean <= 0 or not one.gain.tells), None)
+    fails = next((c for c in conditions[1:] if c.gain.mean <= 0 or not c.gain.tells), None)
     sentences = []
     if fails is not None:
         sentences.append(f"With {fails.tokens_per_gpu:,.0f} or fewer tokens per GPU and step (here {now:,.0f})")

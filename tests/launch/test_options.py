@@ -201,7 +201,7 @@ def test_where_no_store_can_be() -> None:
     with pytest.raises(OSError, match=r"to be on nowhere\.invalid: no such host"):
         connect("nowhere.invalid", 29400)
     held = serve("127.0.0.1")
-    with pytest.raises(OSError, match=r"port \d+ of 127\.0\.0\.1 cannot be listened on"):
+    with pytest.raises(OSError, match=r"port \d+ of 127\.0\.0\.1 cannot be opened"):
         serve("127.0.0.1", held.port)
 
 

@@ -101,7 +101,7 @@ def test_readings_that_are_not_the_only_ones_are_noted(tmp_path: Path) -> None:
     (note,) = notes(path, (0, 1))
     assert "rows 0 to 1 of 7 are taken, since the trace numbers its layers from 0" in note
     (note,) = notes(path, redundant=0)
-    assert note == f"{path} has 2 redundant experts a layer, where --redundant is 0"
+    assert note == f"{path} has 2 redundant experts per layer, and --redundant is 0"
 
 
 def changed(layer: int, slot: int, expert: int) -> list[list[int]]:
@@ -155,7 +155,7 @@ def test_a_file_beside_eplb_with_other_redundancy(make_trace: TraceMaker, tmp_pa
 
     found, entry = peaks(0, f"file({path})+static", f"file({path})+lplb+waterfill")
     assert found == peaks(4, "contiguous+static", "contiguous+lplb+waterfill")[0]
-    assert f"{path} has 4 redundant experts a layer, where --redundant is 0" in entry["notes"]
+    assert f"{path} has 4 redundant experts per layer, and --redundant is 0" in entry["notes"]
     assert entry["stack"] == f"file(path={path})+static"
 
 
@@ -169,7 +169,7 @@ def test_stacks_of_other_numbers_of_slots_run_together(make_trace: TraceMaker, t
     results = read_results(tmp_path / "out/results.json")
     assert results["run"]["equals_replay"] is True
     assert any(
-        "has 3 redundant experts a layer, where --redundant is 1" in note for note in results["stacks"][1]["notes"]
+        "has 3 redundant experts per layer, and --redundant is 1" in note for note in results["stacks"][1]["notes"]
     )
 
 

@@ -135,7 +135,7 @@ def test_what_a_trace_must_hold() -> None:
     prefill = bind(parse_stack("contiguous+oea(k0=1)"), placement, Setting(0, 0.0, 4, (0, 1), phase="prefill"))
     with pytest.raises(ValueError, match="acts on decode steps, but the trace is of phase prefill"):
         prefill.load(block)
-    with pytest.raises(ValueError, match="works on tokens, the trace holds rank counts only"):
+    with pytest.raises(ValueError, match="works on tokens, but the trace holds only rank counts"):
         bound.load(block.to_rank_counts(2, 12))
 
 

@@ -49,8 +49,8 @@ def test_a_router_and_a_reader_in_one_stack() -> None:
         ("threshold-channels(budget=-1.0)", "budget=-1: give a share"),
         ("topk-channels(1e-400)", "budget=0: give a share"),
         ("topk-channels(17.8%)", "budget=17.8% in .* is not of type float"),
-        ("threshold-channels(0.2,quota=batch)", "quota=batch: a threshold shares no number out: leave quota away"),
-        ("threshold-channels(0.2,quota=weights)", "quota=weights: a threshold shares"),
+        ("threshold-channels(0.2,quota=batch)", "quota=batch: a threshold has no number to divide: leave quota out"),
+        ("threshold-channels(0.2,quota=weights)", "quota=weights: a threshold has no number"),
         ("topk-channels(much)", "budget=much in .* is not of type float"),
         ("topk-channels(0.1,budget=0.2)", "'0.1' in .* is not key=value"),
         ("topk-channels(budget=0.1,0.2)", "'0.2' in .* is not key=value"),
@@ -160,7 +160,7 @@ def test_in_a_replay_fewer_bytes_are_read_and_layers_take_less_time() -> None:
         assert not isinstance(metrics["bytes_read"], str)
         assert not isinstance(metrics["layer_time_us"], str)
         found[text] = (float(metrics["bytes_read"]), float(metrics["layer_time_us"]))
-        assert any("as if independently" in note for note in bound.notes) == stack.reader.acts
+        assert any("choose channels and coordinates independently" in note for note in bound.notes) == stack.reader.acts
     sizes = ReadBytes(2048, 768)
     # 32 experts of a token each: all but the map's basis and the signs is as for four tokens alone.
     tokens = 4 * sizes.token(8, sizes.kept(0.178, 8)) - 3 * sizes.once

@@ -326,8 +326,8 @@ class Nothing:
             ImportError("No module named\n'absent'"),
             r"cannot be loaded \(ImportError: No module named 'absent'\): repair",
         ),
-        (Nothing, "is no policy: give a dataclass with a name, derived from PlacementPolicy, Router, Split"),
-        (3, "is no policy"),
+        (Nothing, "is not a policy: give a dataclass with a name, derived from PlacementPolicy, Router, Split"),
+        (3, "is not a policy"),
         (SHIPPED[0], "there is another policy named 'contiguous': uninstall the package"),
     ],
 )

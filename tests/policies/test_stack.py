@@ -101,8 +101,8 @@ def test_counts_by_objective() -> None:
     ("text", "says"),
     [
         ("eplb+magic", "unknown policy 'magic' in 'eplb+magic', known are placement: contiguous, "),
-        ("eplb+waterfill-joint", "even in 'eplb+waterfill-joint' is none: write lplb(counts=gathered)+waterfill-joint"),
-        ("lplb-ipm+waterfill-joint", "lplb-ipm in 'contiguous+lplb-ipm+waterfill-joint' is none"),
+        ("eplb+waterfill-joint", "is not exact: write lplb(counts=gathered)+waterfill-joint, or waterfill"),
+        ("lplb-ipm+waterfill-joint", "lplb-ipm in 'contiguous+lplb-ipm+waterfill-joint' is not exact"),
         ("lplb+waterfill-joint(candidates=few)", "choose all or visited"),
         ("even(counts=gathered)", "unknown argument 'counts' in 'even(counts=gathered)': it takes none"),
         ("lplb(counts=scattered)", "unknown value counts=scattered"),
@@ -110,8 +110,8 @@ def test_counts_by_objective() -> None:
         ("lplb(objective=time)", "lplb(objective=time) needs a= and b="),
         ("lplb(objective=time,a=1)", "lplb(objective=time) needs a= and b="),
         ("lplb(objective=time,b=1)", "lplb(objective=time) needs a= and b="),
-        ("lplb(a=1,b=2)", "a and b are what objective=time weighs"),
-        ("lplb(counts=gathered,b=2)", "a and b are what objective=time weighs"),
+        ("lplb(a=1,b=2)", "a and b are for objective=time"),
+        ("lplb(counts=gathered,b=2)", "a and b are for objective=time"),
         ("lplb(objective=time,a=x,b=2)", "a=x in 'lplb(objective=time,a=x,b=2)' is not of type float"),
         ("lplb(objective=time,a=-1,b=2)", "a=-1.0 is not a valid cost: give a finite number >= 0"),
         ("lplb(objective=time,a=1,b=nan)", "b=nan is not a valid cost"),
@@ -172,6 +172,6 @@ def test_the_coarsest_level(text: str, redundancy: bool, shared_expert: bool, le
 def test_a_trace_that_is_too_coarse_is_told_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"^waterfill in 'contiguous\+static\+waterfill' .*epsim traces synthesize"):
         parse_stack("static+waterfill").check_level("rank_counts")
-    with pytest.raises(ValueError, match=r"^static .* counts by source rank, the trace holds counts only"):
+    with pytest.raises(ValueError, match=r"^static .* counts by source rank, but the trace holds only counts"):
         parse_stack("static").check_level("counts")
     parse_stack("static+waterfill").check_level("tokens")

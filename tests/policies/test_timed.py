@@ -95,7 +95,7 @@ def test_one_rank_alone_sends_its_tokens_to_the_same_experts(draw_problem: DrawP
 def test_notes_say_what_is_proven(draw_problem: DrawProblem, bound: Bound) -> None:
     placement, _ = draw_problem(5)
     notes = bound("lplb(objective=time,a=1,b=2)", placement).notes
-    assert ["optimal where at most 16 copies" in note for note in notes] == [True]
+    assert ["optimal if at most 16 copies" in note for note in notes] == [True]
     assert bound("lplb", placement).notes == ()
     single, _ = draw_problem(5, redundant=0)
     assert bound("lplb(objective=time,a=1,b=2)", single).notes == ()

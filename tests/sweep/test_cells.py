@@ -220,7 +220,7 @@ def test_a_cell_that_fails_is_an_outcome_in_one_line(write_grid: WriteGrid, make
     (cell,) = planned(write_grid(text)).cells.values()
     outcome = perform(cell)
     assert isinstance(outcome, Failed)
-    assert outcome.line.startswith("random in 'eplb+random' works on tokens, the trace holds counts only")
+    assert outcome.line.startswith("random in 'eplb+random' works on tokens, but the trace holds only counts")
 
 
 def test_imports_are_kept_and_depend_on_what_is_said_of_them(write_grid: WriteGrid, tmp_path: Path) -> None:

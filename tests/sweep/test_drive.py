@@ -143,8 +143,8 @@ def test_a_failing_cell_stops_no_other(
     assert code == 1
     key = read_results(tmp_path / "out/results.json")["sweep"]["failed"][0]["key"]
     reason = (
-        "random in 'eplb+random' works on tokens, the trace holds counts only: draw tokens with the recorded marginals "
-        "by `epsim traces synthesize`"
+        "random in 'eplb+random' works on tokens, but the trace holds only counts: draw a trace of tokens "
+        "with `epsim traces synthesize`"
     )
     assert err == f"epsim: cell {key} (trace trace, ranks 4, redundant 4, seed 0): {reason}\n"
     assert "2 cells: 1 computed, 0 kept from before, 1 failed" in printed
