@@ -27,7 +27,7 @@ class OneCopy(Systematic):
     """
 
     name: ClassVar[str] = "one-copy"
-    work: ClassVar[tuple[str, ...]] = ("assign_us",)
+    work: ClassVar[tuple[str, ...]] = ("solve_us", "assign_us")
     complexity: ClassVar[int] = 1
     single_copies: ClassVar[bool] = True
 
