@@ -53,7 +53,7 @@ def test_the_choice_says_why() -> None:
         (16, 7168, 18, 9, torch.bfloat16, "16 ranks"),
         (2, 7168, 129, 9, torch.bfloat16, "129 slots per rank"),
         (2, 7168, 128, 33, torch.bfloat16, "33 experts per token"),
-        (2, 8192, 128, 9, torch.bfloat16, "hidden 8192"),
+        (2, 8192, 128, 9, torch.bfloat16, "hidden size 8192"),
         (2, 7168, 128, 9, torch.float32, "float32"),
     ],
 )
