@@ -66,7 +66,7 @@ class _Cell:
 
     @property
     def small(self) -> bool:
-        """Whether small tiles compute it, judged by one draw, because draws differ little."""
+        """Whether the call uses small tiles. One draw decides, because draws differ little."""
         groups = torch.tensor(float(len(self.draws[0])), dtype=torch.float64)
         return bool(is_small(self.rows.median(), self.columns, groups))
 

@@ -169,7 +169,7 @@ Table: TypeAlias = ExpertTable | ExchangeTable | PolicyTable | RouterTable
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A hardware and the tables measured on it."""
+    """Hardware, and the tables measured on it."""
 
     hardware: Hardware
     experts: tuple[ExpertTable, ...] = ()

@@ -30,7 +30,7 @@ class Rows:
 
 
 def busiest_rows(rank_rows: Tensor, node_rows: Tensor) -> Rows:
-    """The rows of the busiest rank. rank_rows [..., R, R]: tokens by source rank and destination rank, each once;
+    """The rows of the busiest rank. rank_rows [..., R, R]: tokens by source rank and destination rank, each counted once;
     node_rows [..., R, N]: tokens by source rank and destination node. Ranks fill nodes in order and equally."""
     num_ranks, num_nodes = rank_rows.shape[-1], node_rows.shape[-1]
     lead, places = rank_rows.shape[:-2], num_ranks // num_nodes
@@ -114,8 +114,10 @@ def bytes_us(size: Tensor, link: Link) -> Tensor:
 
 
 def low_latency_rows(load: Tensor, tokens: Tensor, top_k: int, num_nodes: int) -> Rows:
-    """The rows of low-latency kernels: one per assignment, over RDMA if its node differs. load [..., R]: assignments
-    that a rank serves; tokens [...]: evenly on all ranks."""
+    """The rows of low-latency kernels: one per assignment, over RDMA if its rank is on another node.
+
+    load [..., R]: assignments that a rank serves; tokens [...]: of the layer, spread evenly over all ranks.
+    """
     num_ranks = load.shape[-1]
     sent = tokens * (top_k / num_ranks)
     busiest = torch.maximum(load.amax(-1).double(), sent)

@@ -147,7 +147,7 @@ class ExpertMap:
 
     @property
     def holds_empty_slots(self) -> bool:
-        """Whether the format can: the epsim format alone."""
+        """Whether the format can store empty slots. Only the epsim format can."""
         return "physical_to_logical" in self.given
 
 

@@ -148,7 +148,7 @@ def _extra(results: ResultsData, setting: dict[str, Any]) -> Cell:
 
 
 def memory_words(results: ResultsData) -> str:
-    """The same in words; "" where there are no redundant experts, or where stacks differ in them."""
+    """The memory of redundant experts in words; "" if there are none, or if stacks differ in them."""
     setting = results["setting"]
     if not setting["redundant"] or results["kind"] in ("tune", "sweep"):
         return ""
