@@ -8,9 +8,7 @@ from epsim.calibrate.options import Request
 
 
 def calibrate_command(request: Request) -> None:
-    """Measure this machine for `epsim replay --hardware DIR`.
-
-    Measures experts, exchange, collectives, routers and policies.
+    """Measure this machine for `epsim replay --hardware DIR`. See --part for what is measured.
 
     Under torchrun (one process a GPU: torchrun --nproc-per-node N -m epsim.cli calibrate ...) exchange and collectives
     are measured on 2, 4, 8, ... ranks, up to all.

@@ -31,10 +31,7 @@ def compare_command(
     out: OutOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Compare results, with intervals.
-
-    Given the folder of a run, compares its measured values with the predicted ones.
-    """
+    """Compare results, with intervals. In the folder of a run, compare measured with predicted values."""
     from epsim.report.compare import combined, compare, read_sides
     from epsim.report.conditions import holds, parse_condition
 

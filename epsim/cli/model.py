@@ -25,10 +25,7 @@ def _need_models_extra() -> None:
 
 @command(app, "corpus")
 def corpus_command(options: FetchOptions) -> None:
-    """Fetch and tokenize text from Debian packages.
-
-    Some documents are set aside for evaluation.
-    """
+    """Fetch and tokenize text from Debian packages. Some documents are held out for evaluation."""
     _need_models_extra()
     from epsim.traces.model.tokens import fetch_corpus
 
@@ -46,10 +43,7 @@ def train_command(options: TrainOptions, shape: ModelShape) -> None:
 
 @command(app, "record")
 def record_command(options: RecordOptions) -> None:
-    """Record a trace of the trained model.
-
-    The text is held out from training. The trace has prefill steps, and decode steps of sampled continuations.
-    """
+    """Record a trace of the trained model. It reads held-out text, in prefill and decode steps."""
     _need_models_extra()
     from epsim.traces.model.sample import record_sample
 
@@ -60,10 +54,7 @@ def record_command(options: RecordOptions) -> None:
 
 @command(app, "evaluate")
 def evaluate_command(options: EvaluateOptions) -> None:
-    """Measure the quality that a router or reader costs.
-
-    Prints cross-entropy, KL divergence and repetition of the small model on held-out text.
-    """
+    """Measure the quality that a router or reader costs. Prints cross-entropy, KL divergence and repetition."""
     _need_models_extra()
     from epsim.quality.evaluate import evaluate
 
@@ -72,10 +63,7 @@ def evaluate_command(options: EvaluateOptions) -> None:
 
 @command(app, "generate")
 def generate_command(options: GenerateOptions) -> None:
-    """Measure the tokens per second of router policies.
-
-    Continues held-out text, compares each policy with the model's own choice, and prints the text.
-    """
+    """Measure the tokens per second of router policies. Also prints the generated text."""
     _need_models_extra()
     from epsim.quality.speed import generate_text
 

@@ -17,10 +17,7 @@ def plan_command(
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The file to write.")],
     format_name: Annotated[str, typer.Option("--format", help="sglang, vllm, trtllm or epsim.")] = "epsim",
 ) -> None:
-    """Plan a placement and write it for a serving system.
-
-    The placement is planned on all steps of the trace. SGLang, vLLM-Ascend and TensorRT-LLM load the files.
-    """
+    """Plan a placement and write it for a serving system. All steps of the trace are used."""
     from epsim.placement.formats import check_format
     from epsim.policies.stack import placement_policy
 

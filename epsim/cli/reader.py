@@ -23,10 +23,7 @@ def build_command(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the rotations' signs.")] = 0,
     device: Annotated[str, typer.Option("--device", help="Build on cpu or cuda.")] = "cpu",
 ) -> None:
-    """Build the sketch of a checkpoint.
-
-    It covers every layer with experts, and holds the checkpoint's hash.
-    """
+    """Build the sketch of a checkpoint, for every layer with experts."""
     from safetensors import SafetensorError
 
     from epsim.files import CannotWriteError, check_target, whole_file

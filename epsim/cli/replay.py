@@ -9,10 +9,7 @@ from epsim.requests import ReplayRequest
 
 
 def replay_command(request: ReplayRequest, out: OutOption = None, json_output: JsonOption = False) -> None:
-    """Find the policy stack with the lowest peak load on a trace.
-
-    Replays the trace through each stack, compares them, and shows how far each is from the best possible.
-    """
+    """Find the policy stack with the lowest peak load on a trace. Shows how far each is from the best possible."""
     check_out(out)
     with progress_bar() as progress:
         results = epsim.replay(**vars(request) | {"command": command_line(), "progress": progress})

@@ -26,10 +26,7 @@ def report_command(
         ),
     ] = None,
 ) -> None:
-    """Make report.html and report.md from a results.json.
-
-    The results may be of replay, run, compare, tune or sweep.
-    """
+    """Make report.html and report.md from a results.json. Any command that writes one will do."""
     from epsim.report.frontiers import read_frontiers
     from epsim.report.write import write_pages, write_report
     from epsim.results import read_results

@@ -31,10 +31,7 @@ def waterfill_lplb_command(
     layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers used, evenly spaced.")] = 6,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 0,
 ) -> None:
-    """Compare SGLang's Waterfill and LPLB table.
-
-    The table is of DeepSeek-V3 and V4-Flash on 16 GPUs of 2 nodes.
-    """
+    """Compare SGLang's Waterfill and LPLB table. It is of DeepSeek-V3 and V4-Flash on 2 nodes with 16 GPUs."""
     from epsim.reproduce.show import show_waterfill_lplb
 
     show_waterfill_lplb(recordings, hardware, steps, layers, seed)
@@ -42,10 +39,7 @@ def waterfill_lplb_command(
 
 @command(app, "deepep")
 def deepep_command() -> None:
-    """Compare DeepEP's published figures on H800.
-
-    The predictions are the exchange model's bandwidths and latencies under the published conditions.
-    """
+    """Compare DeepEP's published figures on H800. They are bandwidths and latencies."""
     from epsim.reproduce.show import show_deepep
 
     show_deepep()
@@ -55,10 +49,7 @@ def deepep_command() -> None:
 def public_tables_command(
     hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="h100, h200 or b200.")] = "h200",
 ) -> None:
-    """Compare public tables of GPU times.
-
-    The measurements are those of the package aiconfigurator-core that no fit has used.
-    """
+    """Compare public tables of GPU times. They are those of aiconfigurator-core that no fit has used."""
     from epsim.reproduce.show import show_held_out
 
     show_held_out(hardware)

@@ -7,10 +7,7 @@ from epsim.requests import LaunchOptions
 
 
 def run_command(options: LaunchOptions) -> None:
-    """Measure policy stacks on real expert-parallel layers.
-
-    Sends the tokens of a trace through the layers, on GPUs or CPUs, and measures loads and times.
-    """
+    """Measure policy stacks on real expert-parallel layers. Their input is the tokens of a trace."""
     results = epsim.run(**vars(options))
     from epsim.report.table import print_table
 

@@ -33,10 +33,7 @@ def sweep_command(
     ] = None,
     retries: Annotated[int, typer.Option("--retries", min=0, help="How often to retry a cell whose worker died.")] = 2,
 ) -> None:
-    """Replay every combination of a grid.
-
-    The same command continues a sweep that was interrupted.
-    """
+    """Replay every combination of a grid. The same command continues an interrupted sweep."""
     from epsim.parallel import cores
     from epsim.policies.stack import named_stack
     from epsim.sweep.cells import plan_cells

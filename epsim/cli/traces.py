@@ -69,10 +69,7 @@ def synthesize_command(
     drawing: SynthesisOptions,
     topic: TopicOptions,
 ) -> None:
-    """Draw a trace of tokens with the statistics of recordings.
-
-    The trace says that it was drawn.
-    """
+    """Draw a trace of tokens with the statistics of recordings. The trace says that it was drawn."""
     from epsim.traces.importing import open_trace
     from epsim.traces.synthesize import synthesize
 

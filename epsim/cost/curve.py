@@ -49,7 +49,7 @@ def curve(at: Sequence[float], times: Sequence[float], where: Tensor) -> Tensor:
 
 
 def rising(times: Tensor) -> Tensor:
-    """The non-decreasing times closest to times [n], by least squares of logarithms. Neighbours that fall are pooled."""
+    """The non-decreasing times closest to times [n], by least squares of logarithms. Falling neighbours are pooled."""
     pools: list[tuple[float, int]] = []
     for value in times.log().tolist():
         pool = (value, 1)
