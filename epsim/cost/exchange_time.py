@@ -31,7 +31,8 @@ class Rows:
 
 def busiest_rows(rank_rows: Tensor, node_rows: Tensor) -> Rows:
     """The rows of the busiest rank. rank_rows [..., R, R]: tokens by source rank and destination rank,
-    each counted once; node_rows [..., R, N]: tokens by source rank and destination node. Ranks fill nodes in order and equally."""
+    each counted once; node_rows [..., R, N]: tokens by source rank and destination node. Ranks fill nodes in order and
+    equally."""
     num_ranks, num_nodes = rank_rows.shape[-1], node_rows.shape[-1]
     lead, places = rank_rows.shape[:-2], num_ranks // num_nodes
     received = rank_rows.sum(-2)
