@@ -54,7 +54,7 @@ def view_of(results: ResultsData) -> View:
 
 
 def tables(parts: Sequence[Callable[[ResultsData], Table]], results: ResultsData) -> list[Table]:
-    """Those that have rows."""
+    """The tables of `parts` that have rows."""
     return [table for table in (part(results) for part in parts) if table[2]]
 
 
