@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from epsim.files import check_source, whole_file
+from epsim.files import check_source, reason, whole_file
 from epsim.placement.base import Placement
 
 FORMATS = ("epsim", "sglang", "vllm", "trtllm")
@@ -159,13 +159,17 @@ def read_map(path: str | os.PathLike[str]) -> ExpertMap:
     content = _parse(path)
     try:
         found = _map_of(content)
-        whole = all(type(expert) is int for row in found.rows for expert in row)
+        sizes = [found.given.get(key, 1) for key in ("num_ranks", "num_nodes", "num_experts")]
+        numbers = [*found.layers, *sizes, *(expert for row in found.rows for expert in row)]
+        whole = all(type(number) is int and abs(number) < 1 << 31 for number in numbers) and min(sizes) > 0
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ValueError(f"{path}: {_NO_PLACEMENT}") from error
     if not whole or not any(found.rows):
         raise ValueError(f"{path}: {_NO_PLACEMENT}")
     if len(found.layers) != len(found.rows):
         raise ValueError(f"{path}: {len(found.layers)} layer numbers for {len(found.rows)} layers")
+    if twice := [layer for layer in found.layers if found.layers.count(layer) > 1]:
+        raise ValueError(f"{path}: layer {twice[0]} has two rows: give each layer one")
     return found
 
 
@@ -187,6 +191,8 @@ def read_placement(
     if uneven := [place for place, size in enumerate(sizes) if size != sizes[0]]:
         layer, first = found.layers[uneven[0]], found.layers[0]
         raise ValueError(f"{path}: layer {layer} has {sizes[uneven[0]]} slots, and layer {first} has {sizes[0]}")
+    if given.get("num_experts", 1) > sizes[0]:
+        raise ValueError(f"{path}: {sizes[0]} slots a layer cannot hold {given['num_experts']} experts")
     if ranks is None:
         raise ValueError(f"{path}: this form does not say the number of ranks: give --ranks")
     if num_ranks is not None and ranks != num_ranks:
@@ -204,7 +210,10 @@ def read_placement(
 
 
 def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path}: {reason(error)}: give a file that can be read") from None
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -230,9 +239,9 @@ def _map_of(content: Any) -> ExpertMap:
         most = max(len(experts) for layer in held for experts in layer)
         rows = [[e for experts in layer for e in (*experts, *[-1] * (most - len(experts)))] for layer in held]
         return ExpertMap(rows, tuple(range(len(rows))), "expert layers", {"num_ranks": len(devices[0])})
-    assignments = {int(layer): row for layer, row in _nested(content, "initial_global_assignments").items()}
-    layers = tuple(sorted(assignments))
-    return ExpertMap([assignments[layer] for layer in layers], layers, "numbered", {})
+    assignments = [(int(layer), row) for layer, row in _nested(content, "initial_global_assignments").items()]
+    assignments.sort(key=lambda assignment: assignment[0])
+    return ExpertMap([row for _, row in assignments], tuple(layer for layer, _ in assignments), "numbered", {})
 
 
 def _nested(content: Any, name: str) -> Any:

@@ -81,6 +81,8 @@ class Searched(PlacementPolicy):
     def __post_init__(self) -> None:
         if not self.seconds > 0:
             raise ValueError(f"a search of {self.seconds} seconds: give more than 0")
+        if self.seed < 0:
+            raise ValueError(f"searched: seed={self.seed}: give 0 or more")
 
     def notes(self, num_experts: int, target: Target) -> tuple[str, ...]:
         return Eplb().notes(num_experts, target)

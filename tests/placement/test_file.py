@@ -104,6 +104,11 @@ def test_readings_that_are_not_the_only_ones_are_noted(tmp_path: Path) -> None:
     assert note == f"{path} has 2 redundant experts per layer, and --redundant is 0"
 
 
+def epsim_map(**changed: Any) -> dict[str, Any]:
+    given = {"version": "x", "num_experts": 4, "num_ranks": 2, "layers": LAYERS, "physical_to_logical": ROWS}
+    return json.loads(json.dumps(given | changed))  # type: ignore[no-any-return]
+
+
 def changed(layer: int, slot: int, expert: int) -> list[list[int]]:
     rows = [list(row) for row in all_layers()]
     rows[layer][slot] = expert
@@ -125,6 +130,14 @@ def changed(layer: int, slot: int, expert: int) -> list[list[int]]:
         (TRTLLM, {"layers": (3, 4)}, "layer 4 of the trace is missing"),
         ({"layers": [1]}, {}, "no placement that epsim, SGLang, vLLM, vLLM-Ascend or TensorRT-LLM reads"),
         ([[0, "1"]], {}, "no placement that epsim"),
+        ({"initial_global_assignments": {3: ROWS[0], "3": ROWS[1]}}, {}, "layer 3 has two rows: give each layer one"),
+        (epsim_map(layers=[3, 3]), {}, "layer 3 has two rows"),
+        (epsim_map(layers=[3, "5"]), {}, "no placement that epsim"),
+        (epsim_map(num_ranks="2"), {}, "no placement that epsim"),
+        (epsim_map(num_nodes=[]), {}, "no placement that epsim"),
+        (epsim_map(num_experts=10**9), {}, "6 slots a layer cannot hold 1000000000 experts"),
+        (epsim_map(num_experts=0), {}, "no placement that epsim"),
+        (epsim_map(physical_to_logical=[[10**30] * 6] * 2), {}, "no placement that epsim"),
     ],
 )
 def test_what_does_not_fit_is_told_in_one_line(content: Any, more: Any, says: str, tmp_path: Path) -> None:
@@ -141,6 +154,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         planned(tmp_path / "map.json")
     with pytest.raises(ValueError, match="is a folder: give a file"):
         planned(tmp_path)
+    with pytest.raises(ValueError, match=r"^/proc/self/mem: input/output error: give a file that can be read$"):
+        planned(Path("/proc/self/mem"))
 
 
 def test_a_file_beside_eplb_with_other_redundancy(make_trace: TraceMaker, tmp_path: Path) -> None:
