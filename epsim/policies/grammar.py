@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import re
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from epsim.files import printable
 from epsim.placement.base import Policy
 
 PLAIN = r"[\w./@:~-]+"
@@ -94,14 +96,24 @@ def policy_text(policy: Any) -> str:
 
 
 def _value(hint: Any, key: str, text: str, item: str) -> Any:
-    if get_origin(hint) is Literal:
-        if text not in get_args(hint):
-            raise ValueError(f"unknown value {key}={text} in {item!r}: choose {' or '.join(get_args(hint))}")
-        return text
+    kind = str if get_origin(hint) is Literal else hint
     try:
-        return hint(json.loads(text) if text.startswith('"') else text)
+        value = kind(json.loads(text) if text.startswith('"') else text)
     except ValueError:
-        raise ValueError(f"{key}={text} in {item!r} is not of type {hint.__name__}") from None
+        raise ValueError(f"{key}={printable(text)} in {item!r} is not of type {kind.__name__}") from None
+    if kind is not hint and value not in get_args(hint):
+        raise ValueError(f"unknown value {key}={printable(text)} in {item!r}: choose {' or '.join(get_args(hint))}")
+    return value
+
+
+def check_arguments(policy: type[Policy]) -> None:
+    """Raises ValueError if an argument has a type that the grammar cannot read and write."""
+    for key, hint in _parameters(policy).items():
+        named = get_origin(hint) is Literal and all(isinstance(value, str) for value in get_args(hint))
+        if hint not in (str, int, float) and not named:
+            raise ValueError(
+                f"argument {key} is of type {inspect.formatannotation(hint)}: use str, int, float or a Literal of texts"
+            )
 
 
 def _parameters(policy: Any) -> dict[str, Any]:
@@ -109,8 +121,8 @@ def _parameters(policy: Any) -> dict[str, Any]:
     types = {}
     for key in (field.name for field in dataclasses.fields(policy)):
         hint = get_type_hints(policy)[key]
-        parts = get_args(hint)
-        types[key] = next(part for part in parts if part is not NoneType) if NoneType in parts else hint
+        parts = [part for part in get_args(hint) if part is not NoneType]
+        types[key] = parts[0] if NoneType in get_args(hint) and len(parts) == 1 else hint
     return types
 
 

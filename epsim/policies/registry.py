@@ -18,6 +18,7 @@ from epsim.placement.eplb import Eplb
 from epsim.placement.file import File
 from epsim.placement.searched import Searched
 from epsim.policies.base import Reader, Router, SharedDispatch, Split
+from epsim.policies.grammar import check_arguments
 from epsim.policies.ipm import LplbIpm
 from epsim.policies.joint import WaterfillJoint
 from epsim.policies.nearest import Static
@@ -33,6 +34,14 @@ from epsim.policies.waterfill import Waterfill
 
 GROUP = "epsim.policies"
 BASES = (PlacementPolicy, Router, Split, SharedDispatch, Reader)
+METHODS = {
+    "placement": ("plan or plan_for",),
+    "router": ("route",),
+    "split": ("fractions", "physical_ids"),
+    "shared": ("token_ranks",),
+    "reader": ("bytes_read",),
+}
+"""What a class of each kind must define."""
 SHIPPED: tuple[type[Policy], ...] = (
     Contiguous, Eplb, Searched, File,
     TopK, Pruned, Oea, OeaEp, Lynx, MaskLowDemand,
@@ -75,14 +84,29 @@ def examples(kind: str) -> list[str]:
 def _loaded(entry: EntryPoint) -> type[Policy]:
     try:
         policy = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{_told(entry)} cannot be loaded ({reason}): repair or uninstall the package") from error
+    try:
+        _check_class(policy)
+    except (ValueError, TypeError, NameError, AttributeError) as error:  # of type hints that cannot be resolved
+        raise ValueError(f"{_told(entry)} is not a policy: {' '.join(str(error).split())}") from error
+    return policy  # type: ignore[no-any-return]
+
+
+def _check_class(policy: Any) -> None:
+    """Raises ValueError where a class cannot be a policy."""
     is_policy = isinstance(policy, type) and issubclass(policy, BASES) and dataclasses.is_dataclass(policy)
     if not is_policy or not hasattr(policy, "name") or not re.fullmatch(r"[\w-]+", str(policy.name)):
         bases = ", ".join(base.__name__ for base in BASES)
-        raise ValueError(f"{_told(entry)} is not a policy: give a dataclass with a name, derived from {bases}")
-    return policy  # type: ignore[no-any-return]
+        raise ValueError(f"give a dataclass with a name, derived from {bases}")
+    if not policy.__dataclass_params__.frozen:
+        raise ValueError("write @dataclass(frozen=True)")
+    base = {base.kind: base for base in BASES}[policy.kind]
+    for methods in METHODS[base.kind]:
+        if all(getattr(policy, method) is getattr(base, method) for method in methods.split(" or ")):
+            raise ValueError(f"the class does not define {methods}")
+    check_arguments(policy)
 
 
 def _told(entry: EntryPoint) -> str:

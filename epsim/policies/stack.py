@@ -101,7 +101,10 @@ def _items(text: str) -> list[str]:
 
 def named_stacks(policies: str | PolicyStack | Sequence[str | PolicyStack]) -> tuple[tuple[str, PolicyStack], ...]:
     """One or several policies as (name, stack); the name is "" if none is given."""
-    given = (policies,) if isinstance(policies, str | PolicyStack) else policies
+    given = (policies,) if isinstance(policies, str | PolicyStack) else tuple(policies)
+    for policy in given:
+        if not isinstance(policy, str | PolicyStack):
+            raise ValueError(f"{policy!r} is not a policy stack: give a text or a PolicyStack")
     return tuple(("", policy) if isinstance(policy, PolicyStack) else named_stack(policy) for policy in given)
 
 

@@ -18,7 +18,8 @@ import torch
 
 from epsim.cost.policy_time import policy_us
 from epsim.machines.hardware import load_hardware
-from epsim.placement.base import Cluster, Placement, Target
+from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target
+from epsim.placement.contiguous import Contiguous
 from epsim.policies.apply import BoundStack, Setting, bind
 from epsim.policies.base import RouterWork
 from epsim.policies.copies import Copies, even_fractions
@@ -276,7 +277,7 @@ class Entry:
         self.loaded = loaded
 
     def load(self) -> Any:
-        if isinstance(self.loaded, Exception):
+        if isinstance(self.loaded, BaseException):
             raise self.loaded
         return self.loaded
 
@@ -319,6 +320,34 @@ class Nothing:
     pass
 
 
+@dataclass
+class Thawed(PlacementPolicy):
+    name: ClassVar[str] = "mine"
+
+
+@dataclass(frozen=True)
+class Unfinished(PlacementPolicy):
+    name: ClassVar[str] = "mine"
+
+
+@dataclass(frozen=True)
+class UnfinishedSplit(Systematic):
+    name: ClassVar[str] = "mine"
+
+
+@dataclass(frozen=True)
+class Switched(Contiguous):
+    on: bool
+    either: int | str | None
+    name: ClassVar[str] = "mine"
+
+
+@dataclass(frozen=True)
+class Untyped(Contiguous):
+    what: Absent  # type: ignore[name-defined]  # noqa: F821
+    name: ClassVar[str] = "mine"
+
+
 @pytest.mark.parametrize(
     ("loaded", "says"),
     [
@@ -328,6 +357,12 @@ class Nothing:
         ),
         (Nothing, "is not a policy: give a dataclass with a name, derived from PlacementPolicy, Router, Split"),
         (3, "is not a policy"),
+        (SystemExit(3), r"cannot be loaded \(SystemExit: 3\)"),
+        (Thawed, r"is not a policy: write @dataclass\(frozen=True\)"),
+        (Unfinished, "is not a policy: the class does not define plan or plan_for"),
+        (UnfinishedSplit, "is not a policy: the class does not define fractions"),
+        (Switched, "argument on is of type bool: use str, int, float or a Literal of texts"),
+        (Untyped, "is not a policy: name 'Absent' is not defined"),
         (SHIPPED[0], "there is another policy named 'contiguous': uninstall the package"),
     ],
 )

@@ -97,6 +97,11 @@ def test_counts_by_objective() -> None:
     assert Lplb(objective="time", a=1, b=2).counts == "gathered"
 
 
+def test_every_value_may_be_quoted() -> None:
+    quoted = parse_stack('lplb(counts="gathered")+waterfill(load="routed+local")+searched(seed="3",seconds="2")')
+    assert str(quoted) == "searched(seconds=2.0,seed=3)+lplb(counts=gathered)+waterfill(load=routed+local)"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -131,9 +136,11 @@ def test_counts_by_objective() -> None:
         ("eplb(form=best)", "choose auto or global or hierarchical"),
         ("searched(seconds=soon)", "seconds=soon in 'searched(seconds=soon)' is not of type float"),
         ("searched(seconds=0)", "a search of 0.0 seconds: give more than 0"),
+        ("searched(seed=-1)", "searched: seed=-1: give 0 or more"),
         ("file", "'file' needs path=: write file(path=...)"),
         ('file("a.json)', "a quotation mark is missing"),
         ('file("a" b)', "is not of type str"),
+        ('file("a\nb")', 'path="a b" in'),
         ("file(a b.json)+(", "parentheses do not match"),
         ("eplb++lplb", "an item is empty"),
         ("", "an item is empty"),
