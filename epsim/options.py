@@ -11,8 +11,9 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields
+from numbers import Integral, Real
 from types import NoneType
 from typing import Annotated, Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args, get_origin
 
@@ -72,12 +73,20 @@ class Parameter:
 
 
 class Options:
-    """Base class of the dataclasses here. Raises ValueError in one line for a value outside its limits."""
+    """Base class of the dataclasses here. Raises ValueError in one line for a value of another type than the option's,
+    or outside its limits. Numbers of NumPy become Python's."""
 
     def __post_init__(self) -> None:
         for entry in parameters(type(self)):
-            values, about = getattr(self, entry.name), entry.about
-            for value in [] if values is None else _values(values):
+            given, about = getattr(self, entry.name), entry.about
+            if given is None and entry.default is None:
+                continue
+            several = entry.many and isinstance(given, Iterable) and not isinstance(given, str)
+            values = tuple(given) if several else _values(given) if entry.type is str else (given,)
+            values = tuple(_typed(entry, value) for value in values)
+            if entry.many or entry.type is not str:
+                object.__setattr__(self, entry.name, values if entry.many else values[0])
+            for value in values:
                 if about.choices and value not in about.choices:
                     raise ValueError(f"{entry.flag} {value}: choose {', '.join(about.choices)}")
                 if about.least is not None and not value >= about.least:
@@ -107,6 +116,23 @@ def _parameters(options: Any) -> tuple[Parameter, ...]:
 def _values(value: Any) -> Sequence[Any]:
     """The one value, or the several values, of an option."""
     return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
+def _typed(entry: Parameter, value: Any) -> Any:
+    """One value of an option as the option's type."""
+    is_bool, is_path = isinstance(value, bool), entry.about.kind is str and isinstance(value, os.PathLike)
+    fits = {
+        int: ("a whole number", isinstance(value, Integral) and not is_bool),
+        float: ("a number", isinstance(value, Real) and not is_bool),
+        bool: ("True or False", is_bool),
+        str: ("a text", isinstance(value, str) or is_path or entry.many),  # a policy may be an object
+    }
+    what, is_so = fits.get(entry.type, ("", True))
+    if not is_so:
+        raise ValueError(f"{entry.name if entry.about.argument else entry.flag} {value!r}: give {what}")
+    if entry.type is float and type(value) is not int:
+        return float(value)
+    return int(value) if entry.type is int else value
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -76,10 +76,11 @@ class RunOptions(PlanningOptions):
     launcher: Annotated[str, About("inline (one process), torchrun or ray.", choices=LAUNCHERS)] = LAUNCHERS[0]
 
     def __post_init__(self) -> None:
-        policies = (self.policies,) if not isinstance(self.policies, (tuple, list)) else self.policies
+        single = isinstance(self.policies, str) or not isinstance(self.policies, Iterable)
+        policies: Iterable[object] = (self.policies,) if single else self.policies  # type: ignore[assignment]
         object.__setattr__(self, "policies", tuple(map(str, policies)))
         for name in ("trace", "out", "history", "text"):
-            if getattr(self, name) is not None:
+            if isinstance(getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
         super().__post_init__()
         if (self.device, self.dtype) == ("cuda", "float32"):
@@ -107,6 +108,6 @@ class RunOptions(PlanningOptions):
 class LaunchOptions(RunOptions):
     """The options of a run and of its launcher."""
 
-    gpus: Annotated[int | None, About("ray: number of ranks, each on a GPU.")] = None
-    cpus: Annotated[int | None, About("ray: number of ranks, each on a CPU.")] = None
-    restarts: Annotated[int, About("ray: how often a failed run is started again.")] = 2
+    gpus: Annotated[int | None, About("ray: number of ranks, each on a GPU.", least=1)] = None
+    cpus: Annotated[int | None, About("ray: number of ranks, each on a CPU.", least=1)] = None
+    restarts: Annotated[int, About("ray: how often a failed run is started again.", least=0)] = 2

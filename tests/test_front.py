@@ -11,7 +11,9 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import epsim
@@ -122,6 +124,37 @@ def test_mistakes(make_trace: TraceMaker) -> None:
         epsim.replay(trace, "eplb", ranks=4, rank=4)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="nothing to compare"):
         epsim.compare()
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ranks": "4"}, "--ranks '4': give a whole number"),
+        ({"ranks": 4.0}, "--ranks 4.0: give a whole number"),
+        ({"ranks": [4]}, r"--ranks \[4\]: give a whole number"),
+        ({"ranks": None}, "--ranks None: give a whole number"),
+        ({"seed": True}, "--seed True: give a whole number"),
+        ({"nodes": np.float64(1)}, r"--nodes .*1.0.*: give a whole number"),
+        ({"plan_share": "half"}, "--plan-share 'half': give a number"),
+        ({"overlap": 1, "hardware": "h200"}, "--overlap 1: give True or False"),
+        ({"model": 1}, "--model 1: give a text"),
+        ({"trace": 1}, "trace 1: give a text"),
+        ({"policies": [None]}, "None is not a policy stack: give a text or a PolicyStack"),
+    ],
+)
+def test_a_value_of_another_type(make_trace: TraceMaker, given: dict[str, Any], says: str) -> None:
+    usual: dict[str, Any] = {"trace": make_trace("counts"), "policies": "eplb", "ranks": 4}
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        epsim.replay(**usual | given)
+
+
+def test_numbers_of_numpy_and_policies_of_any_iterable(make_trace: TraceMaker) -> None:
+    trace, stacks = make_trace("tokens"), ("contiguous", "eplb+random")
+    plain = epsim.replay(trace, stacks, ranks=4, nodes=2, redundant=4, seed=3, shared_cost=1.0)
+    numbers = {"ranks": np.int64(4), "nodes": np.int32(2), "redundant": np.uint8(4), "seed": np.int64(3)}
+    given: dict[str, Any] = {**numbers, "shared_cost": np.float32(1), "command": plain.data["setting"]["command"]}
+    with_numpy = epsim.replay(trace, (text for text in stacks), **given)  # type: ignore[arg-type]
+    assert with_numpy.data == plain.data
 
 
 def examples(text: str, name: str) -> doctest.DocTest:
