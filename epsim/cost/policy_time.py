@@ -32,7 +32,7 @@ def assumed_us(
 ) -> Tensor:
     """Microseconds [...] by the specification alone, for tokens [...] per rank. Split and shared policy together take
     one collective."""
-    collective = costs.all_reduce_nodes_us if nodes > 1 else costs.all_reduce_us
+    collective = _assumed_collective_us(costs, nodes)
     split, router, shared = acting_split(stack, redundant), stack.router, stack.shared
     time: float | Tensor = 0.0
     if router.acts:
@@ -41,8 +41,17 @@ def assumed_us(
         time += collective
     time += split.work_us(costs, tokens, ranks)
     time += shared.work_us(costs, tokens, ranks)
-    time += stack.reader.work_us(costs, tokens, ranks)
-    return torch.zeros_like(tokens) + time
+    return torch.zeros_like(tokens) + time + _others_us(costs, stack, ranks, nodes, tokens)
+
+
+def _others_us(costs: PolicyCosts, stack: PolicyStack, ranks: int, nodes: int, tokens: Tensor) -> float | Tensor:
+    """Of readers and any further kinds: their own work, and a collective where they need one."""
+    time: float | Tensor = 0.0
+    for policy in stack.batch_policies:
+        if policy not in (stack.router, stack.split, stack.shared):
+            time += policy.work_us(costs, tokens, ranks)
+            time += (policy.needs != "none") * _assumed_collective_us(costs, nodes)
+    return time
 
 
 def policy_us(
@@ -73,7 +82,7 @@ def policy_us(
         time = time + (router.work_us(costs, tokens, ranks) if routing is None else routing)
         if router.whole_batch:
             time = time + _collective_us(costs, measured, "all_reduce", ranks, nodes)
-    return time
+    return time + _others_us(costs, stack, ranks, nodes, tokens)
 
 
 def _collectives_us(
@@ -92,6 +101,8 @@ def _collectives_us(
 
 def _collective_us(costs: PolicyCosts, measured: PolicyTable, name: str, ranks: int, nodes: int) -> float:
     us = measured.collective_us(name, ranks, nodes)
-    if us is not None:
-        return us
+    return _assumed_collective_us(costs, nodes) if us is None else us
+
+
+def _assumed_collective_us(costs: PolicyCosts, nodes: int) -> float:
     return costs.all_reduce_nodes_us if nodes > 1 else costs.all_reduce_us

@@ -147,7 +147,7 @@ class Policy:
 
     kind: `placement`, `router`, `split`, `shared` or `reader`. name: unique among all kinds.
     aliases: other names, each with the arguments that it stands for.
-    first: the argument that may be given without its key.
+    first: the argument that may be given without its key. must_define: methods that a class of the kind has to define.
     examples: items of the grammar that tests use for a policy with required arguments, such as ("oea(k0=2)",).
     complexity: how far it is from what a serving system does by default. Where times are alike, `tune` takes the stack
     with the smallest sum.
@@ -158,6 +158,7 @@ class Policy:
     name: ClassVar[str]
     aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     first: ClassVar[str] = ""
+    must_define: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[str, ...]] = ()
     complexity: ClassVar[int] = 2
 
@@ -188,6 +189,7 @@ class PlacementPolicy(Policy):
 
     __slots__ = ()
     kind: ClassVar[str] = "placement"
+    must_define: ClassVar[tuple[str, ...]] = ("plan or plan_for",)
     complexity: ClassVar[int] = 1
     trivial: ClassVar[bool] = False
     rebalances: ClassVar[bool] = False

@@ -323,17 +323,18 @@ def bind(
 
 
 def _notes(stack: PolicyStack, copies: Copies, setting: Setting) -> tuple[str, ...]:
-    router, shared, known = stack.router, stack.shared, setting.num_scores
-    split_notes = stack.split.notes if copies.redundant else ()
-    scores: tuple[str, ...] = ()
-    if router.acts and 0 < known < copies.placement.num_experts:
-        scores = (f"the trace holds the {known} best scores of a token, so it takes no other expert (maxp is {known})",)
-    shared_notes = shared.notes
-    if setting.shared_cost == 0:
-        shared_notes = (f"the shared cost is 0, so {shared.name} changes nothing",)
-    beside = [policy.notes_beside(stack, copies.redundant) for policy in (router, stack.split, shared, stack.reader)]
-    first = (*split_notes, *router.notes, *scores, *beside[0])
-    return (*first, *beside[1], *shared_notes, *beside[2], *stack.reader.notes, *beside[3])
+    known, redundant = setting.num_scores, copies.redundant
+    router, split, *others = stack.batch_policies
+    notes = [*(split.notes if redundant else ()), *router.notes]
+    if stack.router.acts and 0 < known < copies.placement.num_experts:
+        scores = f"the trace holds the {known} best scores of a token"
+        notes.append(f"{scores}, so it takes no other expert (maxp is {known})")
+    notes += [*router.notes_beside(stack, redundant), *split.notes_beside(stack, redundant)]
+    for policy in others:
+        unused = f"the shared cost is 0, so {policy.name} changes nothing"
+        notes += policy.notes if policy.decides(redundant, setting.shared_cost > 0) else (unused,)
+        notes += policy.notes_beside(stack, redundant)
+    return tuple(notes)
 
 
 def _sums(counts: Tensor) -> Tensor:

@@ -120,6 +120,11 @@ class BatchPolicy(Policy):
         tokens [...]: of a rank. The default is the sum of the costs named in `work`."""
         return sum(costs.us(name) for name in self.work)
 
+    def decides(self, redundant: bool, shared_expert: bool) -> bool:
+        """Whether the policy matters. redundant: whether any expert has several copies. shared_expert: whether the
+        shared expert costs anything."""
+        return True
+
     def check(self, stack: Stack) -> None:
         """Raises ValueError if the policy does not work with the other policies of its stack."""
 
@@ -139,6 +144,7 @@ class Router(BatchPolicy):
 
     __slots__ = ()
     kind: ClassVar[str] = "router"
+    must_define: ClassVar[tuple[str, ...]] = ("route",)
     complexity: ClassVar[int] = 5
     acts: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
@@ -165,6 +171,7 @@ class Reader(BatchPolicy):
 
     __slots__ = ()
     kind: ClassVar[str] = "reader"
+    must_define: ClassVar[tuple[str, ...]] = ("bytes_read",)
     complexity: ClassVar[int] = 5
     acts: ClassVar[bool] = True
 
@@ -224,6 +231,7 @@ class SharedDispatch(BatchPolicy):
 
     __slots__ = ()
     kind: ClassVar[str] = "shared"
+    must_define: ClassVar[tuple[str, ...]] = ("token_ranks",)
     dispatches: ClassVar[bool] = True
 
     @property
@@ -237,6 +245,9 @@ class SharedDispatch(BatchPolicy):
     @property
     def kernel(self) -> SharedRule | None:
         return None
+
+    def decides(self, redundant: bool, shared_expert: bool) -> bool:
+        return shared_expert
 
     def served(self, work: SharedWork) -> Tensor:
         """-> [S, L, R, R] int64: shared-expert tokens by source rank and the rank that serves them."""
@@ -267,6 +278,7 @@ class Split(BatchPolicy):
 
     __slots__ = ()
     kind: ClassVar[str] = "split"
+    must_define: ClassVar[tuple[str, ...]] = ("fractions", "physical_ids")
     by_rank: ClassVar[bool] = True
     single_copies: ClassVar[bool] = False
     exact: ClassVar[bool] = False
@@ -283,6 +295,9 @@ class Split(BatchPolicy):
     @property
     def kernel(self) -> SplitRule | None:
         return None
+
+    def decides(self, redundant: bool, shared_expert: bool) -> bool:
+        return redundant
 
     def fractions(self, counts: Tensor, copies: Copies) -> Tensor:
         """counts [..., L, E] int64 of all source ranks -> [..., L, P] float64: each slot's share of its expert."""

@@ -101,6 +101,13 @@ class Copies:
         value: T = self._memory[key][1]
         return value
 
+    def shares(self, weight: Tensor) -> Tensor:
+        """weight [..., L, P] float64 > 0 -> [..., L, P]: each slot's part of the weight of its expert's copies, 0 for
+        an empty slot."""
+        slots = self.held.expand(weight.shape)
+        whole = weight.new_zeros(*weight.shape[:-1], self.placement.num_experts + 1).scatter_add_(-1, slots, weight)
+        return weight / whole.gather(-1, slots) * (self.held < self.placement.num_experts)
+
     def per_rank(self, per_slot: Tensor) -> Tensor:
         """[..., P] -> [..., R]: the sum over a rank's slots."""
         shape = (*per_slot.shape[:-1], self.placement.num_ranks, self.placement.slots_per_rank)

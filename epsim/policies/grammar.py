@@ -96,24 +96,24 @@ def policy_text(policy: Any) -> str:
 
 
 def _value(hint: Any, key: str, text: str, item: str) -> Any:
-    kind = str if get_origin(hint) is Literal else hint
+    choices = ("True", "False") if hint is bool else get_args(hint)
+    kind = str if choices else hint
     try:
         value = kind(json.loads(text) if text.startswith('"') else text)
     except ValueError:
         raise ValueError(f"{key}={printable(text)} in {item!r} is not of type {kind.__name__}") from None
-    if kind is not hint and value not in get_args(hint):
-        raise ValueError(f"unknown value {key}={printable(text)} in {item!r}: choose {' or '.join(get_args(hint))}")
-    return value
+    if choices and value not in choices:
+        raise ValueError(f"unknown value {key}={printable(text)} in {item!r}: choose {' or '.join(choices)}")
+    return value == "True" if hint is bool else value
 
 
 def check_arguments(policy: type[Policy]) -> None:
     """Raises ValueError if an argument has a type that the grammar cannot read and write."""
     for key, hint in _parameters(policy).items():
         named = get_origin(hint) is Literal and all(isinstance(value, str) for value in get_args(hint))
-        if hint not in (str, int, float) and not named:
-            raise ValueError(
-                f"argument {key} is of type {inspect.formatannotation(hint)}: use str, int, float or a Literal of texts"
-            )
+        if hint not in (str, int, float, bool) and not named:
+            kind = inspect.formatannotation(hint)
+            raise ValueError(f"argument {key} is of type {kind}: use str, int, float, bool or a Literal of texts")
 
 
 def _parameters(policy: Any) -> dict[str, Any]:

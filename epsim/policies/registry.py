@@ -1,16 +1,17 @@
-"""The class of every policy, by kind and name.
+"""The kinds of policies, and the class of every policy by kind and name.
 
 A new policy is a file and a line in SHIPPED. A policy of another package is an entry point of the group
-`epsim.policies` that names its class.
+`epsim.policies` that names its class. A new kind is a file with its base class and a field of `OneOfEachKind`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
 from epsim.placement.base import PlacementPolicy, Policy
 from epsim.placement.contiguous import Contiguous
@@ -33,15 +34,20 @@ from epsim.policies.splits import Even, Lplb, LplbSampled, Random
 from epsim.policies.waterfill import Waterfill
 
 GROUP = "epsim.policies"
-BASES = (PlacementPolicy, Router, Split, SharedDispatch, Reader)
-METHODS = {
-    "placement": ("plan or plan_for",),
-    "router": ("route",),
-    "split": ("fractions", "physical_ids"),
-    "shared": ("token_ranks",),
-    "reader": ("bytes_read",),
-}
-"""What a class of each kind must define."""
+
+
+@dataclass(frozen=True, slots=True)
+class OneOfEachKind:
+    """A policy of each kind, under the name of the kind. This is the only list of kinds."""
+
+    placement: PlacementPolicy
+    router: Router
+    split: Split
+    shared: SharedDispatch
+    reader: Reader
+
+
+BASES = tuple(get_type_hints(OneOfEachKind).values())
 SHIPPED: tuple[type[Policy], ...] = (
     Contiguous, Eplb, Searched, File,
     TopK, Pruned, Oea, OeaEp, Lynx, MaskLowDemand,
@@ -99,11 +105,11 @@ def _check_class(policy: Any) -> None:
     is_policy = isinstance(policy, type) and issubclass(policy, BASES) and dataclasses.is_dataclass(policy)
     if not is_policy or not hasattr(policy, "name") or not re.fullmatch(r"[\w-]+", str(policy.name)):
         bases = ", ".join(base.__name__ for base in BASES)
-        raise ValueError(f"give a dataclass with a name, derived from {bases}")
+        raise ValueError(f"give a frozen dataclass with a name, derived from {bases}")
     if not policy.__dataclass_params__.frozen:
         raise ValueError("write @dataclass(frozen=True)")
     base = {base.kind: base for base in BASES}[policy.kind]
-    for methods in METHODS[base.kind]:
+    for methods in base.must_define:
         if all(getattr(policy, method) is getattr(base, method) for method in methods.split(" or ")):
             raise ValueError(f"the class does not define {methods}")
     check_arguments(policy)

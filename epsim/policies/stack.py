@@ -7,30 +7,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from epsim.placement.base import PlacementPolicy
-from epsim.policies.base import Reader, Router, SharedDispatch, Split
+from epsim.policies.base import BatchPolicy
 from epsim.policies.grammar import build_policy, name_and_arguments, policy_text, split_outside
-from epsim.policies.registry import default_policy, kinds
+from epsim.policies.registry import OneOfEachKind, default_policy, kinds
 from epsim.traces.trace import LEVELS, Level
 
 MAX_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyStack:
+class PolicyStack(OneOfEachKind):
     """One policy of each kind. `str` gives the canonical text, which `parse_stack` reads back.
 
     Raises ValueError if two policies do not work together.
     """
 
-    placement: PlacementPolicy
-    router: Router
-    split: Split
-    shared: SharedDispatch
-    reader: Reader
-
     def __post_init__(self) -> None:
-        for policy in (self.router, self.split, self.shared, self.reader):
+        for policy in self.batch_policies:
             policy.check(self)
+
+    @property
+    def batch_policies(self) -> list[BatchPolicy]:
+        """All but the placement, in the order of the kinds."""
+        return [policy for kind in kinds() if isinstance(policy := getattr(self, kind), BatchPolicy)]
 
     def __str__(self) -> str:
         shown = []
@@ -46,24 +45,23 @@ class PolicyStack:
         redundancy: whether any expert has several copies; if not, the split does not matter. shared_expert: whether it
         costs anything; if not, the shared policy does not matter.
         """
-        return max((level for _, level in self._levels(redundancy, shared_expert)), key=LEVELS.index)
+        return max((policy.level for policy in self.deciding(redundancy, shared_expert)), key=LEVELS.index)
 
     def check_level(self, level: Level, redundancy: bool = True, shared_expert: bool = True) -> None:
         """Raises ValueError if a trace of that level is too coarse. Arguments as for `required_level`."""
         needed = self.required_level(redundancy, shared_expert)
         if LEVELS.index(level) < LEVELS.index(needed):
-            kind = next(kind for kind, least in self._levels(redundancy, shared_expert) if least == needed)
-            item = policy_text(getattr(self, kind))
+            deciding = self.deciding(redundancy, shared_expert)
+            item = policy_text(next(policy for policy in deciding if policy.level == needed))
             what = {"rank_counts": "counts by source rank", "tokens": "tokens"}[needed]
             raise ValueError(
                 f"{item} in {str(self)!r} works on {what}, but the trace holds only {level.replace('_', ' ')}: "
                 "draw a trace of tokens with `epsim traces synthesize`"
             )
 
-    def _levels(self, redundancy: bool, shared_expert: bool) -> list[tuple[str, Level]]:
-        levels = [("router", self.router.level), ("reader", self.reader.level)]
-        levels += [("split", self.split.level)] if redundancy else []
-        return levels + ([("shared", self.shared.level)] if shared_expert else [])
+    def deciding(self, redundancy: bool, shared_expert: bool) -> list[BatchPolicy]:
+        """The policies that matter. Arguments as for `required_level`."""
+        return [policy for policy in self.batch_policies if policy.decides(redundancy, shared_expert)]
 
 
 def parse_stack(text: str) -> PolicyStack:

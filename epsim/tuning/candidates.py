@@ -52,9 +52,9 @@ class Candidate:
     def complexity(self) -> int:
         """The distance from a serving system's defaults. It decides between candidates that are otherwise equal."""
         stack = self.shown_stack
-        policies = [stack.placement, stack.router, stack.shared, stack.reader]
-        policies += [stack.split] if self.redundant else []
-        return sum(policy.complexity for policy in policies) + 3 * (self.interval is not None)
+        deciding = stack.deciding(self.redundant > 0, shared_expert=True)
+        complexity = stack.placement.complexity + sum(policy.complexity for policy in deciding)
+        return complexity + 3 * (self.interval is not None)
 
     @property
     def planned_once(self) -> Candidate:
