@@ -1,21 +1,43 @@
-"""What benchmarks share on any machine: rows in columns, reports, straight lines, and the processor's name."""
+"""What benchmarks share: options, the command, rows in columns, reports, straight lines, and the processor's name."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from epsim.files import whole_file
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
+PLACES = ("--recordings", "--batches", "--cache", "--out")
+"""Options whose values belong to one machine."""
 
 
-def table(title: str, rows: list[dict[str, Any]]) -> None:
+def script_parser(about: str | None, results: str = "") -> argparse.ArgumentParser:
+    """A parser with the script's docstring as help, and --out if `results` names its file in benchmarks/results."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if results:
+        parser.add_argument("--out", type=Path, default=RESULTS / results)
+    return parser
+
+
+def command() -> str:
+    """The command of this process, without the options of PLACES."""
+    places = {at + step for at, word in enumerate(sys.argv) if word in PLACES for step in (0, 1)}
+    given = [word for at, word in enumerate(sys.argv) if at and at not in places]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *given])
+
+
+def table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """Prints the rows in columns. Values that are lists or dictionaries are left out."""
     print(f"\n{title}")
     columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], (list, dict))))
@@ -29,10 +51,14 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def write(path: Path, report: dict[str, Any]) -> None:
-    """Writes the report as JSON, in a folder that is made if it does not exist."""
+def write(path: Path, report: dict[str, Any], row_a_line: bool = False) -> None:
+    """Writes the report as JSON, whole or not at all, and makes its folder. row_a_line: for files of many rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    text = json.dumps(report, indent=1)
+    if row_a_line:
+        text = json.dumps(report, separators=(",", ":")).replace("},{", "},\n{")
+    with whole_file(path) as temporary:
+        temporary.write_text(text + "\n")
 
 
 def fit(active: Sequence[float], times: Sequence[float]) -> dict[str, float]:

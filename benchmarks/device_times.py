@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from common import command
 
 HELD = 600_000
 """Cycles for which the device is kept busy while the host queues replays. Without them the times are the host's."""
@@ -27,6 +30,11 @@ extern "C" __global__ void __launch_bounds__(512) reads(const uint4 *from, long 
 }
 """
 BYTES = 4 << 30
+
+
+def report_head() -> dict[str, Any]:
+    """How the report of one GPU begins: device, version of PyTorch, command."""
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": command()}
 
 
 def graph(run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
@@ -75,6 +83,18 @@ def timed(calls: list[Callable[[], Any]], replays: int, captured: bool = True) -
         torch.cuda._sleep(HELD // 2)
         marks.append(_between(run))
     return float(np.median(_microseconds(marks))) / len(calls)
+
+
+def timed_in_turn(
+    form: Callable[..., Any],
+    inputs: Sequence[Sequence[Any]],
+    layers: Sequence[Sequence[Any]],
+    replays: int,
+    captured: bool = True,
+) -> float:
+    """Microseconds of form(*input, *layer), called for each input, with the layers in turn (`timed`)."""
+    calls = [partial(form, *given, *layer) for given, layer in zip(inputs, itertools.cycle(layers))]
+    return timed(calls, replays, captured)
 
 
 def _between(run: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -14,7 +14,6 @@ not captured. `equal`: whether both forms give the same ids.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,9 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from command import command
-from common import RESULTS, ROOT, table, write
-from device_times import graph, times_by_input
+from common import ROOT, script_parser, table, write
+from device_times import graph, report_head, times_by_input
 from split_problems import marginals
 
 from epsim.kernels.dispatch import Dispatcher, Rule
@@ -201,9 +199,8 @@ def measure(text: str, given: Problem) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "dispatch_gpu.json")
     parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces/deepseek-v3-sglang")
-    parser.add_argument("--out", type=Path, default=RESULTS / "dispatch_gpu.json")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     counts, source = marginals(options.recordings, np.random.default_rng(options.seed))
@@ -234,14 +231,7 @@ def main() -> None:
         given = problem(planned, later, ranks, redundant, tokens, options.seed)
         rows += [measure(text, given) for text in stacks]
     table("microseconds", rows)
-    result = {
-        "command": command("dispatch_gpu.py"),
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "popularity": source,
-        "rows": rows,
-    }
-    write(options.out, result)
+    write(options.out, report_head() | {"popularity": source, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ missing value is shown as "-", True and False as "yes" and "NO". `facts` are com
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from common import RESULTS, ROOT, script_parser
+
 PAGE, TEMPLATE = ROOT / "docs/figures.md", ROOT / "benchmarks/figures_template.md"
 SOLVERS = {
     "ours, GPU": "`lplb`, GPU",
@@ -39,7 +38,7 @@ Load = Callable[[str], Any]
 
 def load(name: str) -> Any:
     """A file of benchmarks/results, by its name without .json."""
-    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def percent(part: float) -> str:
@@ -207,7 +206,7 @@ def page(load: Load = load) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether docs/figures.md is up to date")
     if parser.parse_args().check:
         sys.exit(

@@ -12,7 +12,6 @@ served away from their own rank.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import table, write
+from common import script_parser, table, write
 
 from epsim.kernels.split import prepare, solve_peak
 from epsim.kernels.split.problems import drifted_counts
@@ -124,9 +123,8 @@ def score(problem: tuple[Placement, Setting, Iterator[TokenBlock], int]) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "joint.json")
     parser.add_argument("--recordings", type=Path, default=Path("../shared/traces"))
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/joint.json"))
     arguments = parser.parse_args()
     problems = {f"sample, {phase}": sample_problem(phase) for phase in ("decode", "prefill")}
     folder = arguments.recordings / "deepseek-v3-sglang"

@@ -22,19 +22,16 @@ router kernel over BATCHES batches, and by the formula N (1 - (1 - k0 / N)^B).
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from command import command
-from common import RESULTS, fit, write
-from device_times import timed
+from common import fit, script_parser, write
+from device_times import report_head, timed, timed_in_turn
 
 from epsim.kernels.experts import decode, plain
 from epsim.kernels.experts.tiles import tiled
@@ -70,18 +67,15 @@ class Bench:
         self.weights = torch.rand(64, TOP_K, device="cuda", generator=device).softmax(-1)
 
     def time(self, form: Form, routings: list[torch.Tensor], captured: bool = True, replays: int = REPLAYS) -> float:
-        """Of a call for each routing [B, k], on layers in turn."""
-        calls: list[Callable[[], Any]] = []
-        for ids, (gate_up, down) in zip(routings, itertools.cycle(self.layers), strict=False):
-            given = (self.hidden[: len(ids)], ids.cuda(), self.weights[: len(ids)], gate_up, down)
-            calls.append(lambda given=given: form(*given))  # type: ignore[misc]
-        return timed(calls, replays, captured)
+        """Microseconds of a call for each routing [B, k], with the layers in turn."""
+        inputs = [(self.hidden[: len(ids)], ids.cuda(), self.weights[: len(ids)]) for ids in routings]
+        return timed_in_turn(form, inputs, self.layers, replays, captured)
 
     def routings(self, active: int, batch: int = BATCH, calls: int = CALLS) -> list[torch.Tensor]:
         return [forced(active, batch, self.generator) for _ in range(calls)]
 
     def error(self, form: Form, batch: int = BATCH) -> float:
-        """Of a form's output, relative to float32 arithmetic, over four numbers of active experts."""
+        """The largest relative error of a form's output against float32, over four numbers of active experts."""
         found = []
         for active in (8, 25, 50, 100):
             ids = forced(min(active, batch * TOP_K), batch, self.generator).cuda()
@@ -94,7 +88,7 @@ class Bench:
 def sorted_rows(
     hidden: torch.Tensor, ids: torch.Tensor, num_experts: int = EXPERTS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> rows sorted by expert, the order of pairs, ends."""
+    """(rows sorted by expert, the order of pairs, where each expert's rows end)."""
     flat, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(flat, torch.arange(num_experts, device=ids.device), right=True).to(torch.int32)
     return hidden[order // ids.shape[1]], order, ends
@@ -115,14 +109,6 @@ def grouped_layer(
     pairs = torch.empty_like(outputs)
     pairs[order] = outputs
     return (pairs.view(*ids.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
-
-
-def presorted(bench: Bench, routings: list[torch.Tensor]) -> float:
-    calls: list[Callable[[], Any]] = []
-    for ids, (gate_up, down) in zip(routings, itertools.cycle(bench.layers), strict=False):
-        rows, _, ends = sorted_rows(bench.hidden[: len(ids)], ids.cuda())
-        calls.append(lambda given=(rows, ends, gate_up, down): two_products(*given))  # type: ignore[misc]
-    return timed(calls, REPLAYS)
 
 
 def of_transformers(name: str) -> Form:
@@ -148,7 +134,7 @@ def of_transformers(name: str) -> Form:
 
 
 def latency(bench: Bench) -> list[dict[str, Any]]:
-    """A row a form: errors, latencies over GRID, and the line through those up to T = 64 and through all."""
+    """One row per form: its error, latencies over GRID, and the lines through those up to T = 64 and through all."""
     forms: dict[str, Form] = {"ours": decode, "triton": tiled, "grouped layer": grouped_layer}
     forms |= {name: of_transformers(name) for name in ("grouped_mm", "batched_mm", "eager")}
     rows: list[dict[str, Any]] = []
@@ -161,7 +147,8 @@ def latency(bench: Bench) -> list[dict[str, Any]]:
             for active in GRID[::3] if slow else GRID:
                 routings = bench.routings(active, calls=5 if slow else CALLS)
                 if name == "two grouped products":
-                    us = presorted(bench, routings)
+                    inputs = [sorted_rows(bench.hidden[: len(ids)], ids.cuda())[::2] for ids in routings]
+                    us = timed_in_turn(two_products, inputs, bench.layers, REPLAYS)
                 else:
                     us = bench.time(forms[name], routings, name != "eager", 5 if slow else REPLAYS)
                 row["T"].append(active)
@@ -222,16 +209,12 @@ def router(bench: Bench) -> list[dict[str, Any]]:
     for experts, batch in [(128, b) for b in (1, 8, 16, 32, 64, 128, 256, 512)] + [(512, 16), (512, 512)]:
         row: dict[str, Any] = {"experts": experts, "batch": batch}
         logits = [2 * torch.randn(batch, experts, device="cuda") for _ in range(20)]
-        kinds: dict[str, list[Callable[[], Any]]] = {}
-        for name, rule in rules.items():
-            kinds[name] = [lambda x=x, r=rule: route_logits(r, x, TOP_K) for x in logits]  # type: ignore[misc]
+        kinds = {name: [partial(route_logits, rule, x, TOP_K) for x in logits] for name, rule in rules.items()}
         kinds["choice"] = []
         live = torch.ones(batch, dtype=torch.bool, device="cuda")
-        for x in logits:
-            scores = x.softmax(-1)
+        for scores in [x.softmax(-1) for x in logits]:
             weights, ids = scores.topk(TOP_K)
-            given = (rules["logits"], scores, scores, ids, weights, live)
-            kinds["choice"].append(lambda given=given: reroute(*given))  # type: ignore[misc]
+            kinds["choice"].append(partial(reroute, rules["logits"], scores, scores, ids, weights, live))
         for name, calls in kinds.items():
             row[name] = {"row": timed(calls, 21), "alone": float(np.median([timed([c], 5) for c in calls]))}
         rows.append(row)
@@ -249,22 +232,11 @@ def uniform() -> list[dict[str, Any]]:
     return rows
 
 
-def show(found: dict[str, Any]) -> None:
-    for name, rows in found.items():
-        print(f"== {name}")
-        for row in rows if isinstance(rows, list) else [rows]:
-            print(json.dumps(row, default=str) if isinstance(row, dict) else row)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS / "oea_latency.json")
+    parser = script_parser(__doc__, "oea_latency.json")
     options = parser.parse_args()
     bench = Bench()
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": command("oea_latency.py"),
+    found = report_head() | {
         "router": router(bench),
         "uniform": uniform(),
         "latency": latency(bench),
@@ -272,7 +244,8 @@ def main() -> None:
         "padding": padding(bench),
         "batches": batches(bench),
     }
-    show(found)
+    for name, rows in found.items():
+        print(f"== {name}", *(map(json.dumps, rows) if isinstance(rows, list) else [rows]), sep="\n")
     write(options.out, found)
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import command
-from common import write
+from common import command, script_parser, write
 from quality.frontier import Point, Trial, active_without_policy, default_trials, measure
 from quality.oea_claims import Claim, check_claims
 
@@ -35,17 +34,16 @@ ALONE = 16
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "oea_quality.json")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--device")
     parser.add_argument("--sequences", type=int, default=128, help="of text; a multiple of 64")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--generated", type=int, default=512, help="tokens of each continuation; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/oea_quality.json"))
     arguments = parser.parse_args()
     report = run(arguments)
-    report["command"] = command("oea_quality.py")
+    report["command"] = command()
     write(arguments.out, report)
     print(f"wrote {arguments.out}")
 

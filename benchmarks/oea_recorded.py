@@ -11,7 +11,6 @@ no token takes an expert beyond them (maxp is m).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import shlex
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import write
+from common import script_parser, write
 
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting, bind
@@ -76,7 +75,7 @@ def least_kept(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("recording", nargs="+", type=Path)
     parser.add_argument("--batch", nargs="+", type=int, default=[8, 16, 32])
     parser.add_argument("--model")

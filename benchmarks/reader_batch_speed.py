@@ -12,29 +12,23 @@ with the same channels.
 
 from __future__ import annotations
 
-import argparse
-import itertools
-from pathlib import Path
 from typing import Any
 
 import torch
-from command import command
-from common import RESULTS, table, write
-from device_times import read_bandwidth, timed
-from reader_speed import BATCHES, BUDGETS, REPLAYS, SHAPES, Given, Layers, dense_times
+from common import table, write
+from device_times import read_bandwidth, report_head
+from reader_speed import BUDGETS, SHAPES, Given, Layers, dense_times, error_of, read_time, reader_parser
 
 from epsim.kernels.reader.batch import BatchReader, of_slots
 from epsim.kernels.reader.bytes import ReadBytes
-from epsim.kernels.reader.layer import GATES
-from epsim.kernels.reader.read import Experts, read_output
-from epsim.kernels.reader.screen import Batches, Screen
+from epsim.kernels.reader.screen import Batches
 
 BUDGET = 0.178
 NAMES = {"grouped layer": "layer", "two products": "products"}
 
 
 def bytes_of(reader: BatchReader, ids: torch.Tensor) -> dict[str, float]:
-    """Of a batch that chooses as one: as a token of all active experts."""
+    """What a batch that chooses as one reads: as much as one token with all active experts."""
     sketch = reader.layer.sketch
     active = len(ids.unique())
     sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, reader.layer.coordinates, sketch.rank)
@@ -42,16 +36,12 @@ def bytes_of(reader: BatchReader, ids: torch.Tensor) -> dict[str, float]:
     return {"active": active, "MB": read / 1e6, "share": read / (active * sizes.expert)}
 
 
-def error_of(reader: BatchReader, given: Given) -> float:
-    layer, (x, ids, weights) = reader.layer, given
+def batch_error(reader: BatchReader, given: Given) -> float:
+    layer, (x, ids, _) = reader.layer, given
     kept = torch.empty(layer.sketch.num_experts, reader.sizes.padded // 32, dtype=torch.int32, device=x.device)
-    found = reader.read(*given, kept=kept)
-    experts = Experts(layer.gate_up.float(), layer.down.transpose(1, 2).float(), GATES[layer.gate])
+    output = reader.read(*given, kept=kept)
     batches = Batches(torch.zeros(len(x), dtype=torch.int64, device=x.device), 1)
-    gate, up = Screen(layer.sketch).estimates(x, ids, layer.coordinates, batches)
-    taken = of_slots(kept, ids, layer.sketch.intermediate)
-    wanted = read_output(x.float(), ids, weights, experts, taken, experts.activation(gate) * up, layer.sketch)
-    return float((found.float() - wanted).norm() / wanted.norm())
+    return error_of(layer, given, output, of_slots(kept, ids, layer.sketch.intermediate), batches)
 
 
 def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rate: float) -> list[dict[str, Any]]:
@@ -63,31 +53,21 @@ def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rat
         dense = {NAMES.get(form, form): us for form, us in dense_times(layers, given).items()}
         for budget in budgets:
             readers = [BatchReader.of(layer, budget) for layer in own_layers]
-            us = timed([lambda o=o, g=g: o.read(*g) for g, o in zip(given, itertools.cycle(readers))], REPLAYS)
+            us = read_time(readers, given)
             row = {"shape": name, "batch": batch, "budget": budget, "us": us} | bytes_of(readers[0], given[0][1])
             row["floor"] = row["MB"] * 1e12 / rate
             row |= {"reached": row["floor"] / us, **dense}
             row |= {f"gain over {form}": dense[form] / us for form in dense}
             if batch <= 16:
-                row["error"] = error_of(readers[0], given[0])
+                row["error"] = batch_error(readers[0], given[0])
             rows.append(row)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--out", type=Path, default=RESULTS / "reader_batch_speed.json")
-    options = parser.parse_args()
+    options = reader_parser(__doc__, "reader_batch_speed.json").parse_args()
     rate = read_bandwidth()
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": command("reader_batch_speed.py"),
-        "read_bandwidth": rate,
-        "rows": [],
-    }
+    found = report_head() | {"read_bandwidth": rate, "rows": []}
     print(f"{found['device']}: a kernel reads {rate / 1e12:.2f} TB/s", flush=True)
     for name in options.shapes:
         budgets = BUDGETS if name == next(iter(SHAPES)) else (BUDGET,)

@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from command import command
-from common import RESULTS, write
+from common import RESULTS, command, write
 
 from epsim.cost.experts_time import ExpertsTime
 from epsim.cost.layer_time import LayerTiming
@@ -190,7 +189,7 @@ def main() -> None:
             )
         print_users(found["measured"]["users"], options.user_rate)
     if options.out is not None:
-        write(options.out, {**found, "command": command("reader_predicted.py")})
+        write(options.out, {**found, "command": command()})
 
 
 if __name__ == "__main__":

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from command import command
-from common import write
+from common import command, script_parser, write
 from quality.figures import Trial, kept_by_token, measure
 from quality.reader_claims import claim_rows, pair, spearman, table, tally
 
@@ -350,7 +349,7 @@ SCREENS = ("partial", "full")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "reader_quality.json")
     parser.add_argument("--cache", type=Path)
     parser.add_argument("--device")
     parser.add_argument("--sequences", type=int, default=64, help="of text, of each domain")
@@ -358,12 +357,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--generated", type=int, default=960, help="tokens of each continuation; 0 for none")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/reader_quality.json"))
     arguments = parser.parse_args()
     report = Bench(arguments).run()
     rows = claim_rows(report)
     report["claims"] = [row.to_json() for row in rows]
-    report["command"] = command("reader_quality.py")
+    report["command"] = command()
     write(arguments.out, report)
     print(table(rows))
     print(f"wrote {arguments.out}; seconds: {report['seconds']}")

@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from command import command
-from common import RESULTS, write
-from device_times import read_bandwidth, timed
+from common import script_parser, write
+from device_times import read_bandwidth, report_head, timed, timed_in_turn
 from oea_latency import grouped_layer, sorted_rows, two_products
 
 from epsim.kernels.experts import decode
@@ -32,7 +31,7 @@ from epsim.kernels.reader.bytes import ReadBytes, token_bytes, union_bytes
 from epsim.kernels.reader.layer import GATES, Gate, ReaderLayer, from_words
 from epsim.kernels.reader.read import Experts, read_output
 from epsim.kernels.reader.rotate import rotated
-from epsim.kernels.reader.screen import Screen, coordinates
+from epsim.kernels.reader.screen import Batches, Screen, coordinates
 
 LAYERS, CALLS, REPLAYS = 4, 64, 11
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -79,21 +78,26 @@ class Layers:
         return found
 
 
-def error_of(layer: ReaderLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> float:
-    """Of the output, relative to float32 arithmetic with the same channels."""
+def read_once(layer: ReaderLayer, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the channels that were read."""
+    x, ids, _ = given
     kept = torch.empty(len(x), layer.sizes(ids.shape[1]).words, dtype=torch.int32, device=x.device)
-    found = layer.read(x, ids, weights, kept)
+    output = layer.read(*given, kept)
+    return output, from_words(kept, ids.shape[1], layer.sketch.intermediate)
+
+
+def error_of(
+    layer: ReaderLayer, given: Given, output: torch.Tensor, taken: torch.Tensor, batches: Batches | None = None
+) -> float:
+    """The error of an output, relative to float32 arithmetic with the same channels `taken`."""
+    x, ids, weights = given
     experts = Experts(layer.gate_up.float(), layer.down.transpose(1, 2).float(), GATES[layer.gate])
-    gate, up = Screen(layer.sketch).estimates(x, ids, layer.coordinates)
-    taken = from_words(kept, ids.shape[1], layer.sketch.intermediate)
+    gate, up = Screen(layer.sketch).estimates(x, ids, layer.coordinates, batches)
     wanted = read_output(x.float(), ids, weights, experts, taken, experts.activation(gate) * up, layer.sketch)
-    return float((found.float() - wanted).norm() / wanted.norm())
+    return float((output.float() - wanted).norm() / wanted.norm())
 
 
-def bytes_of(layer: ReaderLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> dict[str, float]:
-    kept = torch.empty(len(x), layer.sizes(ids.shape[1]).words, dtype=torch.int32, device=x.device)
-    layer.read(x, ids, weights, kept)
-    taken = from_words(kept, ids.shape[1], layer.sketch.intermediate)
+def bytes_of(layer: ReaderLayer, x: torch.Tensor, ids: torch.Tensor, taken: torch.Tensor) -> dict[str, float]:
     sizes = ReadBytes(layer.sketch.hidden, layer.sketch.intermediate, 2, layer.coordinates)
     seen = coordinates(rotated(x.float(), layer.sketch.signs), layer.coordinates)
     token = token_bytes(sizes, ids, taken)
@@ -107,14 +111,15 @@ def bytes_of(layer: ReaderLayer, x: torch.Tensor, ids: torch.Tensor, weights: to
 
 def dense_times(layers: Layers, given: list[Given]) -> dict[str, float]:
     """Microseconds of the whole layer, by form."""
-    each = list(zip(given, itertools.cycle(layers.whole)))
-    forms: dict[str, list[Callable[[], Any]]] = {}
-    if len(given[0][0]) <= 64:
-        forms["dense"] = [lambda g=g, o=o: decode(*g, *o) for g, o in each]
-    forms["grouped layer"] = [lambda g=g, o=o: grouped_layer(*g, *o) for g, o in each]
-    presorted = [(*sorted_rows(x, ids, layers.experts), *own) for (x, ids, _), own in each]
-    forms["two products"] = [lambda g=g: two_products(g[0], *g[2:]) for g in presorted]
-    return {form: timed(calls, REPLAYS) for form, calls in forms.items()}
+    found = {"dense": timed_in_turn(decode, given, layers.whole, REPLAYS)} if len(given[0][0]) <= 64 else {}
+    found["grouped layer"] = timed_in_turn(grouped_layer, given, layers.whole, REPLAYS)
+    presorted = [sorted_rows(x, ids, layers.experts)[::2] for x, ids, _ in given]
+    return found | {"two products": timed_in_turn(two_products, presorted, layers.whole, REPLAYS)}
+
+
+def read_time(readers: Sequence[Any], given: list[Given]) -> float:
+    """Microseconds of a layer by the readers in turn."""
+    return timed([partial(reader.read, *g) for g, reader in zip(given, itertools.cycle(readers))], REPLAYS)
 
 
 def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rate: float) -> list[dict[str, Any]]:
@@ -125,35 +130,33 @@ def measure(name: str, batches: tuple[int, ...], budgets: tuple[float, ...], rat
         given = layers.inputs(batch)
         row: dict[str, Any] = {"shape": name, "batch": batch} | dense_times(layers, given)
         for budget in budgets:
-            calls = [lambda o=o, g=g: o.read(*g) for g, o in zip(given, itertools.cycle(readers[budget]))]
-            us = timed(calls, REPLAYS)
-            read = bytes_of(readers[budget][0], *given[0])
+            us, layer = read_time(readers[budget], given), readers[budget][0]
+            output, taken = read_once(layer, given[0])
+            read = bytes_of(layer, *given[0][:2], taken)
             floor = read["union"] / rate * 1e6
             own = {"us": us, **read, "floor": floor, "reached": floor / us}
             own["gain"] = {f: row[f] / us for f in ("dense", "grouped layer", "two products") if f in row}
             if batch <= 16:
-                own["error"] = error_of(readers[budget][0], *given[0])
+                own["error"] = error_of(layer, given[0], output, taken)
             row[f"{budget:g}"] = own
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def reader_parser(about: str | None, results: str) -> argparse.ArgumentParser:
+    parser = script_parser(about, results)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
+    return parser
+
+
+def main() -> None:
+    parser = reader_parser(__doc__, "reader_speed.json")
     parser.add_argument("--budgets", nargs="+", type=float, default=list(BUDGETS))
-    parser.add_argument("--out", type=Path, default=RESULTS / "reader_speed.json")
     options = parser.parse_args()
     rate = read_bandwidth()
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": command("reader_speed.py"),
-        "bandwidth": rate,
-        "rows": [],
-    }
+    found = report_head() | {"bandwidth": rate, "rows": []}
     print(f"{found['device']}: a kernel that only reads, {rate / 1e12:.2f} TB/s")
     for name in options.shapes:
         found["rows"] += measure(name, tuple(options.batches), tuple(options.budgets), rate)

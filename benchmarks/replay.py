@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command import command
-from common import machine, table, write
+from common import command, machine, script_parser, table, write
 
 LAYERS, EXPERTS, TOP_K, RANKS, NODES, REDUNDANT = 58, 256, 8, 16, 2, 32
 TOKENS = 4096
@@ -157,14 +156,13 @@ def floor_once(pairs: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "replay.json")
     parser.add_argument("--pairs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--stacks", nargs="+", default=STACKS)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--against", metavar="PYTHON", help="the other version's")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay.json"))
     parser.add_argument("--one", nargs=3, metavar=("TRACE", "STACK", "DEVICE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -201,7 +199,7 @@ def main() -> None:
         row["ratio_to_product_alone"] = row["pairs_scored_per_second"] / floor
     table("replays", rows)
     report = {
-        "command": command("replay.py"),
+        "command": command(),
         "machine": machine(),
         "gpu": gpu_name() if arguments.device == "cuda" else None,
         "shape": {"layers": LAYERS, "experts": EXPERTS, "ranks": RANKS, "nodes": NODES, "redundant": REDUNDANT},

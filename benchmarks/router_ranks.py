@@ -10,18 +10,16 @@ forms choose the same experts on every rank.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from command import command
-from common import RESULTS, table, write
+from common import script_parser, table, write
+from device_times import report_head
 from runtime_common import Bench
 
 from epsim.policies.base import Routed, RouterWork, alone
@@ -84,23 +82,21 @@ def measure(bench: Bench, name: str, tokens: int, collective: Collective) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS / "router_ranks.json")
+    parser = script_parser(__doc__, "router_ranks.json")
     options = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    bench, rows = Bench(dist.get_rank(), dist.get_world_size(), device), []
+    bench, rows = Bench.in_group(device), []
     for kind in ("peer", "torch"):
         collective, _ = choose_collective(kind, None, device, 8 * (EXPERTS + 1))
         tokens = TOKENS if kind == "peer" else TOKENS[:1]
         rows += [measure(bench, name, number, collective) for number in tokens for name in ROUTERS]
         collective.close()
-    if dist.get_rank() == 0:
+    if bench.rank == 0:
         table("microseconds", rows)
-        name = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
-        found = {"device": name, "torch": torch.__version__, "command": command("router_ranks.py"), "rows": rows}
-        write(options.out, found)
+        report = report_head() | {"device": f"{bench.size} x {bench.name}", "rows": rows}
+        write(options.out, report)
     dist.destroy_process_group()
 
 

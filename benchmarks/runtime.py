@@ -9,7 +9,6 @@ With --parts, a file that exists keeps its other parts. It must be of the same d
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -24,7 +23,7 @@ from typing import Any
 import runtime_parts as parts
 import torch
 import torch.distributed as dist
-from common import table, write
+from common import script_parser, table, write
 from later_parts import with_parts
 from runtime_common import Bench, versions
 from runtime_relocation import relocation
@@ -40,7 +39,7 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -48,7 +47,7 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
-    bench = Bench(rank, dist.get_world_size(), device)
+    bench = Bench.in_group(device)
     found: dict[str, Any] = {}
     before = None
     if options.out and options.out.exists() and options.parts != list(PARTS):

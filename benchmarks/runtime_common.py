@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from epsim.calibrate.machine import Machine
 from epsim.models.shapes import LayerShape, shape_of
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.stack import parse_stack
@@ -24,11 +24,8 @@ REDUNDANT = {V3.name: 28, QWEN.name: 16}
 SEED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    rank: int
-    size: int
-    device: torch.device
+class Bench(Machine):
+    """One rank of a benchmark: what it times is that of the slowest rank. Every rank calls the same methods."""
 
     @property
     def has_deep_ep(self) -> bool:
@@ -41,21 +38,8 @@ class Bench:
         return float(value)
 
     def time(self, run: Callable[..., object], *args: Any, inner: int = 20, repeats: int = 15) -> float:
-        """Microseconds a call of run(*args): median over repeats of `inner` calls in a row. Collective."""
-        for _ in range(3):
-            run(*args)
-        found = []
-        for _ in range(repeats):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            dist.barrier()
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(inner):
-                run(*args)
-            end.record()
-            torch.cuda.synchronize()
-            found.append(begin.elapsed_time(end) * 1e3 / inner)
-        return self.slowest(statistics.median(found))
+        """Microseconds per call of run(*args): the median over repeats of `inner` calls in a row. Collective."""
+        return self.together_us(partial(run, *args), None, repeats, inner)
 
     def time_graph(self, run: Callable[..., object], *args: Any, inner: int = 10, repeats: int = 30) -> float:
         """The same in a CUDA graph of `inner` calls. Collective."""
@@ -64,15 +48,16 @@ class Bench:
         captured.reset()  # before what it works on, and the group, are gone
         return found
 
-    def capture(self, run: Callable[..., object], *args: Any, inner: int = 1) -> torch.cuda.CUDAGraph:
+    def capture(self, run: Callable[..., object], *args: Any, inner: int = 1, **options: Any) -> torch.cuda.CUDAGraph:
+        """A CUDA graph of `inner` calls of run(*args, **options)."""
         for _ in range(3):
-            run(*args)
+            run(*args, **options)
         torch.cuda.synchronize()
         dist.barrier()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured, capture_error_mode="thread_local"):
             for _ in range(inner):
-                run(*args)
+                run(*args, **options)
         return captured
 
 

@@ -12,6 +12,7 @@ graph: the whole layer, eager and as a graph, with and without balancing.
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +38,13 @@ BALANCED = "eplb+lplb+waterfill"
 PLAIN = "eplb"
 
 
+def slots_of(bench: Bench, shape: LayerShape) -> int:
+    """The slots of a rank, the shared expert's among them."""
+    return (shape.num_experts + redundant_on(bench.size, shape)) // bench.size + shape.has_shared
+
+
 def exchanges(bench: Bench, shape: LayerShape) -> dict[str, Any]:
-    slots = (shape.num_experts + redundant_on(bench.size, shape)) // bench.size + shape.has_shared
+    slots = slots_of(bench, shape)
     found: dict[str, Any] = {"torch": TorchExchange(None, slots)}
     if bench.has_deep_ep:
         found["deep_ep"] = DeepEPExchange(None, slots, shape.hidden, MOST)
@@ -62,18 +68,10 @@ def layer_of(bench: Bench, shape: LayerShape, text: str, exchange: Any, most: in
     )
 
 
-def like(layer: ExpertParallelMoE, exchange: Any, balancer: Any = None) -> ExpertParallelMoE:
-    """The same layer and weights with another exchange or balancer."""
-    balancer = balancer or layer.balancer
-    return ExpertParallelMoE(
-        layer.shape,
-        layer.layer,
-        layer.router,
-        balancer,
-        exchange,
-        layer.experts,
-        PhaseClock(layer.clock.rank, layer.clock.device),
-    )
+def like(layer: ExpertParallelMoE, exchange: Any) -> ExpertParallelMoE:
+    """The same layer and weights with another exchange."""
+    clock = PhaseClock(layer.clock.rank, layer.clock.device)
+    return ExpertParallelMoE(layer.shape, layer.layer, layer.router, layer.balancer, exchange, layer.experts, clock)
 
 
 def hidden_of(bench: Bench, shape: LayerShape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -100,9 +98,8 @@ def outputs(bench: Bench) -> list[dict[str, Any]]:
                     )
                     far = float((output.double() - wanted).norm() / wanted.norm())
                     worst = max(worst, far) if far == far else float("inf")
-            rows.append(
-                {"shape": shape.name, "experts": shape.num_experts, "exchange": name, "error": bench.slowest(worst)}
-            )
+            row = {"shape": shape.name, "experts": shape.num_experts, "exchange": name}
+            rows.append(row | {"error": bench.slowest(worst)})
             one.close()
         del first
         torch.cuda.empty_cache()
@@ -111,7 +108,7 @@ def outputs(bench: Bench) -> list[dict[str, Any]]:
 
 def exchange(bench: Bench) -> list[dict[str, Any]]:
     rows = []
-    per_rank = (V3.num_experts + redundant_on(bench.size, V3)) // bench.size + 1
+    per_rank = slots_of(bench, V3)
     for num_sms in (20, 24, 32, 64) if bench.has_deep_ep else (20,):
         known: dict[str, Any] = {"torch": TorchExchange(None, per_rank)} if num_sms == 20 else {}
         if bench.has_deep_ep:
@@ -221,9 +218,8 @@ def phases(bench: Bench) -> list[dict[str, Any]]:
     for shape in (V3, QWEN):
         first = None
         for name, one in exchanges(bench, shape).items():
-            first = (
-                layer_of(bench, shape, BALANCED if shape.has_shared else "eplb+lplb", one) if first is None else first
-            )
+            if first is None:
+                first = layer_of(bench, shape, BALANCED if shape.has_shared else "eplb+lplb", one)
             layer = like(first, one)
             layer.clock.timed = True
             for num_tokens in (128, 4096):
@@ -250,40 +246,34 @@ def phases(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
-def _step(layer: ExpertParallelMoE, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = layer(hidden, step=0, forced_ids=ids)
-    return output
-
-
 def graph(bench: Bench) -> list[dict[str, Any]]:
     if not bench.has_deep_ep:
         return [{"skipped": "no deep_ep"}]
     rows, most = [], 512
-    slots = (V3.num_experts + redundant_on(bench.size, V3)) // bench.size + 1
-    one = DeepEPExchange(None, slots, V3.hidden, most, fixed_size=True)
+    one = DeepEPExchange(None, slots_of(bench, V3), V3.hidden, most, fixed_size=True)
     plain = layer_of(bench, V3, PLAIN, one, most)
     balanced = layer_of(bench, V3, BALANCED, one, most)
     for num_tokens in (64, 128, 512):
         hidden = hidden_of(bench, V3, num_tokens)
         ids = skewed_ids(V3, num_tokens, 400 + bench.rank, bench.device)
         for text, layer in ((PLAIN, plain), (BALANCED, balanced)):
+            step = partial(layer, hidden, step=0, forced_ids=ids)
             torch.cuda.synchronize()
-            layer(hidden, step=0, forced_ids=ids)
+            step()
             torch.cuda.set_sync_debug_mode("error")
-            layer(hidden, step=0, forced_ids=ids)
+            step()
             torch.cuda.set_sync_debug_mode("default")
-            eager = layer(hidden, step=0, forced_ids=ids).clone()
-            kept: list[torch.Tensor] = []
+            eager = step().clone()
             captured = torch.cuda.CUDAGraph()
             with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-                kept.append(layer(hidden, step=0, forced_ids=ids))
-            kept[0].zero_()
+                output = step()
+            output.zero_()
             captured.replay()
             torch.cuda.synchronize()
             row: dict[str, Any] = {"stack": text, "tokens": num_tokens}
-            row["differs_from_eager"] = bench.slowest(float((kept[0] - eager).abs().max()))
+            row["differs_from_eager"] = bench.slowest(float((output - eager).abs().max()))
             row["graph"] = bench.time(captured.replay, inner=10, repeats=20)
-            row["eager"] = bench.time(_step, layer, hidden, ids)
+            row["eager"] = bench.time(step)
             captured.reset()
             rows.append(row)
     one.close()

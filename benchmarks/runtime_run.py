@@ -10,7 +10,6 @@ step. Times are microseconds, medians over steps and layers. `predicted` is the 
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command import command
-from common import write
+from common import command, script_parser, write
 
 from epsim.models.shapes import shape_of
 from epsim.results import read_results
@@ -76,7 +74,7 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -91,7 +89,7 @@ def main() -> None:
     for line in [dict(zip(shown, shown)), *rows]:
         print("  ".join(f"{line[key]:.0f}" if isinstance(line[key], float) else str(line[key]) for key in shown))
     if options.out:
-        report = {"command": command("runtime_run.py"), "device": rows[0]["device"]}
+        report = {"command": command(), "device": rows[0]["device"]}
         write(options.out, report | {"runs": rows})
 
 

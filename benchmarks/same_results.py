@@ -11,7 +11,6 @@ differs, and exits with 1 if there is any.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,6 +19,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from common import script_parser
 
 CLUSTER = ("--ranks", "16", "--nodes", "2", "--redundant", "32")
 STACKS = ("contiguous", "eplb", "eplb+lplb", "eplb+lplb+waterfill", "searched+lplb")
@@ -60,11 +61,10 @@ def write_counts(target: Path) -> None:
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every value with its path, such as `replay:stacks.0.metrics.peak.mean`."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
-    if items is None:
+    if not isinstance(value, (dict, list)):
         yield path, value
         return
-    for key, part in items:
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
         yield from leaves(part, f"{path}.{key}" if not path.endswith(":") else f"{path}{key}")
 
 
@@ -81,7 +81,7 @@ def results(python: str, name: str, arguments: tuple[str, ...], trace: Path, out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("old", type=os.path.abspath, help="Python of the first version")
     parser.add_argument("new", type=os.path.abspath, help="Python of the second version")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))

@@ -19,7 +19,6 @@ one call for a whole set. On a GPU `alone` is a launch of one problem in a CUDA 
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections import defaultdict
@@ -32,8 +31,7 @@ import numpy as np
 import split_baselines as baselines
 import split_problems as problems
 import torch
-from command import command
-from common import RESULTS, ROOT, processor, table
+from common import ROOT, command, processor, script_parser, table
 from split_problems import TOP_K as TOP_K
 from split_problems import ProblemSet, marginals
 from split_solvers import GLOP, HIGHS, OURS, Answer, Asked, Flags, Floats, solvers
@@ -154,12 +152,11 @@ def sets(recordings: Path, seed: int) -> tuple[list[ProblemSet], str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "split.json")
     parser.add_argument("--problems", type=int, default=100, help="problems of a set, the same for all solvers")
     parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces")
     parser.add_argument("--solvers", nargs="*", default=[], help="beginnings of their names; all by default")
     parser.add_argument("--kinds", nargs="*", default=[], help="real, pairs, hard; all by default")
-    parser.add_argument("--out", type=Path, default=RESULTS / "split.json")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     begun = time.perf_counter()
@@ -201,7 +198,7 @@ def main() -> None:
     if len(np.concatenate(apart)):
         print(f"\nlargest difference of GLOP's and HiGHS's optimum: {disagreement:.1e}")
     result = {
-        "command": command("split.py"),
+        "command": command(),
         "cpu": processor(),
         "gpu": gpu,
         "versions": versions(),

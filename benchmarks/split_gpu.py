@@ -17,7 +17,6 @@ ranks with 16,384 tokens each, 1,000 problems are timed alone, of other cases 30
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,9 +24,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from command import command
-from common import RESULTS, ROOT, table, write
-from device_times import graph, times_by_input
+from common import ROOT, script_parser, table, write
+from device_times import graph, report_head, times_by_input
 from split_problems import TOP_K, marginals, planned_by_eplb, sample_counts
 
 from epsim.kernels.split import Solution, SplitStructure, prepare, solve, solve_batched, solve_gathered
@@ -173,9 +171,8 @@ def problems(recordings: Path, rng: np.random.Generator) -> Iterator[Problem]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "split_gpu.json")
     parser.add_argument("--recordings", type=Path, default=ROOT / "../shared/traces/deepseek-v3-sglang")
-    parser.add_argument("--out", type=Path, default=RESULTS / "split_gpu.json")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = np.random.default_rng(options.seed)
@@ -185,14 +182,7 @@ def main() -> None:
     for problem in problems(options.recordings, rng):
         row = measure(*problem)
         rows.append(row)
-        result = {
-            "command": command("split_gpu.py"),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "empty_us": empty,
-            "rows": rows,
-        }
-        write(options.out, result)
+        write(options.out, report_head() | {"empty_us": empty, "rows": rows})
     shown = [{**row, **{f"{kind} p50": row[kind]["p50"] for kind in COLUMNS}} for row in rows]
     table("microseconds", shown)
 

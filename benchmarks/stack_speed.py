@@ -16,17 +16,13 @@ mean over CALLS batches.
 
 from __future__ import annotations
 
-import argparse
-import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from command import command
-from common import RESULTS, table, write
-from device_times import timed
+from common import script_parser, table, write
+from device_times import report_head, timed_in_turn
 from reader_speed import SHAPES, Layers
 
 from epsim.kernels.experts import decode
@@ -37,7 +33,8 @@ EXPERTS, TOP_K, HIDDEN = SHAPES[SHAPE][:3]
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 BUDGET = 0.178
 PLAIN, OEA = Rule(((1, TOP_K),)), Rule(((2, 4),))
-Whole: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Form: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], Any]
+"""Of x, logits and the number of the layer."""
 
 
 def torch_routing(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +49,7 @@ def by_kernel(rule: Rule) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.
 class Stacks:
     def __init__(self) -> None:
         layers = Layers(SHAPES[SHAPE])
-        self.whole: list[Whole] = layers.whole
+        self.whole = layers.whole
         self.readers = layers.readers(BUDGET)
         self.source = torch.Generator("cuda").manual_seed(5)
 
@@ -68,15 +65,14 @@ class Stacks:
             for _ in range(CALLS)
         ]
 
-    def forms(self) -> dict[str, Callable[[int, torch.Tensor, torch.Tensor], Any]]:
-        """Of a layer's number, x and logits."""
+    def forms(self) -> dict[str, Form]:
         whole, readers = self.whole, self.readers
 
-        def dense(route: Any) -> Callable[[int, torch.Tensor, torch.Tensor], Any]:
-            return lambda layer, x, logits: decode(x, *route(logits), *whole[layer])
+        def dense(route: Any) -> Form:
+            return lambda x, logits, layer: decode(x, *route(logits), *whole[layer])
 
-        def read(route: Any) -> Callable[[int, torch.Tensor, torch.Tensor], Any]:
-            return lambda layer, x, logits: readers[layer].read(x, *route(logits))
+        def read(route: Any) -> Form:
+            return lambda x, logits, layer: readers[layer].read(x, *route(logits))
 
         plain, oea = by_kernel(PLAIN), by_kernel(OEA)
         return {
@@ -85,8 +81,8 @@ class Stacks:
             "topk-channels(0.178)": read(plain),
             "oea(k0=4)+topk-channels(0.178)": read(oea),
             "torch routing": dense(torch_routing),
-            "routing alone": lambda layer, x, logits: plain(logits),
-            "oea alone": lambda layer, x, logits: oea(logits),
+            "routing alone": lambda x, logits, layer: plain(logits),
+            "oea alone": lambda x, logits, layer: oea(logits),
         }
 
 
@@ -95,12 +91,8 @@ def measure(stacks: Stacks, draw: str, batch: int) -> dict[str, Any]:
     row: dict[str, Any] = {"routing": draw, "batch": batch}
     for name, rule in (("read", PLAIN), ("read, oea", OEA)):
         row[name] = float(np.mean([int(route_logits(rule, logits, TOP_K)[2]) for _, logits in given]))
-    us = {}
-    for name, form in stacks.forms().items():
-        calls: list[Callable[[], Any]] = []
-        for (x, logits), layer in zip(given, itertools.cycle(range(len(stacks.whole))), strict=False):
-            calls.append(lambda f=form, own=(layer, x, logits): f(*own))  # type: ignore[misc]
-        us[name] = timed(calls, REPLAYS)
+    layers = [(number,) for number in range(len(stacks.whole))]
+    us = {name: timed_in_turn(form, given, layers, REPLAYS) for name, form in stacks.forms().items()}
     row["us"] = us
     row["gain"] = {name: us["topk"] / value for name, value in us.items() if "alone" not in name and name != "topk"}
     return row
@@ -118,14 +110,10 @@ def same(stacks: Stacks) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS / "stack_speed.json")
+    parser = script_parser(__doc__, "stack_speed.json")
     options = parser.parse_args()
     stacks = Stacks()
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "command": command("stack_speed.py"),
+    found = report_head() | {
         "shape": SHAPE,
         "routing differs by": same(stacks),
         "rows": [measure(stacks, draw, batch) for draw in ("uniform", "alike") for batch in BATCHES],

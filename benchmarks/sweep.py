@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from command import command
-from common import machine, table, write
+from common import command, machine, script_parser, table, write
 
 LAYERS, EXPERTS, TOP_K, TOKENS = 8, 256, 8, 2048
 STACKS = ("eplb", "eplb+lplb", "eplb+lplb(counts=gathered)")
@@ -122,10 +121,9 @@ def serial(grid: Path, out: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "sweep.json")
     parser.add_argument("--cells", type=int, default=24)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sweep.json"))
     parser.add_argument("--serial", nargs=2, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serial:
@@ -148,7 +146,7 @@ def main() -> None:
         by_ranks = serial(write_grid(folder, "ranks", RANKS, 1, 4, ("eplb", "eplb+lplb")), folder / "ranks")
     found = {
         "machine": machine(),
-        "command": command("sweep.py"),
+        "command": command(),
         "shape": {"layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K, "tokens": TOKENS, "stacks": list(STACKS)},
         "load_before": load,
         "load_after": os.getloadavg()[0],

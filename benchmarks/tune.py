@@ -8,7 +8,6 @@ marginals, mixed by the walk of `epsim traces synthesize`: 58 layers, 256 expert
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -19,8 +18,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from command import command
-from common import RESULTS, machine, write
+from common import command, machine, script_parser, write
 
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
@@ -61,13 +59,12 @@ def draw(folder: Path, target: Path, num_steps: int, drift: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__, "tune.json")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--drift", type=float, default=0.05)
     parser.add_argument("--gpus", type=int, default=16)
     parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--out", type=Path, default=RESULTS / "tune.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder, "trace.parquet")
@@ -82,7 +79,7 @@ def main() -> None:
     results = json.loads(done.stdout)
     tuned = results["tune"]
     report = {
-        "command": command("tune.py").replace(str(arguments.folder), "FOLDER"),
+        "command": command().replace(str(arguments.folder), "FOLDER"),
         "machine": machine(),
         "load_average": os.getloadavg()[0],
         "shape": {"steps": arguments.steps, "layers": 58, "experts": 256, "tokens": TOKENS, "gpus": arguments.gpus},

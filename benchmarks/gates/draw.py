@@ -10,7 +10,6 @@ drawn from a lognormal popularity that has drifted by a fifth since it was plann
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import script_parser
 
 from epsim.models.spec import ModelSpec, load_model
 from epsim.placement.base import Cluster
@@ -135,7 +135,7 @@ def local_slots(batches: Batches, text: str) -> list[np.ndarray[Any, Any]]:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--recordings", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(words)

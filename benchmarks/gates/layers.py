@@ -12,9 +12,7 @@ itself. FILE is written again after every case.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,20 +23,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from command import command
+from common import command, script_parser, write
 from runtime_common import SEED, Bench, versions
 from runtime_parts import like
-from whole_host.cases import ON_CPU, ON_GPU, STACKS, Host, made, same
+from whole_host.cases import ON_CPU, ON_GPU, STACKS, Host, exchange_of, made, same
 from whole_host.sources import Source, deepseek, gpt_oss, sample
 
 from epsim.calibrate.experts import shape_for
-from epsim.calibrate.machine import Machine
-from epsim.files import message_line, whole_file
+from epsim.files import message_line
 from epsim.models.shapes import LayerShape
 from epsim.models.spec import load_model
 from epsim.policies.apply import bind
 from epsim.policies.stack import parse_stack
-from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.job import Job, tokens_of
 from epsim.runtime.layer import ExpertParallelMoE
 from epsim.traces.trace import TokenBlock
@@ -83,11 +79,7 @@ def measured(host: Host, case: Case, tokens: tuple[int, ...]) -> Iterator[dict[s
     for number in tokens:
         begun = time.monotonic()
         block = source.block(bench.size, number, BATCHES)
-        fixed = choose_exchange(
-            exchange, group=None, device=bench.device, dtype=host.dtype, hidden=case.shape.hidden,
-            slots_per_rank=model.layers[0][0].balancer.slots_per_rank, columns=case.shape.top_k + case.shape.has_shared,
-            max_tokens=number, fixed_size=host.on_gpu,
-        )  # fmt: skip
+        fixed = exchange_of(host, exchange, case.shape, model, number)
         layers = [like(layer, fixed) for (layer,) in model.layers]
         times, parts = _times(host, job, layers, block, number)
         fixed.close()
@@ -174,19 +166,7 @@ def _row_us(host: Host, graph: Any, calls: int) -> float:
     """Microseconds a call on this rank, of so many in a row. Collective."""
     run = graph.replay if host.on_gpu else graph
     dist.barrier()
-    if not host.on_gpu:
-        begun = time.perf_counter()
-        for _ in range(calls):
-            run()
-        return (time.perf_counter() - begun) * 1e6 / calls
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / calls
+    return host.bench.in_a_row_us([run] * calls) / calls
 
 
 def loads(job: Job, place: int, block: TokenBlock) -> dict[str, Any]:
@@ -216,19 +196,18 @@ def _alone(block: TokenBlock, number: int) -> TokenBlock:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--recordings", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="after which no case is begun")
     options = parser.parse_args(words)
-    machine = Machine.here("auto")
-    bench = Bench(machine.rank, machine.size, machine.device)
-    sizes = ON_GPU if machine.on_gpu else ON_CPU
+    bench = Bench.here("auto")
+    sizes = ON_GPU if bench.on_gpu else ON_CPU
     host = Host(bench, sizes, options.recordings, Path())
-    tokens = TOKENS if machine.on_gpu else tuple(sizes.tokens)
+    tokens = TOKENS if bench.on_gpu else tuple(sizes.tokens)
     until = time.monotonic() + options.seconds
-    report: dict[str, Any] = {"command": command("gates.py"), "num_devices": bench.size} | machine.described()
-    report |= (versions() if machine.on_gpu else {}) | {"command": command("gates.py"), "seed": SEED, "rows": []}
+    report = bench.described() | (versions() if bench.on_gpu else {})
+    report |= {"command": command(), "num_devices": bench.size, "seed": SEED, "rows": []}
     for case in cases(options.recordings, sizes.wide, bench.size, max(tokens)):
         if not host.goes_on(until):
             break
@@ -239,8 +218,7 @@ def main(words: list[str]) -> None:
                 report["rows"].append(row)
                 if bench.rank == 0:
                     print(f"{what}, {row['tokens']} tokens: {row['seconds']} s", flush=True)
-                    with whole_file(options.out) as temporary:
-                        temporary.write_text(json.dumps(report, separators=(",", ":")).replace("},{", "},\n{") + "\n")
+                    write(options.out, report, row_a_line=True)
         except (ValueError, RuntimeError) as error:  # on every rank alike, or the others time out
             print(f"{what}: rank {bench.rank}: {message_line(str(error))}", flush=True)
     dist.barrier()

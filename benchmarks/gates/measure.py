@@ -11,7 +11,6 @@ the microseconds, and the differences between several passes. Times are medians 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -22,11 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from command import command
+from common import command, script_parser, write
 
 from epsim.calibrate.experts import drawn_counts, rank_experts, received_of, shape_for
 from epsim.calibrate.machine import DTYPE, Machine
-from epsim.files import whole_file
 from epsim.models.spec import load_model
 from epsim.runtime.exchange.base import Received
 
@@ -99,7 +97,7 @@ def cells(machine: Machine) -> list[dict[str, Any]]:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("part", choices=("cells", "slices"))
     parser.add_argument("--batches", type=Path, help="of benchmarks/gates/draw.py, for slices")
     parser.add_argument("--model", action="append", choices=MODELS, help="for slices; repeatable, else all")
@@ -107,20 +105,15 @@ def main(words: list[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(words)
     machine = Machine.here("cuda")
-    report: dict[str, Any] = machine.described() | {"command": command("gates.py"), options.part: []}
+    report: dict[str, Any] = machine.described() | {"command": command(), options.part: []}
     if options.part == "slices" and options.batches is None:
         parser.error("slices need --batches")
     if options.part == "cells":
         report["cells"] = cells(machine)
-        write(report, options.out)
+        write(options.out, report, row_a_line=True)
         return
     begun = time.perf_counter()
     for row in slices(machine, options.batches, options.seconds, options.model or MODELS):
         report["slices"].append(row)
-        write(report, options.out)
+        write(options.out, report, row_a_line=True)
     print(f"{len(report['slices'])} cases, {time.perf_counter() - begun:.0f} s", flush=True)
-
-
-def write(report: dict[str, Any], path: Path) -> None:
-    with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(report, separators=(",", ":")).replace("},{", "},\n{") + "\n")

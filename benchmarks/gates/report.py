@@ -15,7 +15,6 @@ fails is shown as failed.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, write
+from common import RESULTS, script_parser, write
 
 from epsim.cost.calibrated import ExchangeTable, load_calibration, read_table
 from epsim.cost.curve import curve
@@ -149,7 +148,7 @@ def public_gates() -> Iterator[Gate]:
 
 
 def main(words: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
     measured = json.loads((RESULTS / "gates_h200.json").read_text())

@@ -35,11 +35,11 @@ from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.runtime.balance_cuda import KernelBalancer
 from epsim.runtime.beats import JobClock
+from epsim.runtime.exchange.base import Exchange
 from epsim.runtime.exchange.choose import choose_exchange
 from epsim.runtime.exchange.deep_ep import obstacle
 from epsim.runtime.faults import Watch
 from epsim.runtime.job import Job, JobStack, Place, RandomLayers, run_job, tokens_of
-from epsim.runtime.layer import ExpertParallelMoE
 from epsim.runtime.reference import reference_output
 from epsim.runtime.telemetry import TelemetryWriter, joined, read_rank
 from epsim.runtime.weights import RandomWeights
@@ -86,7 +86,7 @@ ON_CPU = Sizes(
 @dataclass(frozen=True, slots=True, eq=False)
 class Host:
     """A rank's place in the measurement. recordings: a folder, or None. calibration: a folder of tables, which may be
-    empty. until: when to begin no further case."""
+    empty."""
 
     bench: Bench
     sizes: Sizes
@@ -95,7 +95,7 @@ class Host:
 
     @property
     def on_gpu(self) -> bool:
-        return self.bench.device.type == "cuda"
+        return self.bench.on_gpu
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,7 +113,7 @@ class Host:
 
 
 def layers(host: Host, exchange: str, until: float) -> Iterator[dict[str, Any]]:
-    """Rows, on rank 0. Collective. The first routing with all redundancies, the others with the most and none."""
+    """Collective. The first routing with all redundancies, the others with the most and none."""
     sizes, most = host.sizes, max(host.sizes.tokens)
     per_step = host.bench.size * most
     found = sources(host.recordings, sizes.wide, per_step, max(sizes.tokens.values()), host.bench.device)
@@ -143,25 +143,22 @@ def cases(
     host: Host, source: Source, texts: Sequence[str], exchange: str, redundant: int, tokens: dict[int, int],
     model_name: str, until: float,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Every number of tokens under one set of layers. Collective; rows on rank 0."""
+    """Every number of tokens under one set of layers. Collective. Only rank 0's rows are complete."""
     head: dict[str, Any] = {"source": source.name, "what": source.what, "num_experts": source.shape.num_experts}
     head |= {"top_k": source.shape.top_k, "exchange": exchange, "redundant": redundant}
     if not host.goes_on(until):
-        if host.bench.rank == 0:
-            yield head | {"skipped": "no time left"}
+        yield head | {"skipped": "no time left"}
         return
     try:
         model, job, clock = made(host, source, texts, exchange, redundant, tokens)
     except ValueError as error:  # on every rank alike: nothing was begun
-        if host.bench.rank == 0:
-            yield head | {"skipped": str(error)}
+        yield head | {"skipped": str(error)}
         return
     timing, why = _timing(host, source.shape, exchange, model_name)
     checked = _outputs(host, source, job, model)
     for number, steps in tokens.items():
         if not host.goes_on(until):
-            if host.bench.rank == 0:
-                yield head | {"tokens": number, "skipped": "no time left"}
+            yield head | {"tokens": number, "skipped": "no time left"}
             continue
         begun = time.monotonic()
         block = source.block(host.bench.size, number, steps)
@@ -172,8 +169,7 @@ def cases(
         if found is None:
             continue
         row = head | {"tokens": number, "steps": steps, "equals_replay": not found.differing, **why}
-        row["host_us"] = {"experts": host_us}
-        row["seconds"] = round(time.monotonic() - begun, 2)
+        row |= {"host_us": {"experts": host_us}, "seconds": round(time.monotonic() - begun, 2)}
         row["stacks"] = _of_stacks(texts, found, checked, graphs)
         row["right"] = row["equals_replay"] and max(checked) < host.sizes.tolerance
         yield row
@@ -191,11 +187,9 @@ def made(
 ) -> tuple[RandomLayers, Job, JobClock]:
     shape, cluster = source.shape, Cluster(host.bench.size, 1, redundant, 1)
     slots = cluster.num_physical(shape.num_experts) // cluster.num_ranks + shape.has_shared
-    if exchange == "deep_ep":
-        given = (host.bench.device, host.dtype, host.bench.size, shape.hidden, slots, shape.top_k + shape.has_shared)
-        why = obstacle(*given)
-        if why is not None:
-            raise ValueError(why)
+    given = (host.bench.device, host.dtype, host.bench.size, shape.hidden, slots, shape.top_k + shape.has_shared)
+    if exchange == "deep_ep" and (why := obstacle(*given)) is not None:
+        raise ValueError(why)
     if host.on_gpu:
         wanted = len(texts) * (slots * shape.expert_bytes)
         free = -host.bench.slowest(-float(torch.cuda.mem_get_info()[0]))
@@ -268,32 +262,35 @@ def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list
     bench, shape, (block,) = host.bench, job.shape, job.blocks(0)
     batches = [tokens_of(block, step, job, host.place).ids[:, 0] for step in range(min(GRAPHED, job.num_steps))]
     ids, hidden = torch.empty_like(batches[0]), torch.randn(tokens, shape.hidden, device=bench.device).to(host.dtype)
-    fixed = choose_exchange(
-        "deep_ep", group=None, device=bench.device, dtype=host.dtype, hidden=shape.hidden,
-        slots_per_rank=model.layers[0][0].balancer.slots_per_rank, columns=shape.top_k + shape.has_shared,
-        max_tokens=tokens, fixed_size=True,
-    )  # fmt: skip
-    captured: list[torch.cuda.CUDAGraph | None] = []
+    fixed = exchange_of(host, "deep_ep", shape, model, tokens)
+    ids.copy_(batches[0])
+    captured: list[tuple[list[float], KernelBalancer, torch.cuda.CUDAGraph]] = []
+    found: list[list[float] | None] = []
     for (layer,) in model.layers:
-        if not isinstance(layer.balancer, KernelBalancer) or layer.balancer.bound.stack.router.acts:
-            captured.append(None)
-            continue
-        ids.copy_(batches[0])
-        captured.append(bench.capture(_call, like(layer, fixed), hidden, ids))
-    found: list[list[float] | None] = [None if graph is None else [] for graph in captured]
+        found.append(None)
+        if isinstance(layer.balancer, KernelBalancer) and not layer.balancer.bound.stack.router.acts:
+            found[-1] = times = list[float]()
+            graph = bench.capture(like(layer, fixed), hidden, step=0, forced_ids=ids)
+            captured.append((times, layer.balancer, graph))
     for step, batch in zip(block.steps.tolist(), batches, strict=False):
         ids.copy_(batch)
-        for (layer,), graph in zip(model.layers, captured, strict=True):
-            if graph is not None and isinstance(layer.balancer, KernelBalancer):
-                layer.balancer.begin(step)  # as a replay draws
-        for graph, times in zip(captured, found, strict=True):
-            if graph is not None and times is not None:
-                times.append(bench.time(graph.replay, inner=3, repeats=3))
-    for graph in captured:
-        if graph is not None:
-            graph.reset()
+        for _, balancer, _ in captured:
+            balancer.begin(step)  # draws as a replay does
+        for times, _, graph in captured:
+            times.append(bench.time(graph.replay, inner=3, repeats=3))
+    for _, _, graph in captured:
+        graph.reset()
     fixed.close()
     return found
+
+
+def exchange_of(host: Host, name: str, shape: LayerShape, model: RandomLayers, tokens: int) -> Exchange:
+    """An exchange for batches of so many tokens; on a GPU of fixed size, so that a layer with it can be captured."""
+    return choose_exchange(
+        name, group=None, device=host.bench.device, dtype=host.dtype, hidden=shape.hidden,
+        slots_per_rank=model.layers[0][0].balancer.slots_per_rank, columns=shape.top_k + shape.has_shared,
+        max_tokens=tokens, fixed_size=host.on_gpu,
+    )  # fmt: skip
 
 
 def _host_us(host: Host, job: Job, model: RandomLayers) -> float:
@@ -314,11 +311,6 @@ def _host_us(host: Host, job: Job, model: RandomLayers) -> float:
         found.append((time.perf_counter() - begun) * 1e6)
     layer.exchange.combine(outputs, received)
     return host.bench.slowest(statistics.median(found))
-
-
-def _call(layer: ExpertParallelMoE, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = layer(hidden, step=0, forced_ids=ids)
-    return output
 
 
 def _timing(host: Host, shape: LayerShape, exchange: str, model_name: str) -> tuple[LayerTiming | None, dict[str, str]]:

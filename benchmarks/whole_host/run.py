@@ -32,8 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from command import command
-from common import table
+from common import command, script_parser, table, write
 from runtime_run import STEPS, draw
 
 from epsim.files import message_line, whole_file
@@ -57,7 +56,7 @@ class Run:
         self.out, self.ranks, self.recordings = options.out, ranks, options.recordings
         self.end = time.monotonic() + 60 * options.minutes
         self.work = Path(tempfile.mkdtemp())
-        self.found: dict[str, Any] = {"command": command("whole_host.py")}
+        self.found: dict[str, Any] = {"command": command()}
         words = "as given" if self.recordings else "none given: experts are drawn, and the sample's tokens"
         self.found |= {"recordings": words, "parts": {}}
 
@@ -76,8 +75,7 @@ class Run:
             if path.stem in SHARES:
                 self.found["parts"].setdefault(path.stem, {}).update(json.loads(path.read_text()))
         self.found["gates"] = gates_of(self.found["parts"])
-        with whole_file(self.out / "whole_host.json") as temporary:
-            temporary.write_text(json.dumps(self.found, indent=1) + "\n")
+        write(self.out / "whole_host.json", self.found)
         archive = self.out / "calibrated.tar.gz"
         if self.found["parts"].get("calibrate", {}).get("done") and not archive.exists():
             with whole_file(archive) as temporary, tarfile.open(temporary, "w:gz") as tar:
@@ -90,19 +88,9 @@ class Run:
 
     def words(self, parts: list[str], seconds: float) -> list[str]:
         """The command of one launch of the ranks."""
-        recordings = [] if self.recordings is None else ["--recordings", str(self.recordings)]
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
-        return [
-            *words,
-            "-m",
-            "whole_host.worker",
-            *parts,
-            "--seconds",
-            f"{seconds:.0f}",
-            "--work",
-            str(self.work),
-            *recordings,
-        ]
+        words += ["-m", "whole_host.worker", *parts, "--seconds", f"{seconds:.0f}", "--work", str(self.work)]
+        return words if self.recordings is None else [*words, "--recordings", str(self.recordings)]
 
     def together(self, parts: list[str], reserve: float) -> str | None:
         """One launch for all of the parts; the one that it broke off in, None where none did. reserve: seconds that are
@@ -187,18 +175,17 @@ def shown(part: str, found: dict[str, Any]) -> None:
     rows = []
     for row in found.get("rows", []):
         head = {key: value for key, value in row.items() if key not in ("what", "stacks", "timing")}
-        for stack in row.get("stacks", [{}]):
-            flat = {"stack": stack["stack"], "error": stack["error"]} if stack else {}
-            if stack:
-                gain = stack.get("graph_gain", stack["gain"])
-                flat |= {"layer": stack["layer_us"]["p50"], "graph": stack.get("graph_us", ""), **stack["phases_us"]}
-                flat |= {f"gain {key}": value for key, value in gain.items()}
-            rows.append({**head, **flat})
+        rows += [] if "stacks" in row else [head]
+        for stack in row.get("stacks", []):
+            gain = stack.get("graph_gain", stack["gain"])
+            flat = {"stack": stack["stack"], "error": stack["error"], "layer": stack["layer_us"]["p50"]}
+            flat |= {"graph": stack.get("graph_us", ""), **stack["phases_us"]}
+            rows.append(head | flat | {f"gain {key}": value for key, value in gain.items()})
     table(part + (f" FAILED: {found['failed']}" if "failed" in found else ""), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("--ranks", type=int, help="all GPUs where there are any, else 2")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--recordings", type=Path)

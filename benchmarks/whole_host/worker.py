@@ -7,8 +7,6 @@ reason and starts the remaining parts.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import sys
@@ -20,16 +18,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import script_parser, write
 from gates.gate import CALIBRATED
 from runtime_common import Bench, versions
 from runtime_relocation import Move, relocation
 
 from epsim.calibrate.folder import write_table
-from epsim.calibrate.machine import Machine
 from epsim.calibrate.options import Request
 from epsim.calibrate.router import router_table
 from epsim.calibrate.run import calibrate
-from epsim.files import message_line, whole_file
+from epsim.files import message_line
 from epsim.launch.prepare import spec_of
 from whole_host.cases import ON_CPU, ON_GPU, Host, layers, routed
 from whole_host.sources import fitted
@@ -45,15 +43,15 @@ def share(part: str, left: list[str], seconds: float) -> float:
     return seconds * SHARES[part] / sum(SHARES[one] for one in left)
 
 
-def tables(host: Host, machine: Machine, until: float) -> Iterator[dict[str, Any]]:
+def tables(host: Host, until: float) -> Iterator[dict[str, Any]]:
     """Exchange and collectives at every power of two of ranks, the routers of the layers that run; of experts the
     project has tables."""
-    known = CALIBRATED / "hardware.toml"
-    if host.bench.rank == 0 and machine.name in known.read_text():
+    machine, known = host.bench, CALIBRATED / "hardware.toml"
+    if machine.rank == 0 and machine.name in known.read_text():
         own = shutil.ignore_patterns("exchange-*", "hardware.toml")  # of this host, once something was measured on it
         shutil.copytree(CALIBRATED, host.calibration, dirs_exist_ok=True, ignore=own)
     dist.barrier()
-    if host.bench.rank == 0:
+    if machine.rank == 0:
         host.calibration.mkdir(parents=True, exist_ok=True)
         for shape in (host.sizes.wide, *(fitted(host.sizes.wide, *one) for one in RECORDED), host.sizes.small):
             table = router_table(machine, spec_of(shape))
@@ -80,9 +78,9 @@ def moves(host: Host) -> Iterator[dict[str, Any]]:
         yield from relocation(host.bench, Move(host.sizes.wide, 4, 4, (2048,), 8, dtype=host.dtype))
 
 
-def rows_of(part: str, host: Host, machine: Machine, until: float) -> Iterator[dict[str, Any]]:
+def rows_of(part: str, host: Host, until: float) -> Iterator[dict[str, Any]]:
     if part == "calibrate":
-        return tables(host, machine, until)
+        return tables(host, until)
     if part == "oea":
         return routed(host, until)
     if part == "relocation":
@@ -91,30 +89,27 @@ def rows_of(part: str, host: Host, machine: Machine, until: float) -> Iterator[d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = script_parser(__doc__)
     parser.add_argument("parts", nargs="+", choices=list(SHARES))
     parser.add_argument("--seconds", type=float, required=True, help="for all of them")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--recordings", type=Path)
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
-    machine = Machine.here("auto")
-    bench = Bench(machine.rank, machine.size, machine.device)
-    sizes = ON_GPU if machine.on_gpu else ON_CPU
-    host = Host(bench, sizes, options.recordings, options.work / "calibrated")
+    bench = Bench.here("auto")
+    host = Host(bench, ON_GPU if bench.on_gpu else ON_CPU, options.recordings, options.work / "calibrated")
     first = bench.rank == 0
     if first:
-        found = {"device": machine.name, "num_devices": bench.size, "date": machine.described()["date"]} | (
-            versions() if machine.on_gpu else {}
-        )
-        _write(options.work / "machine.json", {"torch": torch.__version__} | found)
+        found = {"device": bench.name, "num_devices": bench.size, "date": bench.described()["date"]}
+        found |= versions() if bench.on_gpu else {"torch": torch.__version__}
+        write(options.work / "machine.json", found)
     for number, part in enumerate(options.parts):
         begun = time.monotonic()
         seconds = share(part, options.parts[number:], end - begun)
         if first:
-            _write(options.work / "now", {"part": part, "begun": time.time(), "seconds": seconds})
+            write(options.work / "now", {"part": part, "begun": time.time(), "seconds": seconds})
         try:
-            _run(part, rows_of(part, host, machine, begun + seconds), options.work, first)
+            _run(part, rows_of(part, host, begun + seconds), options.work, first)
         except Exception as error:
             print(f"rank {bench.rank}: {type(error).__name__}: {message_line(str(error))}", file=sys.stderr)
             traceback.print_exc()
@@ -127,23 +122,18 @@ def main() -> None:
 def _run(part: str, found: Iterator[dict[str, Any]], work: Path, first: bool) -> None:
     begun, rows = time.monotonic(), list[dict[str, Any]]()
 
-    def write(done: bool) -> None:
+    def keep(done: bool) -> None:
         seconds = round(time.monotonic() - begun, 1)
         if first:
-            _write(work / f"{part}.json", {"rows": rows, "done": done, "seconds": seconds})
+            write(work / f"{part}.json", {"rows": rows, "done": done, "seconds": seconds})
 
     for row in found:
         rows.append(row)
-        write(False)
+        keep(False)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
-    write(True)
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    with whole_file(path) as temporary:
-        temporary.write_text(json.dumps(content))
+    keep(True)
 
 
 if __name__ == "__main__":

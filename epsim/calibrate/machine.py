@@ -100,6 +100,10 @@ class Machine:
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         }
 
+    def in_a_row_us(self, calls: Sequence[Call]) -> float:
+        """Microseconds of all calls, one after the other."""
+        return _event_us(calls) if self.on_gpu else _host_us(calls)
+
     def alone_us(self, calls: Sequence[Call], cell_us: float = CELL_US) -> float:
         """Microseconds per call on this device, the mean over `calls`, which differ only in their inputs.
 
@@ -122,16 +126,13 @@ class Machine:
         """The same for calls that wait for the device or the host and cannot be captured: called one after the other.
         If a call takes longer than SLOW_US, only a second call is measured."""
 
-        def once(some: Sequence[Call]) -> float:
-            return _event_us(some) if self.on_gpu else _host_us(some)
-
         calls[0]()
-        first = once(calls[:1])
+        first = self.in_a_row_us(calls[:1])
         if first > SLOW_US:
             return first
         for call in calls:
             call()
-        return _repeated(lambda: once(calls)) / len(calls)
+        return _repeated(lambda: self.in_a_row_us(calls)) / len(calls)
 
     def together_us(self, call: Call, group: dist.ProcessGroup | None, repeats: int = 15, inner: int = 5) -> float:
         """Microseconds per call of a collective, the median of the slowest rank. Only the members of `group` call."""
@@ -140,8 +141,7 @@ class Machine:
         found = []
         for _ in range(repeats):
             dist.barrier(group=group)
-            calls = [call] * inner
-            found.append((_event_us(calls) if self.on_gpu else _host_us(calls)) / inner)
+            found.append(self.in_a_row_us([call] * inner) / inner)
         slowest = torch.tensor([statistics.median(found)], dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         return float(slowest)
