@@ -86,7 +86,7 @@ def test_a_missing_trace_and_a_recording_of_one_step(epsim: Epsim, model: Path, 
     counts.write_text(json.dumps({"logical_count": [[4] * 16, [4] * 16]}))
     code, _, err = epsim("tune", counts, "--model", model, "--hardware", "h200", "--gpus", "4", "--top-k", "2")
     assert code == 2
-    assert "has 1 step(s)" in err
+    assert "holds 1 step(s)" in err
 
 
 def test_the_plan_command_reads_the_trace_as_tune_did(
