@@ -6,8 +6,6 @@ Writes benchmarks/results/calibrated_h200/policies.json from dispatch_gpu.json (
 the collective) and runtime.json (collectives of two ranks, in a CUDA graph over peer memory).
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from typing import Any

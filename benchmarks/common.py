@@ -1,7 +1,5 @@
 """What benchmarks share: options, the command, rows in columns, reports, straight lines, and the processor's name."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Times on one CUDA device, from CUDA graphs between device events, and the rate at which the device reads memory."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

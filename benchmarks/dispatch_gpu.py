@@ -12,8 +12,6 @@ of its own. `count`, `solve`, `assign`, `other` (sums and quotas over ranks): th
 not captured. `equal`: whether both forms give the same ids.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ of the peak from the least possible total peak (the larger of optimum and mean),
 served away from their own rank.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Reports of which parts were measured again, later than the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

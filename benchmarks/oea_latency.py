@@ -20,8 +20,6 @@ a twentieth of 20 in a row, `alone` a graph of one. `uniform`: the number of exp
 router kernel over BATCHES batches, and by the formula N (1 - (1 - k0 / N)^B).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ domain. It also measures how much long continuations repeat, and checks the pape
 draws the JSON that it writes.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

@@ -9,8 +9,6 @@ full batch; and the most that the least-served hundredth of tokens keeps. If a r
 no token takes an expert beyond them (maxp is m).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 import sys

@@ -6,8 +6,6 @@ DIR holds SGLang's DeepSeek-V3 expert counts, JSON files of {"logical_count": [6
 counts are used.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

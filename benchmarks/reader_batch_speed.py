@@ -10,8 +10,6 @@ a kernel that only reads; `reached`: `floor` over the time taken. `error`: of th
 with the same channels.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ takes about 120 seconds on an H200. Writes JSON, and with --docs also the table 
 file.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

@@ -11,8 +11,6 @@ and the batch read, for the first input, in sectors of 32. `floor`: the time of 
 a kernel that only reads (4 GiB, same run); `reached`: `floor` over the time taken.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -12,8 +12,6 @@ with its splits solved on the GPU; `equal` says whether the results are the same
 after the other, 9 times. The table has the medians of seconds and of CPU seconds, and of the pairs' ratios.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools

@@ -8,8 +8,6 @@ them. `graph`: CALLS calls in a CUDA graph, between device events. Both are medi
 forms choose the same experts on every rank.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -7,8 +7,6 @@ replays of a CUDA graph. benchmarks/runtime_parts.py and benchmarks/runtime_relo
 With --parts, a file that exists keeps its other parts. It must be of the same device and versions.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

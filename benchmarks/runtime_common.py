@@ -1,7 +1,5 @@
 """What the parts of benchmarks/runtime.py share: timing across ranks, shapes, skewed tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata

@@ -9,8 +9,6 @@ phases: the time of each phase of a layer.
 graph: the whole layer, eager and as a graph, with and without balancing.
 """
 
-from __future__ import annotations
-
 import statistics
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Part `relocation` of benchmarks/runtime.py: what moving experts adds to a step, by the limit on bytes a step."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ step. Times are microseconds, medians over steps and layers. `predicted` is the 
 `--hardware h200`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

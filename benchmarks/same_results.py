@@ -9,8 +9,6 @@ whose path matches a pattern: `*:kind`, or `run:stacks.*_us*` for one command al
 differs, and exits with 1 if there is any.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Other ways to split a batch, each written from its description, and the one judge of everybody's answers."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Sets of split problems: real placements under real and drawn loads, pairs of copies as LPLB has them, hard shapes."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

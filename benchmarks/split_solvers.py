@@ -1,7 +1,5 @@
 """The solvers that benchmarks/split.py sets side by side: each answers the same problems, and says what it took."""
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import time

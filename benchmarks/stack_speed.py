@@ -14,8 +14,6 @@ with k0 = 4; the paper's Qwen3-30B-A3B reads 48.8 and 29.9 (arXiv 2511.02237). `
 mean over CALLS batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

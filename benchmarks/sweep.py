@@ -8,8 +8,6 @@ cluster; `whole_s` counts everything. Results are compared byte for byte with th
 the other in one process. CPU seconds are those of the sweep and its workers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

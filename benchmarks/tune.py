@@ -6,8 +6,6 @@ FOLDER holds DeepSeek-V3's recordings (prefill_*.json, decode_*.json). Steps are
 marginals, mixed by the walk of `epsim traces synthesize`: 58 layers, 256 experts, 65,536 tokens a step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

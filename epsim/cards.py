@@ -1,7 +1,5 @@
 """Reads cards into frozen dataclasses. A card is a small TOML file, shipped or the user's."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -1,7 +1,5 @@
 """Checks files before they are read or written, and writes files completely or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

@@ -1,7 +1,5 @@
 """Runs work on the blocks of a trace in as many threads as there are cores, with results in order."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Planning placements on recorded steps: one pass over a history, in bounded memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Replay of a recorded trace under several policy stacks: which has the lowest peak load, and by how much."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass

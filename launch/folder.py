@@ -1,7 +1,5 @@
 """The folder of a run: its files, and the files of an earlier run that a new run removes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import re

@@ -1,7 +1,5 @@
 """Runs a job of one rank in this process, for debugging and profiling."""
 
-from __future__ import annotations
-
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.worker import run_rank

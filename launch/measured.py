@@ -1,7 +1,5 @@
 """The results of a run: metrics of the measured loads and times, beside what a replay predicts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Makes the job that every rank runs from the options. Mistakes in the options are found before a process is
 started."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

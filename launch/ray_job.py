@@ -3,8 +3,6 @@
 Without a cluster (RAY_ADDRESS, or a Ray job around this process), the run starts its own on this machine.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

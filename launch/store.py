@@ -1,7 +1,5 @@
 """The job's key-value store. Ranks use it to connect, to show that they are alive, and to report faults."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 

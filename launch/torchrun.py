@@ -3,8 +3,6 @@
 For several machines start `torchrun --nnodes ... -m epsim.launch.worker ...` on each (launch/README.md).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -3,8 +3,6 @@
 The arguments are those of `epsim run`. For several nodes, use torchrun's options (--nnodes, --rdzv-endpoint).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform

@@ -3,8 +3,6 @@
 The results are the same integers as those of the policies. A call is a few launches and does not wait for the device.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

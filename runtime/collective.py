@@ -1,7 +1,5 @@
 """The collectives that balancing needs, with counters of calls."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch

@@ -1,7 +1,5 @@
 """The experts of one rank: their weights by local slot, and the computation of the rows that the rank received."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

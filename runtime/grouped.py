@@ -7,8 +7,6 @@ rows are skipped, so a layer of fixed size can be captured in a CUDA graph.
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch

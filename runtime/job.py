@@ -1,7 +1,5 @@
 """The loop of one rank of a job: it runs its share of a trace's tokens, step by step, through several policy stacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """An expert-parallel mixture-of-experts layer under a policy stack."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

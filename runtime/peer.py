@@ -4,8 +4,6 @@ It works for GPUs of one host that can access each other's memory, and can be ca
 from `torch.distributed._symmetric_memory`; CuPy (NVRTC) compiles the kernel.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from pathlib import Path

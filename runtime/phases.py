@@ -1,7 +1,5 @@
 """The phases of a layer, a clock that times them, and errors that name rank, step, layer and phase."""
 
-from __future__ import annotations
-
 import time
 from typing import TypeAlias
 

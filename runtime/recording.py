@@ -1,7 +1,5 @@
 """Records the routing of a run as tokens of a trace. Its replay gives the same load as the run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 

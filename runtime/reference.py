@@ -1,7 +1,5 @@
 """Computes the layer in one process, expert by expert. The output under every policy must equal this one."""
 
-from __future__ import annotations
-
 import torch
 
 from epsim.models.shapes import LayerShape

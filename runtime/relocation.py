@@ -10,8 +10,6 @@ Empty slots: a slot that becomes empty needs no spare row and moves no bytes. A 
 others.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -1,7 +1,5 @@
 """Routers of the models behind the layer shapes: they choose each token's experts and weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Random generators that are seeded by their purpose."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -4,8 +4,6 @@ While the job runs, each rank appends finished steps to an Arrow stream. If the 
 to the last complete step. At the end it is converted to a Parquet file of the same name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

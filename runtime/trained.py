@@ -1,7 +1,5 @@
 """Runs the model of `epsim model train` with expert-parallel layers, on real text with its own router and attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Expert weights by layer and logical expert; they do not depend on the placement."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, TypeAlias
 
 import torch

@@ -1,7 +1,5 @@
 """Checks that a block fits its trace. The store runs them when it writes and when it reads."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from epsim.traces.trace import PHASES, Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta

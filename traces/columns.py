@@ -1,7 +1,5 @@
 """Converts blocks to Parquet tables and back: the columns of each level."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Recorded steps are kept. Sequences are composed into decode steps. Any other stream of tokens is cut into steps.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Imports any readable recording as a stored trace."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """The levels, phases and sizes that a trace can have. Without NumPy, so that the command line starts fast."""
 
-from __future__ import annotations
-
 from typing import Literal, TypeAlias
 
 Level: TypeAlias = Literal["counts", "rank_counts", "tokens"]

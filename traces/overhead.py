@@ -1,7 +1,5 @@
 """Measures what recording costs: forward passes with and without it."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

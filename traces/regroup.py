@@ -1,7 +1,5 @@
 """Maps the source ranks of a recording to the ranks of a replay."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

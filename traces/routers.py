@@ -4,8 +4,6 @@ A router is a child `gate` or `router` of a module that also has a child `expert
 [T, E], weights [T, k], expert ids [T, k]), and the model uses these, so a forward hook can read or replace them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

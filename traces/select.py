@@ -1,7 +1,5 @@
 """Selects steps of a trace, or layers of a block."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

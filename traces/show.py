@@ -1,7 +1,5 @@
 """Summarizes a trace: its description and the skew of its layers, in one streaming pass."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

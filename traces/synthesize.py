@@ -9,8 +9,6 @@ end to end, and k points at distance 1 after one uniform start choose them. So e
 exactly p_e (Madow 1949, "On the theory of systematic sampling, II").
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence

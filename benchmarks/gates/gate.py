@@ -1,7 +1,5 @@
 """A gate of the time model: the errors of predictions, held against a limit."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ rank, so that predictions need this file and a calibration only. `parts` are the
 itself. FILE is written again after every case.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import time

@@ -9,8 +9,6 @@
 the microseconds, and the differences between several passes. Times are medians of CUDA graphs between device events.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The gates of the time model on whole layers, predicted and as benchmarks/gates/layers.py measured them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ fails is shown as failed.
 4  published: DeepEP's normal kernels on 8 to 64 ranks, within 15%
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What policies cost a model in loss, sequence by sequence, and what thresholds of readers keep."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Cross-entropy against active experts for many router policies on one model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Checks the claims of the paper on opportunistic expert activation (arXiv 2511.02237, section 4) on this model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

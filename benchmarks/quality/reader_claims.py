@@ -1,7 +1,5 @@
 """Top-k against a threshold in pairs, and a table of claims."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

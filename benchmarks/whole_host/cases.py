@@ -6,8 +6,6 @@ captured, layers are also timed as CUDA graphs, since an eager layer of few toke
 time of the experts (`host_us`) is measured: a phase counts as the device's if its host needs less than half as long.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import statistics

@@ -5,8 +5,6 @@ the experts are compared, and only if their host needs less than half as long to
 waits for its host in every call, and a router policy on few tokens waits for launches: both are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any

@@ -18,8 +18,6 @@ Times are microseconds by device events. In the end the gates of the time model 
 fit has seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ placements are planned on those before. If a run needs more tokens than there ar
 experts are drawn with a lognormal popularity that has drifted since it was planned on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Iterator

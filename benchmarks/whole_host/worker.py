@@ -5,8 +5,6 @@ current part, when it began and how long it may take. An error on any rank ends 
 reason and starts the remaining parts.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -5,8 +5,6 @@ deep_ep is timed in CUDA graphs with buffers for the worst case: eager calls wai
 with few rows. torch's collectives need their sizes from the host and are timed eagerly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial

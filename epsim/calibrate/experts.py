@@ -6,8 +6,6 @@ SLOTS_A_ROW slots on average, as when 16 ranks share top-8. With fewer ranks, ro
 many as when two ranks share a token's experts, so that the fit can separate the cost of a row from that of its slots.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import importlib.util

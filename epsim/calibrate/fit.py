@@ -1,7 +1,5 @@
 """Fits the tiles and waves of a grouped GEMM to a measured grid."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A calibration that is stopped keeps its finished parts. The next one into the sa
 measures those that are missing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -5,8 +5,6 @@ No collective is called: all other ranks are assumed to have this rank's counts.
 are timed in a CUDA graph, all others eagerly, because they wait for the device; slow ones only once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 
 import torch

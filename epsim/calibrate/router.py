@@ -4,8 +4,6 @@ It includes small operations that the layer does around its other phases: the su
 shared expert's weight, and the counts of its record.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

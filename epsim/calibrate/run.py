@@ -1,7 +1,5 @@
 """`epsim calibrate`: measures the parts in order and writes each as soon as it is complete."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ A folder holds `hardware.toml`, whose `tables` lists JSON files in the folder. E
 docs/time.md describes their fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

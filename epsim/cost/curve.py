@@ -1,7 +1,5 @@
 """Interpolates and extrapolates measured times over an ascending axis."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

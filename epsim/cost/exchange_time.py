@@ -6,8 +6,6 @@ counts: time = alpha + max over levels of bytes / rate(bytes), with the bytes of
 Low-latency kernels send a row for every assignment directly to its rank. Combine goes the same way back.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 

@@ -1,7 +1,5 @@
 """The time of a layer from its load: router, policy, dispatch, experts, combine, each on the slowest rank."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path

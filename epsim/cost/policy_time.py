@@ -3,8 +3,6 @@
 Every policy states its own work (`BatchPolicy.work_us`), the collective that it needs and its row in measured tables.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

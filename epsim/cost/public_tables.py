@@ -4,8 +4,6 @@ They are for DeepSeek-V3's shape in FP8 (hidden 7168, 256 experts of 2048, top-8
 of 2 to 256 ranks runs them under even routing, and DeepEP's normal kernels on 1 to 8 nodes with 8 GPUs.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

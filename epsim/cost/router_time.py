@@ -1,7 +1,5 @@
 """The time of a model's router: scores of all experts, the choice of each token's experts, and their weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

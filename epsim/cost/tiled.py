@@ -10,8 +10,6 @@ PyTorch has two such products. It uses the one with small tiles if it gets at mo
 of every received row, used or not.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

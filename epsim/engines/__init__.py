@@ -1,8 +1,6 @@
 """Serving engines: what each can run of a stack, and the command lines that start it. A new engine is a new file and a
 line here."""
 
-from __future__ import annotations
-
 from epsim.engines.base import System
 from epsim.engines.sglang import SGLang
 from epsim.engines.vllm import VLLM

@@ -1,7 +1,5 @@
 """The base class of serving engines, and the parts that their command lines have in common."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass

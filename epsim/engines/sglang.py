@@ -4,8 +4,6 @@
 rebalances. A placement planned once is loaded from a file.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from typing import ClassVar

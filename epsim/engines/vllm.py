@@ -3,8 +3,6 @@
 It needs no option for a split. A policy that names vLLM in `Policy.engines` is what vLLM does by default.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Callable

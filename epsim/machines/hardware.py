@@ -1,7 +1,5 @@
 """A GPU and its links: specifications and measured rates (epsim/machines/cards/*.toml)."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ n_shared_experts, moe_intermediate_size, shared_expert_intermediate_size, scorin
 shared_cost = intermediate size of the shared expert / intermediate size of a routed expert; 0 for no shared expert.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

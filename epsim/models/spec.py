@@ -1,7 +1,5 @@
 """The shapes and weights of models that determine time and memory (epsim/models/cards/*.toml)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

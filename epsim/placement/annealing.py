@@ -6,8 +6,6 @@ are scaled to a mean rank load of 1, so the first part is max over mean. A swap 
 the three busiest ranks of each row are kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rank loads when each expert's assignments are split evenly over its copies."""
 
-from __future__ import annotations
-
 import torch
 
 from epsim.placement.base import Placement

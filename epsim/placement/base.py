@@ -1,7 +1,5 @@
 """Which expert is in which slot (`Placement`), and the group of ranks that it is made for (`Cluster`)."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

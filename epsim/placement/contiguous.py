@@ -1,7 +1,5 @@
 """Experts in order, as serving systems place them at the start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

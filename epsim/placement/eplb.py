@@ -5,8 +5,6 @@ Otherwise this one avoids experts that are twice on a rank if possible. Layers a
 copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """Improves small placements by constraint programming (OR-Tools' CP-SAT)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from epsim.placement.annealing import Floats, Ints

@@ -1,7 +1,5 @@
 """A placement read from a file, such as the map that a serving system runs today."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar

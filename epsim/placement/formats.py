@@ -13,8 +13,6 @@ Only the epsim format can hold empty slots (-1). SGLang and vLLM-Ascend would ta
 same number of experts on every rank. TensorRT-LLM needs an expert in each of its num_slots.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence

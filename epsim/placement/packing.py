@@ -5,8 +5,6 @@ changes nothing if EPLB's own result is within the limit. All arithmetic is floa
 because whether two sums are equal depends on how they are rounded.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 from numba import njit

@@ -1,7 +1,5 @@
 """A placement found by search. It is scored on single steps of the history instead of on their sum."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Applies a policy stack to blocks of a trace, which gives the load of each rank."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The base class of each kind of policy. A policy states only what differs from the defaults."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

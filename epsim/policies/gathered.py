@@ -4,8 +4,6 @@ It takes an all-gather of counts [R, E] instead of an all-reduce of [E] (docs/co
 on integers, so every rank and the simulator compute the same assignment.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Reads and writes the text of a policy: `name` or `name(key=value,...)` (docs/contract.md section 3)."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -8,8 +8,6 @@ A draw is finalise(token key + slot key). All arithmetic is modulo 2^64:
 A draw depends on nothing else in the batch, so the tokens of one rank draw the same numbers alone or among all tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

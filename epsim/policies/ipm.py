@@ -8,8 +8,6 @@ infeasibility. The arithmetic is fp32, with loads in units of the mean rank load
 the step length uses the true maximum over all variables, all-zero counts are safe, and fractions are in [0, 1].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -6,8 +6,6 @@ the mean to within the cost of one token. There are no random draws: loads that 
 from each source rank to each serving rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

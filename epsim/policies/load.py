@@ -1,7 +1,5 @@
 """The work that a block of steps gives each rank, after all policies."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The split that sends tokens to a nearest copy. The placement alone gives its table."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

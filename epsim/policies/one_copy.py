@@ -1,7 +1,5 @@
 """The split with the fewest active experts: one copy of each expert that has tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Reader policies choose the channels of a token's experts to read (kernels/reader), and count the bytes of a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

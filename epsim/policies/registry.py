@@ -4,8 +4,6 @@ A new policy is a file and a line in SHIPPED. A policy of another package is an 
 `epsim.policies` that names its class. A new kind is a file with its base class and a field of `OneOfEachKind`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ goes to the copy whose interval of the cumulative fractions contains this point.
 ranks and differ by expert. The number of tokens of each copy has a closed form that needs counts alone.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

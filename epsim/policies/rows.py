@@ -1,7 +1,5 @@
 """The rows that a dispatch sends. A token is sent once to each rank, and once to each node, that serves its experts."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import numba

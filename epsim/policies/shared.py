@@ -1,7 +1,5 @@
 """The default shared-expert policy: no dispatch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Splits of an expert's tokens over its copies. The published interior point method is in `ipm`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Policy stacks and their text form, policies joined by + (docs/contract.md section 3)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ times as large; otherwise the token stays. A source rank with few tokens keeps t
 all other arithmetic is on integers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The bytes that a batch of tokens reads together under a reader, and the bytes that each token reads by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decodes with the small model under a router policy, step by step; on a GPU a step is one CUDA graph."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

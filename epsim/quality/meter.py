@@ -1,7 +1,5 @@
 """Measures what a router policy reads while a model runs: active experts and kept probability."""
 
-from __future__ import annotations
-
 import torch
 
 from epsim.quality.hook import Reroute, contiguous_ranks

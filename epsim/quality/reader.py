@@ -1,7 +1,5 @@
 """Applies a channel reader to a live model: it replaces the routed experts' forward, after any router policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace

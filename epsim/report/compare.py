@@ -1,7 +1,5 @@
 """Compares results.json files: predicted and measured, two policies, two traces, last week and today."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

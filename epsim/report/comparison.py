@@ -1,7 +1,5 @@
 """The table of a comparison, for the terminal, report.md and report.html."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from epsim.report.compare import Row

@@ -1,7 +1,5 @@
 """Conditions of `epsim compare --fail-if`: NAME.METRIC.STATISTIC, an operator and a number (docs/commands.md)."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence

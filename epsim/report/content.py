@@ -1,7 +1,5 @@
 """What the terminal, report.md and report.html share: the table of stacks, the table of metrics, and the facts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """report.md, with pictures beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from epsim.report.content import PEAK_OVER_MEAN, facts, headers, meanings, memory_words, reasons, rows

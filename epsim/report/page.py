@@ -1,7 +1,5 @@
 """report.html: one self-contained page that works offline."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Results as text for a terminal."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One view for each kind of results: what its page shows, section by section."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Writes the files of a report. Each is written whole or not at all."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from epsim.files import reason, whole_file

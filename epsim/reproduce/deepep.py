@@ -4,8 +4,6 @@ Scores are uniform random, as in DeepEP's tests. Each node is one group; a token
 best experts, and its top-k among the experts of these groups.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from importlib import resources

@@ -1,7 +1,5 @@
 """Predicts the sizes of the public tables that a fit leaves out, call by call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Prints a reproduced table, its fit and its scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

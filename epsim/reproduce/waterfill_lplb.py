@@ -4,8 +4,6 @@ The free parameters are fitted on the published baseline columns only: the reque
 (one value for all rows), and for each workload the time of a step outside its expert layers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ the topic's shares, with concentration CONCENTRATION. Its value was measured by 
 concentration, so it also holds for ranks. DeepSeek-V3's recordings do not separate requests.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whether results keep to the schema of their kind (epsim/results/schemas), and whether their parts fit together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """One block of steps scored: from the loads of its stacks to metrics, optimum, gaps and times."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

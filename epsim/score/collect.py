@@ -1,7 +1,5 @@
 """Gathers the scores of all blocks into the entries `stacks`, `scored` and `verdict` of results.json."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

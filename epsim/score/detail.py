@@ -1,7 +1,5 @@
 """The detail of one stack for the report, by step, layer and rank: gathered block by block, with a bounded size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The names, units and formulas of the metrics (results.json, schema 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

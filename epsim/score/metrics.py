@@ -1,7 +1,5 @@
 """The metrics of a load: one value per (step, layer), by the formulas of epsim/score/formulas.py."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import torch

@@ -1,7 +1,5 @@
 """Statistics of metrics: summaries over steps and layers, and intervals of the difference of two stacks."""
 
-from __future__ import annotations
-
 from typing import TypeAlias
 
 import numpy as np

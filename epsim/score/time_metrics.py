@@ -1,7 +1,5 @@
 """The metrics that need a hardware and a model: layer_time_us, bytes_read and throughput_gain."""
 
-from __future__ import annotations
-
 import torch
 
 from epsim.cost.layer_time import LayerTiming, Phases

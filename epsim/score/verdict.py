@@ -1,7 +1,5 @@
 """The verdict of a replay or a run: which stack to use, what it brings, and how far it is from the best possible."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

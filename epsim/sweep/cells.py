@@ -1,7 +1,5 @@
 """Turns a grid into cells: the valid combinations, each with a key by content, and why others are skipped."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Collects a sweep's results: results.json, and a table with one row per cell, stack and metric."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping

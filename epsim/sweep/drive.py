@@ -1,7 +1,5 @@
 """Runs a sweep: gives unfinished cells to workers, and writes each result as soon as it is complete."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

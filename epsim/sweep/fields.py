@@ -1,7 +1,5 @@
 """Checks the keys and values of a grid file, with one clear line for each error."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Reads a grid file: the traces, clusters, policies and settings of a sweep (docs/sweep.md)."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

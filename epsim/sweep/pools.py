@@ -1,7 +1,5 @@
 """Workers as processes of this machine. Each takes one job at a time; the others survive if one dies."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

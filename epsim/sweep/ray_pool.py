@@ -1,7 +1,5 @@
 """Workers as Ray actors, on a cluster or on a local cluster that is started for the sweep."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """Prints a sweep to the terminal."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

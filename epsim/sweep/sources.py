@@ -1,7 +1,5 @@
 """The files of a grid: digests of their content, and the traces made from them in the sweep's folder."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass

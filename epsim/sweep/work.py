@@ -1,7 +1,5 @@
 """The work of a worker: it makes a trace or replays a cell, or says in one line why it failed."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

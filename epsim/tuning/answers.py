@@ -1,7 +1,5 @@
 """The entry `tune` of results.json: what to run, what it gains and costs, and when it stops paying."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

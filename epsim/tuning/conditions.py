@@ -1,7 +1,5 @@
 """The gain of a candidate under other conditions: fewer or more tokens per step, other hot experts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The finalists on the held-out steps: their entries in results.json."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

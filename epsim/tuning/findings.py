@@ -1,7 +1,5 @@
 """The findings of a search. `answers` writes them as JSON, `words` as text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

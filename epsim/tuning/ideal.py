@@ -1,7 +1,5 @@
 """The lowest possible time of a step: perfect balance, with policies that take no time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The memory that weights take on a GPU, and how many physical experts fit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

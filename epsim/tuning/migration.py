@@ -5,8 +5,6 @@ nodes (by RDMA). The ranks that hold an expert share the sending. A layer takes 
 receives on the slower of the two networks, at the hardware's rate for that size, plus a fixed time of host work.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

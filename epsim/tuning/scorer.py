@@ -5,8 +5,6 @@ every I steps always has the placement planned on the I steps before its last re
 rebalance is spread over the I steps that follow it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

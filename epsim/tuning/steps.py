@@ -1,7 +1,5 @@
 """Steps of a trace for the search: sums of counts over windows, to plan on, and chosen steps, to score."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any

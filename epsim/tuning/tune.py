@@ -3,8 +3,6 @@
 Candidates are chosen on one part of a trace's steps and judged on a later part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Writes the answers as text."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from epsim.engines import SYSTEMS

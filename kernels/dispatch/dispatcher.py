@@ -1,7 +1,5 @@
 """The dispatch of one source rank: tables of a placement, buffers, and the order of kernel launches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiles and launches decode.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Computes the experts of a small batch with the implementation that fits the device and the shape."""
 
-from __future__ import annotations
-
 import torch
 
 from epsim.kernels.experts import cuda

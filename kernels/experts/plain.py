@@ -1,7 +1,5 @@
 """The experts of a batch in plain PyTorch, on any device: the slow reference."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

@@ -7,8 +7,6 @@ the same bits. With TRITON_INTERPRET=1 it runs on CPUs.
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Compiles and launches batch.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Container, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Counts the bytes that a channel reader reads, in whole sectors of 32 bytes: per token, per batch and for a budget."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, floor, gcd, isnan

@@ -1,7 +1,5 @@
 """Ternary codes of blocks of 128 weights, packed five to a byte."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Compiles and launches reader.cu: its arguments and sizes. NVRTC compiles at first use; CuPy caches on disk."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Container
 from dataclasses import dataclass

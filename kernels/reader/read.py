@@ -1,7 +1,5 @@
 """Computes a layer's output: exact activations of kept channels, estimates of skipped channels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias

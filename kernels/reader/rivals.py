@@ -4,8 +4,6 @@ TEAL: arXiv 2408.14690 (inputs of each matrix by size); WINA: arXiv 2505.19427 (
 matrix's column); CATS: arXiv 2404.08763 (channels by the gate's activation, `ReadBytes.source` "cats").
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """A random-sign Hadamard rotation in blocks of 128 coordinates, which spreads large values over their block."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """The screen: estimates gate and up activations from the ternary sketch, with bounds of the errors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Selects the channels to keep: the k of highest score, or all above a threshold. Ties go to the lower index."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Multiplies tokens with the weights of their experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Reads experts from checkpoint files, and saves and loads sketches with the hash of their checkpoint."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

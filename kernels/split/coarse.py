@@ -5,8 +5,6 @@ not depend on their order, so the GPU form (coarse.cuh), which processes all ran
 result is usually within the tolerance; cpu.py checks it in float64 and continues from it if not.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

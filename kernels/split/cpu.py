@@ -24,8 +24,6 @@ bound rounded up, and the split is integral with a peak of exactly ceil(M*), bec
 capacities has an integral solution.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

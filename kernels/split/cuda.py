@@ -5,8 +5,6 @@ stream and reads nothing back. It can be captured in a CUDA graph after a first 
 copies the structure's tables to the device.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import threading

@@ -3,8 +3,6 @@
 split.cu does the same steps with the same rounding. Tests compare bits, so both must change together.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ kernel calls `griddepcontrol.wait` before it reads what the previous kernel wrot
 have ended by then.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools

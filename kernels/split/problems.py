@@ -1,7 +1,5 @@
 """Split problems for tests and benchmarks: realistic ones, drawn from recorded counts, and hard ones."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

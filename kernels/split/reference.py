@@ -1,7 +1,5 @@
 """The split as a linear program, solved by OR-Tools' GLOP, one problem at a time. Slow; the reference in tests."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Solves the split with a proof of optimality: one call for all problems of a batch, on a CPU or GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Prepares the part of the split problem that depends on the placement alone: which rank may serve which expert."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 

@@ -17,8 +17,6 @@ cost on a single copy.
 Nothing is random and all arithmetic is on integers, so the result is the same everywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from pathlib import Path

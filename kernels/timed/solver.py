@@ -1,7 +1,5 @@
 """The split for memory-bound decode: minimises the largest a * tokens + b * active experts of a rank."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The steps of the timed split on one layer's graph: augmenting paths, costs, relaxation, trials (see search.py)."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

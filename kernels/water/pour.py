@@ -12,8 +12,6 @@ Which: within these numbers, a source rank's tokens go to ranks that serve their
 paths. All arithmetic is on integers; loads are in units of 2^-20 assignments.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 from numba import njit

@@ -1,7 +1,5 @@
 """Decides where shared-expert tokens are served: first how many per source and serving rank, then which tokens."""
 
-from __future__ import annotations
-
 import math
 
 import torch

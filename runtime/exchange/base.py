@@ -6,8 +6,6 @@ token names an empty slot. A row is a token on a rank that serves it: a token is
 its experts are there.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """Chooses the exchange of a job."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """Dispatch and combine by torch.distributed's all-to-all: NCCL on GPUs, gloo on CPUs. Sizes go through the host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Dispatch and combine by DeepEP's kernels over NVLink (github.com/deepseek-ai/DeepEP, `Buffer`, normal mode)."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

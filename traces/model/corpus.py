@@ -1,7 +1,5 @@
 """The text that the small model is trained on: documents of Debian packages, by domain, some of them held out."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import os

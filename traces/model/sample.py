@@ -1,7 +1,5 @@
 """Records the sample trace: the trained model's routing of held-out text and of the continuations it samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

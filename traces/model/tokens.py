@@ -1,7 +1,5 @@
 """Tokenizes the corpus: trains the tokenizer and writes the file of token ids that training reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Trains the small model, and a dense model with as many active parameters. The seed determines the result."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

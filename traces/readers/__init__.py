@@ -1,7 +1,5 @@
 """Readers for other systems' recordings. A file's content decides which reader takes it, never its name."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path

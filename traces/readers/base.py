@@ -1,7 +1,5 @@
 """What all readers share: the recording they return, checks of numbers, and the meta from file, model and options."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loads a source file. Its content decides its type, and no code in it is ever run."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -3,8 +3,6 @@
 An entry holds one (layer, token position); a recording is a list of entries, or several files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

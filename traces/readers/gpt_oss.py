@@ -5,8 +5,6 @@ Three forms: npz of sequences (`expert_ids` [N, T, L, k] with 255 past the end, 
 (`..._expert_analytics`: layer -> expert -> count_frequency, the share of tokens that choose the expert).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """HarMoEny's wide CSV: `dataset,iteration,layer_idx,0..E-1`, one row per (dataset, iteration, layer)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 Line: `step, stage, block, layer, rank, num_tokens, topk, top_indices` with top_indices [num_tokens, topk].
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Joins the counts that each rank recorded, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Router logits of Hugging Face models: `output_router_logits` as npz or pt, a tuple of L arrays [tokens, E]."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

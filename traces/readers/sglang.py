@@ -3,8 +3,6 @@
 Format: sglang, python/sglang/srt/eplb/expert_distribution.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ Text: one line per layer, `layer:[[E counts] x micro-batches]`; only the file's 
 (table_iter1001_rank0.log). npz: `counts` [S, L, E] or [S, R, L, E], `iterations` [S]. Source: SmartMoE-AE moe_trace.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

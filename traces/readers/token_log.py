@@ -1,7 +1,5 @@
 """Per-token logs, as patched engines write them: JSON lines, one per (token, layer)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

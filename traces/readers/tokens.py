@@ -1,7 +1,5 @@
 """Makes a recording of tokens: the last stage of every reader of expert ids."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Format: TensorRT-LLM, examples/ep_load_balancer: keys `{iteration}_{layer}` -> t
 meta_info.json: num_experts, num_experts_per_token.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from functools import partial

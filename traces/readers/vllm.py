@@ -3,8 +3,6 @@
 Formats: vllm, CompletionOutput.routed_experts int16 [tokens, L, k]; `load_history[i].logical_expert_load` [L, E].
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

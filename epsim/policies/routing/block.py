@@ -1,7 +1,5 @@
 """Applies a router policy to the recorded tokens of a block."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 

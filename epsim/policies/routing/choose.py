@@ -1,7 +1,5 @@
 """Shared by all routers: a token's order of preference, and taking its best allowed experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Runs a router policy with kernels instead of tensor operations."""
 
-from __future__ import annotations
-
 from epsim.kernels import router
 from epsim.kernels.router import passes
 from epsim.policies.base import Routed, RouterWork, alone

@@ -6,8 +6,6 @@ sets of experts that fit with capacity M are the independent sets of a transvers
 of decreasing want is optimal (Edmonds and Fulkerson 1965, "Transversals and matroid partition").
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

@@ -1,7 +1,5 @@
 """Opportunistic expert activation, and its first phase by itself (arXiv 2511.02237, Algorithm 1)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """Opportunistic expert activation for expert parallelism, where the rank with the most active experts is slowest."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Routers to compare with, which start from the whole union and remove experts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """k0 by batch size: the text form `3`, or `6@4/3@16`: 6 from 4 tokens on, 3 from 16 on, and all k below 4."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The default router: the model's own choice."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

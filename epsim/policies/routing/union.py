@@ -1,7 +1,5 @@
 """The union of a batch's base experts: phase 1 of opportunistic expert activation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
