@@ -28,8 +28,7 @@ from epsim.cost.experts_time import ExpertsTime
 from epsim.cost.layer_time import LayerTiming
 from epsim.machines.hardware import load_hardware
 from epsim.models.spec import ModelSpec, load_model
-from epsim.policies.base import Dense
-from epsim.policies.reader import TopkChannels
+from epsim.policies.reader import Dense, TopkChannels
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 EVERY = torch.arange(1, BATCHES[-1] + 1)
