@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -24,7 +25,7 @@ from epsim.policies.registry import kinds
 from tests.docs.blocks import ROOT, commands
 
 PAGE = ROOT / "docs" / "add-a-policy.md"
-CLASSES = {"greedy": "Greedy", "min_share": "MinShare", "by_slack": "BySlack", "least_visited": "LeastVisited",
+CLASSES = {"greedy": "Greedy", "min_share": "MinShare", "by_slack": "BySlack", "below_mean": "BelowMean",
            "strong_channels": "StrongChannels"}  # fmt: skip
 NAMES = [name.replace("_", "-") for name in CLASSES]
 OPTIONS = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
@@ -116,17 +117,20 @@ def test_by_slack(tmp_path: Path) -> None:
     torch.testing.assert_close(fractions, torch.tensor([[0.75, 1, 0, 0.25, 1, 0]], dtype=torch.float64))
 
 
-def test_least_visited(tmp_path: Path) -> None:
-    shared = policy(write_package(tmp_path), "least_visited")
-    source = torch.tensor([0, 0, 1, 2])
-    ids = torch.tensor([[[0, 1]], [[0, -1]], [[2, 2]], [[-1, -1]]])
-    ranks = torch.tensor([[[1, 2]], [[1, -1]], [[0, 0]], [[-1, -1]]])
-    batch = Batch(torch.tensor([0]), torch.tensor([3]), torch.zeros(4).long(), source, ids, torch.arange(4))
-    routed = torch.tensor([[[5, 5, 4]]])
+def test_below_mean(tmp_path: Path) -> None:
+    shared = policy(write_package(tmp_path), "below_mean")
+    source = torch.tensor([0, 0, 0, 1, 2, 1])
+    ids = torch.tensor([[[0, 1]], [[0, 1]], [[0, -1]], [[2, 2]], [[-1, -1]], [[2, 2]]])
+    ranks = torch.tensor([[[1, 2]], [[1, 2]], [[1, -1]], [[0, 0]], [[-1, -1]], [[1, 2]]])
+    local = torch.tensor([0, 1, 2, 0, 0, 1])
+    batch = Batch(torch.tensor([0]), torch.tensor([3]), torch.zeros(6).long(), source, ids, local)
+    routed = torch.tensor([[[6, 4, 5]]])
     nothing = torch.zeros(1, 1, 3, 3)
     work = SharedWork(1.0, 0, 2, batch.steps, batch.layers, routed, nothing, nothing[0], source, batch, ranks)
-    # Rank 2 has the lowest load; of equal ranks the own one; no token, no rank.
-    assert shared().token_ranks(work).tolist() == [[2], [0], [1], [-1]]
+    # Ranks 1 and 2 are light. Tokens take turns; own ranks count too; a token without experts has no rank.
+    assert shared().token_ranks(work).tolist() == [[1], [2], [1], [1], [-1], [1]]
+    heavy = dataclasses.replace(work, routed=torch.tensor([[[9, 1, 9]]]), expert_ranks=ranks.clamp(max=0))
+    assert shared().token_ranks(heavy).tolist() == [[0], [0], [0], [1], [-1], [1]]
 
 
 def test_strong_channels(tmp_path: Path) -> None:
@@ -175,7 +179,7 @@ def test_replay_and_its_report(used: tuple[Path, Call]) -> None:
     for stack, key, other in (
         ("greedy", "peak", "contiguous"),
         ("greedy+by-slack", "peak", "greedy"),
-        ("greedy+least-visited", "peak", "greedy"),
+        ("greedy+below-mean", "peak", "greedy"),
         ("greedy+min-share(share=0.1)", "active_experts", "greedy"),
         ("greedy+strong-channels(share=0.3)", "bytes_read", "greedy"),
     ):
@@ -214,7 +218,7 @@ def test_tune_scores_them(used: tuple[Path, Call]) -> None:
     package, call = used
     results, _ = result(call, "tune", package / "tuned")
     scored = {one["stack"]: one["gain_choosing"] for one in results["tune"]["candidates"] if one["interval"] is None}
-    gains = [scored[stack] for stack in ("greedy+by-slack+least-visited",
+    gains = [scored[stack] for stack in ("greedy+by-slack+below-mean",
                                          "greedy+min-share(share=0.1)+strong-channels(share=0.3)")]  # fmt: skip
     assert all(isinstance(gain, float) and gain != 0 for gain in gains)
     assert len(set(gains)) == 2
