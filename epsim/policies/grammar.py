@@ -116,9 +116,9 @@ def check_arguments(policy: type[Policy]) -> None:
 
 def _parameters(policy: Any) -> dict[str, Any]:
     """A policy's arguments and their types, from its dataclass fields; the type T for a field of type T | None."""
-    types = {}
+    types, hints = {}, get_type_hints(policy)
     for key in (field.name for field in dataclasses.fields(policy)):
-        hint = get_type_hints(policy)[key]
+        hint = hints[key]
         parts = [part for part in get_args(hint) if part is not NoneType]
         types[key] = parts[0] if NoneType in get_args(hint) and len(parts) == 1 else hint
     return types
