@@ -106,7 +106,8 @@ def _parameters(options: Any) -> tuple[Parameter, ...]:
     by_option: dict[str, Parameter] = {}
     for owner in options.__mro__:
         for name, text in inspect.get_annotations(owner).items():
-            hint = eval(text, vars(sys.modules[owner.__module__])) if text.startswith("Annotated") else None
+            is_text = isinstance(text, str) and text.startswith("Annotated")  # else evaluated
+            hint = eval(text, vars(sys.modules[owner.__module__])) if is_text else text
             if name in by_name and name not in by_option and get_origin(hint) is Annotated:
                 kind, about = get_args(hint)
                 by_option[name] = Parameter(name, *_kind(about.kind or kind), by_name[name].default, about)

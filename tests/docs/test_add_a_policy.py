@@ -265,7 +265,7 @@ def test_the_tests_of_all_policies_find_them(used: tuple[Path, Call]) -> None:
             "",
             "is not a policy: give a frozen dataclass with a name, derived",
         ),
-        ("my_policies/greedy.py", "frozen=True, ", "", "is not a policy: give a frozen dataclass with a name, derived"),
+        ("my_policies/greedy.py", "frozen=True, ", "", "is not a policy: write @dataclass(frozen=True)"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(tmp_path: Path, file: str, old: str, new: str, says: str) -> None:
