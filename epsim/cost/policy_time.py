@@ -13,6 +13,8 @@ from epsim.policies.base import Split
 from epsim.policies.registry import default_policy
 from epsim.policies.stack import PolicyStack
 
+COLLECTIVES = {"none": "none", "reduced": "all_reduce", "gathered": "all_gather"}
+
 
 def acting_split(stack: PolicyStack, redundant: bool) -> Split:
     """The split that takes time: the stack's, or `even` if it has nothing to do without redundant experts."""
@@ -30,7 +32,7 @@ def assumed_us(
 ) -> Tensor:
     """Microseconds [...] by the specification alone, for tokens [...] per rank. Split and shared policy together take
     one collective."""
-    collective = _assumed_collective_us(costs, nodes)
+    collective = _collective_us(costs, None, "all_reduce", ranks, nodes)
     split, router, shared = acting_split(stack, redundant), stack.router, stack.shared
     time: float | Tensor = 0.0
     if router.acts:
@@ -39,16 +41,19 @@ def assumed_us(
         time += collective
     time += split.work_us(costs, tokens, ranks)
     time += shared.work_us(costs, tokens, ranks)
-    return torch.zeros_like(tokens) + time + _others_us(costs, stack, ranks, nodes, tokens)
+    return torch.zeros_like(tokens) + time + _others_us(costs, None, stack, ranks, nodes, tokens)
 
 
-def _others_us(costs: PolicyCosts, stack: PolicyStack, ranks: int, nodes: int, tokens: Tensor) -> float | Tensor:
-    """Of readers and any further kinds: their own work, and a collective where they need one."""
+def _others_us(
+    costs: PolicyCosts, measured: PolicyTable | None, stack: PolicyStack, ranks: int, nodes: int, tokens: Tensor
+) -> float | Tensor:
+    """The own work of readers and of further kinds, and the collectives that they need."""
     time: float | Tensor = 0.0
     for policy in stack.batch_policies:
         if policy not in (stack.router, stack.split, stack.shared):
             time += policy.work_us(costs, tokens, ranks)
-            time += (policy.needs != "none") * _assumed_collective_us(costs, nodes)
+            if policy.needs != "none":
+                time += _collective_us(costs, measured, COLLECTIVES[policy.needs], ranks, nodes)
     return time
 
 
@@ -80,7 +85,7 @@ def policy_us(
         time = time + (router.work_us(costs, tokens, ranks) if routing is None else routing)
         if router.whole_batch:
             time = time + _collective_us(costs, measured, "all_reduce", ranks, nodes)
-    return time + _others_us(costs, stack, ranks, nodes, tokens)
+    return time + _others_us(costs, measured, stack, ranks, nodes, tokens)
 
 
 def _collectives_us(
@@ -92,15 +97,12 @@ def _collectives_us(
     if rule.uncovered() is None:
         needs: list[str] = [rule.collective]
     else:
-        names = {"none": "none", "reduced": "all_reduce", "gathered": "all_gather"}
-        needs = [names[policy.needs] for policy in (split, stack.shared)]
+        needs = [COLLECTIVES[policy.needs] for policy in (split, stack.shared)]
     return sum(_collective_us(costs, measured, name, ranks, nodes) for name in needs if name != "none")
 
 
-def _collective_us(costs: PolicyCosts, measured: PolicyTable, name: str, ranks: int, nodes: int) -> float:
-    us = measured.collective_us(name, ranks, nodes)
-    return _assumed_collective_us(costs, nodes) if us is None else us
-
-
-def _assumed_collective_us(costs: PolicyCosts, nodes: int) -> float:
+def _collective_us(costs: PolicyCosts, measured: PolicyTable | None, name: str, ranks: int, nodes: int) -> float:
+    us = None if measured is None else measured.collective_us(name, ranks, nodes)
+    if us is not None:
+        return us
     return costs.all_reduce_nodes_us if nodes > 1 else costs.all_reduce_us

@@ -143,21 +143,15 @@ class Router(BatchPolicy):
     __slots__ = ()
     kind: ClassVar[str] = "router"
     must_define: ClassVar[tuple[str, ...]] = ("route",)
+    level: ClassVar[Level] = "tokens"
+    work: ClassVar[tuple[str, ...]] = ("router_us",)
     complexity: ClassVar[int] = 5
     acts: ClassVar[bool] = True
     capturable: ClassVar[bool] = True
 
     @property
-    def level(self) -> Level:
-        return "tokens"
-
-    @property
     def whole_batch(self) -> bool:
         return True
-
-    @property
-    def work(self) -> tuple[str, ...]:
-        return ("router_us",)
 
     def route(self, work: RouterWork) -> Routed:
         """Raises ValueError if the arguments do not fit the model."""

@@ -33,11 +33,8 @@ class Sampled(Split):
     """Every token draws its copy with the fractions as probabilities, as in SGLang. A subclass defines `fractions`."""
 
     __slots__ = ()
+    level: ClassVar[Level] = "tokens"
     by_rank: ClassVar[bool] = False
-
-    @property
-    def level(self) -> Level:
-        return "tokens"
 
     def physical_ids(self, batch: Batch, rank_counts: Tensor, fixed: Tensor, copies: Copies, seed: int) -> Tensor:
         return sampled_ids(batch, fixed, copies, seed)

@@ -16,15 +16,17 @@ import numpy as np
 import pytest
 import torch
 
+from epsim.cost.calibrated import CollectiveCost, PolicyCost, PolicyTable
 from epsim.cost.policy_time import policy_us
 from epsim.machines.hardware import load_hardware
 from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target
 from epsim.placement.contiguous import Contiguous
 from epsim.policies.apply import BoundStack, Setting, bind
-from epsim.policies.base import RouterWork
+from epsim.policies.base import Needs, RouterWork
 from epsim.policies.copies import Copies, even_fractions
 from epsim.policies.grammar import policy_text
 from epsim.policies.load import Load
+from epsim.policies.reader import Dense
 from epsim.policies.registry import SHIPPED, kinds
 from epsim.policies.splits import Systematic
 from epsim.policies.stack import PolicyStack, parse_stack
@@ -314,6 +316,37 @@ def test_a_package_adds_a_policy(installed: Any, draw_problem: DrawProblem) -> N
     # What it declares is charged: it needs a collective and states no work of its own.
     costs, tokens = load_hardware("h200").policy, torch.ones(1, dtype=torch.float64)
     assert float(policy_us(costs, None, stack, True, 2, 1, tokens)) == costs.all_reduce_us
+
+
+@pytest.mark.parametrize("text", ["True", "False"])
+def test_an_argument_may_be_true_or_false(installed: Any, text: str) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Reversed(Contiguous):
+        backwards: bool
+        name: ClassVar[str] = "reversed"
+
+    installed(Reversed)
+    stack = parse_stack(f"reversed(backwards={text})")
+    assert stack.placement == Reversed(text == "True")
+    assert str(stack) == f"reversed(backwards={text})"
+    with pytest.raises(ValueError, match=r"unknown value backwards=no in .*: choose True or False"):
+        parse_stack("reversed(backwards=no)")
+
+
+def test_a_readers_work_and_collective_take_time(installed: Any) -> None:
+    @dataclass(frozen=True, slots=True)
+    class Agreed(Dense):
+        name: ClassVar[str] = "agreed"
+        needs: ClassVar[Needs] = "gathered"
+        work: ClassVar[tuple[str, ...]] = ("assign_us",)
+
+    installed(Agreed)
+    costs, tokens = load_hardware("h200").policy, torch.ones(1, dtype=torch.float64)
+    stack = parse_stack("eplb+agreed")
+    assert float(policy_us(costs, None, stack, True, 2, 1, tokens)) == costs.all_reduce_us + costs.assign_us
+    even = PolicyCost("even", 2, (1.0, 2.0), (5.0, 5.0))
+    measured = PolicyTable("GPU", "by hand", (even,), (CollectiveCost("all_gather", 2, 1, 30.0),))
+    assert float(policy_us(costs, measured, stack, True, 2, 1, tokens)) == 5.0 + costs.assign_us + 30.0
 
 
 class Nothing:
