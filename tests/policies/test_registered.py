@@ -344,7 +344,7 @@ def test_a_readers_work_and_collective_take_time(installed: Any) -> None:
     costs, tokens = load_hardware("h200").policy, torch.ones(1, dtype=torch.float64)
     stack = parse_stack("eplb+agreed")
     assert float(policy_us(costs, None, stack, True, 2, 1, tokens)) == costs.all_reduce_us + costs.assign_us
-    even = PolicyCost("even", 2, (1.0, 2.0), (5.0, 5.0))
+    even = PolicyCost("even", 2, 0, (1.0, 2.0), (5.0, 5.0))
     measured = PolicyTable("GPU", "by hand", (even,), (CollectiveCost("all_gather", 2, 1, 30.0),))
     assert float(policy_us(costs, measured, stack, True, 2, 1, tokens)) == 5.0 + costs.assign_us + 30.0
 
