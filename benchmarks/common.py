@@ -6,7 +6,10 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,25 @@ def fit(active: Sequence[float], times: Sequence[float]) -> dict[str, float]:
     slope, fixed = np.polyfit(active, times, 1)
     rest = np.array(times) - (fixed + slope * np.array(active))
     return {"fixed": float(fixed), "slope": float(slope), "r2": float(1 - rest.var() / np.var(times))}
+
+
+def least_seconds(run: Callable[[], object], repeats: int = 1) -> float:
+    """The least time of several calls, since other work on the machine only adds time."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The versions of those packages that are installed."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def machine() -> str:

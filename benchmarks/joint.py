@@ -11,8 +11,6 @@ served away from their own rank.
 """
 
 import json
-import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import script_parser, table, write
+from common import command, script_parser, table, write
 
 from epsim.kernels.split import prepare, solve_peak
 from epsim.kernels.split.problems import drifted_counts
@@ -142,7 +140,7 @@ def main() -> None:
             shown.append(own)
         table(f"{name}: {problem[3]} steps x {problem[0].num_layers} layers, against {BASE}", shown)
     document = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command(),
         "setting": {"ranks": RANKS, "nodes": NODES, "shared_cost": 1.0, "base": BASE},
         "problems": report,
     }

@@ -10,21 +10,20 @@ draws the JSON that it writes.
 
 import argparse
 import time
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import command, script_parser, write
+from common import command, script_parser, table, write
 from quality.frontier import Point, Trial, active_without_policy, default_trials, measure
 from quality.oea_claims import Claim, check_claims
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import generate
-from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
+from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate, small_model
 from epsim.quality.hook import check_rules, reroute_of
 from epsim.traces.model import tokens
-from epsim.traces.model.train import choose_device, device_name, load_model
 
 CHUNK = 64
 ALONE = 16
@@ -47,26 +46,23 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    device = choose_device(arguments.device)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    model = load_model(arguments.cache, device, dtype)
+    model, about = small_model(arguments.cache, arguments.device)
     check_rules(model)
     heldout = tokens.load(arguments.cache).heldout
     top_k, num_experts = model.config.num_experts_per_tok, model.config.num_experts
     text = evaluation_text(heldout, tuple(heldout), arguments.sequences, arguments.length)
     mixed = text.pop(MIXED, next(iter(text.values())))
-    print(
-        f"{device_name(device)}, {dtype}, {num_experts} experts, top-{top_k}, {len(mixed)} x {arguments.length} tokens"
-    )
+    size = f"{num_experts} experts, top-{top_k}, {len(mixed)} x {arguments.length} tokens"
+    print(f"{about['device']}, {about['dtype']}, {size}")
     seconds: dict[str, float] = {}
 
     begun = time.perf_counter()
     active = active_without_policy(model, mixed, (8, 16, 32, 64), CHUNK)
     points, plain = measure(model, mixed, list(default_trials(top_k, num_experts, active)), CHUNK)
     seconds["mixed"] = time.perf_counter() - begun
-    print_points(points)
+    table("policies", [shown(point) for point in points])
     claims = check_claims(points, top_k)
-    print_claims(claims)
+    table("differences in nats per token, at most 0 as claimed", [shown_claim(claim) for claim in claims])
 
     begun = time.perf_counter()
     alone = {}
@@ -75,7 +71,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, rows in text.items():
         alone[name], _ = measure(model, rows[:CHUNK], trials, CHUNK)
     seconds["domains"] = time.perf_counter() - begun
-    print_domains(alone, points)
+    for name, own in alone.items():
+        table(f"{name}, batches of {ALONE}", [shown(point) for point in own])
 
     begun = time.perf_counter()
     rates = repetition(model, mixed, arguments, top_k) if arguments.generated else {}
@@ -84,8 +81,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print(f"repetition {router:16} {rate:.4f}")
     print("seconds: " + ", ".join(f"{part} {value:.1f}" for part, value in seconds.items()))
     return {
-        "machine": device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "machine": about["device"],
+        "dtype": about["dtype"],
         "num_experts": num_experts,
         "top_k": top_k,
         "sequences": len(mixed),
@@ -93,7 +90,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "plain_cross_entropy": plain,
         "active_without_policy": active,
         "points": [point.to_json() for point in points],
-        "claims": [claim.to_json() for claim in claims],
+        "claims": [asdict(claim) for claim in claims],
         "domains": {name: [point.to_json() for point in own] for name, own in alone.items()},
         "repetition": rates,
         "seconds": seconds,
@@ -111,36 +108,15 @@ def repetition(model: Any, mixed: torch.Tensor, arguments: argparse.Namespace, t
     return rates
 
 
-def print_points(points: Sequence[Point]) -> None:
-    print(
-        f"{'batch':>5} {'policy':34} {'active':>7} {'of 4':>6} {'of 8':>6} {'kept':>7} {'delta':>9} {'+-':>8} {'KL':>8}"
-    )
-    for point in points:
-        one = point.to_json()
-        print(
-            f"{point.batch_size:5} {point.trial.label:34} {point.active[1]:7.2f} {point.active[4]:6.2f} "
-            f"{point.active[8]:6.2f} {point.kept_mass:7.4f} {point.delta:9.5f} {one['delta_standard_error']:8.5f} "
-            f"{point.kl:8.5f}"
-        )
+def shown(point: Point) -> dict[str, Any]:
+    row = {"batch": point.batch_size, "policy": point.trial.label, "active": point.active[1], "of 4": point.active[4]}
+    row |= {"of 8": point.active[8], "kept": point.kept_mass, "delta": point.delta}
+    return row | {"+-": point.to_json()["delta_standard_error"], "KL": point.kl}
 
 
-def print_claims(claims: Sequence[Claim]) -> None:
-    print("claims; differences in nats a token, at most 0 as claimed, within two standard errors")
-    for claim in claims:
-        if claim.worst is None or claim.mean is None:
-            print(f"  not compared  {claim.words}")
-            continue
-        word = "holds" if claim.holds else "does not hold"
-        print(f"  {word:13} {claim.words}: mean {claim.mean:+.5f}, worst {claim.worst:+.5f} of {len(claim.detail)}")
-
-
-def print_domains(alone: dict[str, list[Point]], points: Sequence[Point]) -> None:
-    routers = ("topk", "oea(k0=3)", "pruned(k0=3)")
-    print(f"batches of {ALONE}: active experts, and delta for all but topk")
-    for name, own in {MIXED: [p for p in points if p.batch_size == ALONE], **alone}.items():
-        found = {point.trial.router: point for point in own}
-        shown = [f"{r} {found[r].active[1]:6.2f} {found[r].delta:8.5f}" for r in routers if r in found]
-        print(f"  {name:12} " + "   ".join(shown))
+def shown_claim(claim: Claim) -> dict[str, Any]:
+    holds = {True: "holds", False: "does not hold", None: "not compared"}[claim.holds]
+    return {"claim": claim.words, "": holds, "mean": claim.mean, "worst": claim.worst, "of": len(claim.detail)}
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ no token takes an expert beyond them (maxp is m).
 """
 
 import dataclasses
-import shlex
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import script_parser, write
+from common import command, script_parser, table, write
 
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting, bind
@@ -35,7 +33,7 @@ KEYS = ("active_experts_total", "active_experts", "kept_mass")
 
 
 def routers(top_k: int, active: float) -> list[str]:
-    """active: experts read without a policy, shares of which lynx keeps."""
+    """The routers to measure. active: experts read without a policy; lynx keeps shares of it."""
     found = []
     for k0 in range(1, top_k):
         found += [f"pruned(k0={k0})", f"oea(k0={k0})", f"oea-ep(k0={k0})"]
@@ -55,7 +53,7 @@ def measure(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[dict[str,
 
 
 def least_kept(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[float]:
-    """The first percentile, over tokens and layers, of the probability that a token keeps of its own choice's."""
+    """The share of its own choice's probability that a token keeps: the first percentile over tokens and layers."""
     meta, cluster = trace.meta, Cluster(ranks)
     placement = parse_stack("contiguous").placement.plan(torch.zeros(1, meta.num_layers, meta.num_experts), cluster)
     setting = Setting(0, 0.0, meta.top_k, meta.layers, phase=meta.phase, num_scores=meta.num_scores)
@@ -80,7 +78,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "ranks": arguments.ranks, "batches": {}}
+    report: dict[str, Any] = {"command": command(), "ranks": arguments.ranks, "batches": {}}
     for batch in arguments.batch:
         options = ImportOptions(batch=batch, ranks=min(arguments.ranks, batch), model=arguments.model)
         with tempfile.TemporaryDirectory() as folder:
@@ -96,12 +94,7 @@ def main() -> None:
         report["batches"][str(batch)] = {"steps": trace.num_steps, "uniform_active": uniform, "rows": rows}
         held = f"scores of {meta.num_scores} of {meta.num_experts} experts"
         print(f"batch {batch}: {trace.num_steps} full steps, top-{meta.top_k}, {held}; uniform routing: {uniform:.1f}")
-        print(
-            f"  {'router':26} {'active':>7} {'of ' + str(arguments.ranks) + ' ranks':>10} {'kept':>7} {'least 1%':>8}"
-        )
-        for row in rows:
-            total, most, kept = (row[key] for key in KEYS)
-            print(f"  {row['router']:26} {total:7.2f} {most:10.2f} {kept:7.4f} {row['least_kept']:8.4f}")
+        table(f"of {arguments.ranks} ranks", rows)
         for note in dict.fromkeys(note for row in rows for note in row["notes"] if "maxp" in note):
             print(f"  {note}")
     if arguments.out:

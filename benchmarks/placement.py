@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, ROOT, processor, write
+from common import RESULTS, ROOT, least_seconds, processor, table, write
 
 from epsim.placement.balance import even_balance
 from epsim.placement.base import Cluster
@@ -30,28 +30,22 @@ SIZES = [(61, 256, 288, 1, 1, 32), (61, 256, 288, 8, 4, 32), (58, 256, 288, 1, 1
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
-    """Least time of several calls, after one that does not count: other work on the machine only adds."""
+    """The least time of several calls, after one that is not timed."""
     run()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return 1e3 * min(times)
+    return 1e3 * least_seconds(run, repeats)
 
 
 def eplb_speed() -> list[dict[str, Any]]:
     reading = runpy.run_path(str(ROOT / "tests/placement/eplb_reading.py"))["rebalance"]
     rows = []
-    print(f"{'layers x experts -> slots, ranks (nodes)':44} {'ours ms':>9} {'plain loops ms':>15} {'ratio':>7}")
     for layers, experts, slots, groups, nodes, ranks in SIZES:
         weight = (torch.rand(layers, experts, generator=torch.Generator().manual_seed(0)) ** 3 * 1e6).long()
         sizes = (weight, slots, groups, nodes, ranks)
         ours = milliseconds(lambda: rebalance_experts(*sizes), 21)  # noqa: B023
         plain = milliseconds(lambda: reading(*sizes), 3)  # noqa: B023
         name = f"{layers} x {experts} -> {slots}, {ranks} ({nodes})"
-        print(f"{name:44} {ours:9.2f} {plain:15.1f} {plain / ours:6.0f}x")
         rows.append({"case": name, "ours_ms": ours, "plain_loops_ms": plain, "ratio": plain / ours})
+    table("layers x experts -> slots, ranks (nodes)", rows)
     return rows
 
 
@@ -64,7 +58,6 @@ def search_balance(folder: Path) -> list[dict[str, Any]]:
     cluster = Cluster(num_ranks=16, num_nodes=2, num_redundant=32)
     searched, eplb = placement_policy("searched"), placement_policy("eplb")
     rows: list[dict[str, Any]] = []
-    print(f"\n{'planned on -> scored on':52} {'eplb':>8} {'searched':>9} {'change':>8} {'search s':>9}")
     for planned, scored in [("all others", name) for name in counts] + [(name, "") for name in counts]:
         others = [name for name in counts if name != scored] if scored else [planned]
         history = torch.stack([counts[name] for name in others])
@@ -74,13 +67,10 @@ def search_balance(folder: Path) -> list[dict[str, Any]]:
         theirs = eplb.plan(history, cluster)
         for name in [scored] if scored else [name for name in counts if name != planned]:
             before, after = (float(even_balance(counts[name], p).mean()) for p in (theirs, ours))
-            label = f"{planned} -> {name}"
-            print(f"{label:52} {before:8.4f} {after:9.4f} {after - before:+8.4f} {seconds:9.1f}")
             rows.append({"planned": planned, "scored": name, "eplb": before, "searched": after, "seconds": seconds})
-    for kind, chosen in (
-        ("all others", [r for r in rows if r["planned"] == "all others"]),
-        ("one other file", [r for r in rows if r["planned"] != "all others"]),
-    ):
+    table("peak over mean load", rows)
+    for kind in ("all others", "one other file"):
+        chosen = [r for r in rows if (r["planned"] == "all others") == (kind == "all others")]
         wins = sum(r["searched"] < r["eplb"] for r in chosen)
         mean = statistics.mean(r["searched"] - r["eplb"] for r in chosen)
         print(f"planned on {kind}: searched wins {wins} of {len(chosen)}, mean change {mean:+.4f}")

@@ -14,7 +14,8 @@ straight lines between measured batches, if they were measured on `--hardware` a
 of our kernel and the grouped layer.
 """
 
-import argparse
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, command, write
+from common import RESULTS, command, script_parser, table, write
 
 from epsim.cost.experts_time import ExpertsTime
 from epsim.cost.layer_time import LayerTiming
@@ -114,8 +115,7 @@ def predicted(hardware: str, budget: float, rate: float) -> dict[str, Any]:
 
 
 def timed_layers(hardware: str, budget: float) -> dict[str, dict[int, float]]:
-    """Microseconds of MODEL's layer by form and batch, as they were measured; empty where they are of other hardware or
-    budgets."""
+    """Measured microseconds of MODEL's layer by form and batch; empty if they are of other hardware or budgets."""
     alone, together = (
         json.loads((RESULTS / f"{name}.json").read_text()) for name in ("reader_speed", "reader_batch_speed")
     )
@@ -133,7 +133,7 @@ def timed_layers(hardware: str, budget: float) -> dict[str, dict[int, float]]:
 
 
 def measured(hardware: str, budget: float, rate: float) -> dict[str, Any] | None:
-    """Steps with times of layers as measured: gains by batch, and users at `rate`; None where there are none."""
+    """Steps with measured times of layers: gains by batch, and users at `rate`; None without such times."""
     timing, whole = timing_of(load_model(MODEL), hardware), {}
     for form, us in timed_layers(hardware, budget).items():
         layer = torch.from_numpy(np.interp(EVERY, list(us), list(us.values())))
@@ -150,14 +150,12 @@ def measured(hardware: str, budget: float, rate: float) -> dict[str, Any] | None
 
 
 def print_users(found: dict[str, dict[str, float]], rate: float) -> None:
-    print(f"\n{MODEL} at {rate:g} tokens a second for each user:")
-    for form, one in found.items():
-        print(f"{form}: batch {one['batch']}, {one['tokens_per_second']:,.0f} tokens a second per GPU")
+    rows = [{"form": form, **one} for form, one in found.items()]
+    table(f"{MODEL} at {rate:g} tokens per second for each user: tokens per second of a GPU", rows)
 
 
 def main() -> None:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--hardware", default="h200")
     parser.add_argument("--budget", type=float, default=0.178)
     parser.add_argument("--user-rate", type=float, default=100.0, help="tokens a second that each user is to get")
@@ -167,23 +165,13 @@ def main() -> None:
         found = predicted(options.hardware, options.budget, options.user_rate)
     except ValueError as error:
         parser.error(str(error))
-    print("predicted by the roofline from bytes; nothing is timed\n")
-    print("| shape | batch | reader | bytes | layer | model |\n|---|---|---|---|---|---|")
-    for row in found["rows"]:
-        model = f"{row['model']:.2f}" if "model" in row else ""
-        print(
-            f"| {row['shape']} | {row['batch']} | {row['reader']} | {row['bytes']:.2f} | {row['layer']:.2f} | {model} |"
-        )
+    table("predicted by the roofline from bytes; nothing is timed", found["rows"])
     print_users(found["users"], options.user_rate)
     found["measured"] = measured(options.hardware, options.budget, options.user_rate)
     if found["measured"] is None:
         print("\nlayers were not measured on this hardware at this budget")
     else:
-        print("\nwith layers as measured, gain of the whole step:")
-        for row in found["measured"]["rows"]:
-            print(
-                ", ".join(f"{name} {value:.2f}" if name != "batch" else f"batch {value}" for name, value in row.items())
-            )
+        table("with layers as measured, gain of the whole step", found["measured"]["rows"])
         print_users(found["measured"]["users"], options.user_rate)
     if options.out is not None:
         write(options.out, {**found, "command": command()})

@@ -1,41 +1,45 @@
 """What channel readers cost the small model: top-k and thresholds, screens, restoration, and other scores.
 
-    python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64] [--docs docs/reader.md]
+    python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64] [--out FILE]
 
 Needs the trained model (`epsim model train`, docs/model.md). Sketches are built from the model's weights in memory. It
-takes about 120 seconds on an H200. Writes JSON, and with --docs also the table of claims between the two marks of that
-file.
+takes about 120 seconds on an H200, writes JSON and prints a table of the paper's claims.
 """
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import command, script_parser, write
+from common import command, script_parser, table, write
 from quality.figures import Trial, kept_by_token, measure
-from quality.reader_claims import claim_rows, pair, spearman, table, tally
+from quality.reader_claims import Pair, claim_rows, markdown, pair, spearman, tally
 
 from epsim.kernels.reader import ReadBytes
 from epsim.policies.reader import Channels, ThresholdChannels, TopkChannels
 from epsim.quality.batch_bytes import batch_bytes
 from epsim.quality.decoding import Decoder
-from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate
+from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate, small_model
 from epsim.quality.hook import check_rules, keep
-from epsim.quality.reader import Layer, Reading, SparseInputs, build_sketches, calibrated, layers_of
+from epsim.quality.reader import Layer, Reading, SparseInputs, build_sketches, calibrated, layers_of, reads
 from epsim.traces.model import tokens
-from epsim.traces.model.train import choose_device, device_name, load_model
 
 BUDGETS = (0.128, 0.178, 0.28)
 CHUNK = 64
 PROMPT = 64
 ONE_DOMAIN = "python"
-"""Besides mixed text, what a threshold is calibrated on."""
+"""The domain that a threshold is calibrated on, besides mixed text."""
+SCREENS = ("partial", "full")
+PUBLISHED = (("Qwen3-30B-A3B", 2048, 768), ("Gemma-4-26B-A4B", 2816, 704), ("Qwen3.5-35B-A3B", 2048, 512))
+"""Models of the paper: hidden, intermediate; all top-8."""
 
 
 class Bench:
@@ -43,9 +47,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.seconds = arguments, {}
-        device = choose_device(arguments.device)
-        dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        self.model: Any = load_model(arguments.cache, device, dtype)
+        self.model, about = small_model(arguments.cache, arguments.device)
         check_rules(self.model)
         corpus = tokens.load(arguments.cache)
         self.domains = tuple(corpus.heldout)
@@ -59,8 +61,8 @@ class Bench:
         self.top_k: int = self.model.config.num_experts_per_tok
         self.sizes = ReadBytes(sketch.hidden, sketch.intermediate)
         self.report: dict[str, Any] = {
-            "machine": device_name(device),
-            "dtype": str(dtype).removeprefix("torch."),
+            "machine": about["device"],
+            "dtype": about["dtype"],
             "num_experts": sketch.num_experts,
             "top_k": self.top_k,
             "hidden": sketch.hidden,
@@ -95,22 +97,15 @@ class Bench:
         sketch = self.layers[0].screen.sketch
         weights = sketch.num_experts * self.sizes.expert
         resident = sketch.resident_bytes()
-        of = {
-            name: {
-                "screen_of_read": ReadBytes(h, i, coordinates=128).screen / (budget * ReadBytes(h, i).expert),
-                "map_of_experts": (i * 64 + h * 64 / top_k) / ReadBytes(h, i).expert,
-                "sketch_of_experts": (h * ReadBytes(h, i).code_row + h // 128 * 2 * i * 4 + 2 * i)
-                / ReadBytes(h, i).expert,
+        of = {}
+        for (name, h, i), budget in itertools.product(PUBLISHED, (0.128, 0.178)):
+            sizes = ReadBytes(h, i)
+            of[f"{name} {budget}"] = {
+                "screen_of_read": ReadBytes(h, i, coordinates=128).screen / (budget * sizes.expert),
+                "map_of_experts": (i * 64 + h * 64 / 8) / sizes.expert,
+                "sketch_of_experts": (h * sizes.code_row + h // 128 * 2 * i * 4 + 2 * i) / sizes.expert,
                 "budget": budget,
             }
-            for name, h, i, top_k in (
-                ("Qwen3-30B-A3B", 2048, 768, 8),
-                ("Gemma-4-26B-A4B", 2816, 704, 8),
-                ("Qwen3.5-35B-A3B", 2048, 512, 8),
-            )
-            for budget in (0.128, 0.178)
-            for name in (f"{name} {budget}",)
-        }
         return {
             "sketch_of_experts": resident["sketch"] / weights,
             "map_of_experts": resident["map"] / weights,
@@ -150,7 +145,8 @@ class Bench:
 
     def pairs(self, budgets: Sequence[float], of_one: dict[float, list[float]]) -> None:
         """Each domain and budget: top-k, the threshold calibrated for it, and top-k of what that really keeps."""
-        rows, by_loss, by_kl, matched_loss, matched_kl = [], [], [], [], []
+        rows: list[dict[str, Any]] = []
+        pairs: dict[str, list[Pair]] = {"loss": [], "kl": [], "as_many_loss": [], "as_many_kl": []}
         for domain, text in self.text.items():
             trials = {}
             for budget in budgets:
@@ -164,10 +160,9 @@ class Bench:
             same, _ = measure(self.model, text, {f"{b}": trial for b, trial in again.items()}, CHUNK)
             for budget in budgets:
                 topk, threshold = found[f"topk {budget}"], found[f"threshold {budget}"]
-                by_loss.append(pair(domain, budget, topk, threshold))
-                by_kl.append(pair(domain, budget, topk, threshold, "kl"))
-                matched_loss.append(pair(domain, budget, same[f"{budget}"], threshold))
-                matched_kl.append(pair(domain, budget, same[f"{budget}"], threshold, "kl"))
+                for by in ("loss", "kl"):
+                    pairs[by].append(pair(domain, budget, topk, threshold, by))
+                    pairs[f"as_many_{by}"].append(pair(domain, budget, same[f"{budget}"], threshold, by))
                 k = self.kept(TopkChannels(budget))
                 rows.append(
                     {
@@ -180,25 +175,15 @@ class Bench:
                         "plain_right": float(plain.right.mean()),
                         "threshold_keeps": threshold.kept / k,
                         "threshold_of_one_domain_keeps": found[f"one {budget}"].kept / k,
-                        "result": by_loss[-1].result,
-                        "result_kl": by_kl[-1].result,
-                        "result_as_many": matched_loss[-1].result,
-                        "result_as_many_kl": matched_kl[-1].result,
+                        "result": pairs["loss"][-1].result,
+                        "result_kl": pairs["kl"][-1].result,
+                        "result_as_many": pairs["as_many_loss"][-1].result,
+                        "result_as_many_kl": pairs["as_many_kl"][-1].result,
                     }
                 )
-                print(
-                    f"{domain:12} {budget:5}  loss {topk.loss.mean():+.4f} {threshold.loss.mean():+.4f} "
-                    f"{by_loss[-1].result:4}  KL {topk.kl.mean():.4f} {threshold.kl.mean():.4f} {by_kl[-1].result:4}  "
-                    f"threshold keeps {rows[-1]['threshold_keeps']:.3f} of {k}",
-                    flush=True,
-                )
         self.report["pairs"] = rows
-        self.report["tallies"] = {
-            "loss": tally(by_loss),
-            "kl": tally(by_kl),
-            "as_many_loss": tally(matched_loss),
-            "as_many_kl": tally(matched_kl),
-        }
+        self.report["tallies"] = {name: tally(own) for name, own in pairs.items()}
+        table("top-k and thresholds", rows)
         print(self.report["tallies"])
 
     def ablations(self) -> None:
@@ -236,11 +221,7 @@ class Bench:
         self.report["plain"] = {"loss": float(plain.loss.mean()), "right": float(plain.right.mean())}
         self.report["trials"] = {name: figures.to_json() for name, figures in found.items()}
         self.report["not_payable"] = refused
-        for name, figures in found.items():
-            print(
-                f"{name:32} loss {figures.loss.mean():+.4f}  KL {figures.kl.mean():.4f}  kept {figures.kept:.0f}",
-                flush=True,
-            )
+        table("mixed text", [{"trial": name, **figures} for name, figures in self.report["trials"].items()])
 
     def more_trials(self, trials: dict[str, Trial]) -> None:
         budget = next((b for b in (0.178, 0.28, 0.5) if self.payable(TopkChannels(b))), None)
@@ -269,12 +250,8 @@ class Bench:
         with torch.no_grad():
             logits = self.model(input_ids=text.to(self.model.device), use_cache=False).logits
         targets = self.mixed[:CHUNK, 1:].to(self.model.device)
-        loss = torch.stack(
-            [
-                torch.nn.functional.cross_entropy(row.float(), t, reduction="none")
-                for row, t in zip(logits, targets, strict=True)
-            ]
-        )
+        each = partial(torch.nn.functional.cross_entropy, reduction="none")
+        loss = torch.stack([each(row.float(), target) for row, target in zip(logits, targets, strict=True)])
         found = {}
         for budget in budgets:
             reading = self.reading(ThresholdChannels(budget), thresholds=self.thresholds[budget])
@@ -289,16 +266,16 @@ class Bench:
         prompts = torch.cat([rows[:each, :PROMPT] for rows in self.text.values()])
         names = [name for name in self.text for _ in range(each)]
         length = min(prompts.shape[1] + self.arguments.generated, self.model.config.max_position_embeddings)
-        repetition = {"plain": repetition_rate(self.continued(prompts, length, None)[:, prompts.shape[1] :])}
+        written = {"plain": self.continued(prompts, length, None)}
         drift: dict[str, Any] = {}
         for budget in budgets:
-            topk = self.reading(TopkChannels(budget))
-            repetition[f"topk {budget}"] = repetition_rate(self.continued(prompts, length, topk)[:, prompts.shape[1] :])
+            topk, kept = self.reading(TopkChannels(budget)), self.kept(TopkChannels(budget))
+            written[f"topk {budget}"] = self.continued(prompts, length, topk)
             reading = self.reading(ThresholdChannels(budget), thresholds=self.thresholds[budget])
-            written = self.continued(prompts, length, reading)
-            repetition[f"threshold {budget}"] = repetition_rate(written[:, prompts.shape[1] :])
-            drift[f"{budget}"] = self.drift(reading, written, names, prompts.shape[1], self.kept(TopkChannels(budget)))
-            assert float(topk.counts[:, 1].sum()) == float(topk.counts[:, 0].sum()) * self.kept(TopkChannels(budget))
+            own = written[f"threshold {budget}"] = self.continued(prompts, length, reading)
+            drift[f"{budget}"] = self.drift(reading, own, names, prompts.shape[1], kept)
+            assert float(topk.counts[:, 1].sum()) == float(topk.counts[:, 0].sum()) * kept
+        repetition = {name: repetition_rate(text[:, prompts.shape[1] :]) for name, text in written.items()}
         self.report["repetition"] = repetition
         self.report["drift"] = drift
         print("repetition", {name: round(value, 4) for name, value in repetition.items()})
@@ -327,23 +304,12 @@ class Bench:
         """[sequences, length] int64: prompts and their sampled continuations."""
         torch.manual_seed(self.arguments.seed)
         decoder = Decoder(self.model, keep, len(prompts), length, endless=True)
-
-        def run() -> None:
+        with reads(reading, self.model, whole_sequences=False):
             if self.model.device.type == "cuda":
                 decoder.capture(prompts.to(self.model.device))
             decoder.start(prompts.to(self.model.device))
-            for _ in range(length - prompts.shape[1] - 1):
-                decoder.step()
-
-        if reading is None:
-            run()
-        else:
-            with reading.on(self.model, whole_sequences=False):
-                run()
+            decoder.steps(length - prompts.shape[1] - 1)
         return decoder.written.clone()
-
-
-SCREENS = ("partial", "full")
 
 
 def main() -> None:
@@ -358,10 +324,10 @@ def main() -> None:
     arguments = parser.parse_args()
     report = Bench(arguments).run()
     rows = claim_rows(report)
-    report["claims"] = [row.to_json() for row in rows]
+    report["claims"] = [asdict(row) for row in rows]
     report["command"] = command()
     write(arguments.out, report)
-    print(table(rows))
+    print(markdown(rows))
     print(f"wrote {arguments.out}; seconds: {report['seconds']}")
 
 

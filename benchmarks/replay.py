@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import command, machine, script_parser, table, write
+from common import command, least_seconds, machine, script_parser, table, write
 
 LAYERS, EXPERTS, TOP_K, RANKS, NODES, REDUNDANT = 58, 256, 8, 16, 2, 32
 TOKENS = 4096
@@ -125,16 +125,17 @@ def compare(old: str, path: Path) -> None:
         wall, cpu = json.loads(version.stdout.readline())
         return wall, cpu
 
-    head = f"{'level':7}{'stacks':18}{'times':7}{'s old':>8}{'s new':>8}{'ratio':>7}"
-    print(f"{head}{'CPU old':>9}{'CPU new':>9}{'ratio':>7}")
+    rows = []
     for (level, stacks), timed in itertools.product(CASES, (False, True)):
         case = json.dumps([level, stacks, timed])
         runs = np.array([[ask(version, case) for version in versions] for _ in range(ROUNDS + 1)])[1:]  # one compiles
         wall, cpu = np.median(runs, axis=0).T
         ratio = np.median(runs[:, 0] / runs[:, 1], axis=0)
         name = stacks[0] if len(stacks) == 1 else f"{len(stacks)} stacks"
-        print(f"{level:7}{name:18}{'h200' if timed else 'none':7}{wall[0]:8.2f}{wall[1]:8.2f}{ratio[0]:7.2f}", end="")
-        print(f"{cpu[0]:9.2f}{cpu[1]:9.2f}{ratio[1]:7.2f}", flush=True)
+        row = {"level": level, "stacks": name, "times": "h200" if timed else "none"}
+        row |= {"s old": wall[0], "s new": wall[1], "ratio": ratio[0]}
+        rows.append(row | {"CPU old": cpu[0], "CPU new": cpu[1], "CPU ratio": ratio[1]})
+    table("seconds", rows)
     for version in versions:
         version.communicate()
 
@@ -145,12 +146,8 @@ def floor_once(pairs: int) -> float:
 
     shares = torch.rand(LAYERS, EXPERTS, RANKS, dtype=torch.float64)
     counts = torch.rand(pairs // LAYERS, LAYERS, EXPERTS, dtype=torch.float64)
-    best = 0.0
-    for _ in range(3):
-        start = time.perf_counter()
-        torch.einsum("sle,ler->slr", counts, shares).amax(-1)
-        best = max(best, counts.shape[0] * LAYERS / (time.perf_counter() - start))
-    return best
+    seconds = least_seconds(lambda: torch.einsum("sle,ler->slr", counts, shares).amax(-1), 3)
+    return counts.shape[0] * LAYERS / seconds
 
 
 def main() -> None:
@@ -175,10 +172,14 @@ def main() -> None:
             write_trace(Path(folder, "trace.parquet"), arguments.pairs, arguments.seed)
             compare(arguments.against, Path(folder, "trace.parquet"))
         return
+    gpu = None
     if arguments.device == "cuda":
+        import torch
+
         from epsim.replaying import check_device
 
         check_device("cuda")
+        gpu = torch.cuda.get_device_name()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.parquet")
@@ -199,18 +200,12 @@ def main() -> None:
     report = {
         "command": command(),
         "machine": machine(),
-        "gpu": gpu_name() if arguments.device == "cuda" else None,
+        "gpu": gpu,
         "shape": {"layers": LAYERS, "experts": EXPERTS, "ranks": RANKS, "nodes": NODES, "redundant": REDUNDANT},
         "product_alone_pairs_per_second": floor,
         "rows": rows,
     }
     write(arguments.out, report)
-
-
-def gpu_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name()
 
 
 if __name__ == "__main__":

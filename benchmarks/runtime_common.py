@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from common import installed
 
 from epsim.calibrate.machine import Machine
 from epsim.models.shapes import LayerShape, shape_of
@@ -87,10 +87,6 @@ def placement_of(text: str, shape: LayerShape, size: int, redundant: int, nodes:
 
 def versions() -> dict[str, Any]:
     found: dict[str, Any] = {"torch": torch.__version__, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    for name in ("tokenspeed-deepep", "deep_ep"):
-        try:
-            found["deep_ep"] = f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            continue
-        break
+    for name, number in installed("tokenspeed-deepep", "deep_ep").items():
+        found.setdefault("deep_ep", f"{name} {number}")
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import command, script_parser, write
+from common import command, script_parser, table, write
 
 from epsim.models.shapes import shape_of
 from epsim.results import read_results
@@ -77,15 +77,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    shown = ("shape", "tokens", "exchange", "stack", "layer", "predicted", *PHASES)
     for run in RUNS:
         for exchange in ("auto", "torch") if options.ranks > 1 else ("auto",):
             if exchange == "torch" and rows and rows[-1]["exchange"] == "torch":
                 continue  # what auto chose
             with tempfile.TemporaryDirectory() as folder:
                 rows += measured(*run, options.ranks, exchange, Path(folder))
-    for line in [dict(zip(shown, shown)), *rows]:
-        print("  ".join(f"{line[key]:.0f}" if isinstance(line[key], float) else str(line[key]) for key in shown))
+    shown = ("shape", "tokens", "exchange", "stack", "layer", "predicted", *PHASES)
+    table("microseconds", [{key: row[key] for key in shown} for row in rows])
     if options.out:
         report = {"command": command(), "device": rows[0]["device"]}
         write(options.out, report | {"runs": rows})

@@ -17,11 +17,11 @@ one call for a whole set. On a GPU `alone` is a launch of one problem in a CUDA 
 `batch` is a launch of at least 50,000 problems.
 """
 
-import json
+from __future__ import annotations
+
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 import split_baselines as baselines
 import split_problems as problems
 import torch
-from common import ROOT, command, processor, script_parser, table
+from common import ROOT, command, installed, processor, script_parser, table, write
 from split_problems import TOP_K as TOP_K
 from split_problems import ProblemSet, marginals
 from split_solvers import GLOP, HIGHS, OURS, Answer, Asked, Flags, Floats, solvers
@@ -43,7 +43,7 @@ TIMED = {
     "pairs": {"name": "pairs of copies", "ranks": 16, "redundant": 32, "tokens": 1024},
     "hard": {"name": "chain of 64: 1 to 1e9", "ranks": 64, "redundant": 63, "tokens": 0},
 }
-"""Of each kind the set whose times the summary shows."""
+"""The set of each kind whose times the summary shows."""
 
 
 def optimum_of(asked: Asked, answers: dict[str, Answer], judged: dict[str, tuple[Floats, Flags]]) -> Floats:
@@ -64,28 +64,23 @@ def gap_figures(gaps: Floats) -> dict[str, float | None]:
 
 
 def measure(asked: Asked, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Floats], Floats]:
-    """-> a row a solver, and each solver's gaps; the relative difference of GLOP and HiGHS."""
+    """(one row per solver, each solver's gaps, the relative differences of GLOP and HiGHS)."""
     answers = {name: solver(asked) for name, solver in chosen.items()}
     judged = {
         name: baselines.judge(asked.structure, asked.loads, asked.layer, answer.split)
         for name, answer in answers.items()
     }
     optimum = optimum_of(asked, answers, judged)
-    each = {
-        "kind": asked.problems.kind,
-        "name": asked.problems.name,
-        "ranks": asked.structure.num_ranks,
-        "redundant": asked.problems.redundant,
-        "tokens": asked.problems.tokens,
-        "problems": len(optimum),
-    }
+    one = asked.problems
+    each = {"kind": one.kind, "name": one.name, "ranks": one.structure.num_ranks, "redundant": one.redundant}
+    each |= {"tokens": one.tokens, "problems": len(optimum)}
     rows, gaps = [], {}
     for name, answer in answers.items():
         peak, feasible = judged[name]
         good = feasible & answer.answered
-        # What GLOP and HiGHS differ by is far below 1e-12.
+        # GLOP and HiGHS differ by far less than 1e-12.
         least = np.ceil(optimum * (1 - 1e-12)) if answer.whole else optimum
-        # Without load there is nothing to be off.
+        # Without load there is no gap.
         gaps[name] = np.divide(peak, least, out=np.ones(len(peak)), where=optimum > 0)[good] - 1
         row = each | {"solver": name, "answered": int(answer.answered.sum())}
         row["infeasible"] = int((answer.answered & ~feasible).sum())
@@ -99,7 +94,7 @@ def measure(asked: Asked, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]],
 
 
 def summarize(rows: Sequence[dict[str, Any]], gaps: dict[tuple[str, str], list[Floats]]) -> list[dict[str, Any]]:
-    """A line a kind and solver: gaps over all sets with something to split, times on one of them."""
+    """One row per kind and solver: gaps over all sets with redundant experts, times of one of them."""
     summary = []
     for (kind, solver), parts in gaps.items():
         own = [row for row in rows if (row["kind"], row["solver"]) == (kind, solver) and row["redundant"]]
@@ -114,26 +109,8 @@ def summarize(rows: Sequence[dict[str, Any]], gaps: dict[tuple[str, str], list[F
     return summary
 
 
-def print_summary(summary: Sequence[dict[str, Any]]) -> None:
-    for kind in dict.fromkeys(line["kind"] for line in summary):
-        rows = [
-            {key: value for key, value in line.items() if key != "kind"} for line in summary if line["kind"] == kind
-        ]
-        table(f"{kind} problems", rows)
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("torch", "numba", "ortools", "highspy"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def shortened(value: Any) -> Any:
-    """Floats of JSON to four digits that count."""
+    """JSON with floats of four significant digits."""
     if isinstance(value, dict):
         return {key: shortened(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -191,7 +168,8 @@ def main() -> None:
                 flush=True,
             )
     summary = summarize(rows, gaps)
-    print_summary(summary)
+    for kind in dict.fromkeys(line["kind"] for line in summary):
+        table(f"{kind} problems", [line for line in summary if line["kind"] == kind])
     disagreement = float(np.concatenate(apart).max(initial=0.0))
     if len(np.concatenate(apart)):
         print(f"\nlargest difference of GLOP's and HiGHS's optimum: {disagreement:.1e}")
@@ -199,18 +177,15 @@ def main() -> None:
         "command": command(),
         "cpu": processor(),
         "gpu": gpu,
-        "versions": versions(),
+        "versions": installed("torch", "numba", "ortools", "highspy"),
         "drawn from": source,
         "seconds": round(time.perf_counter() - begun),
         "times of": TIMED,
         "largest difference of GLOP and HiGHS": disagreement,
         "summary": summary,
+        "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    # A row a line, for the file's length.
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in shortened(rows))
-    head = json.dumps(shortened(result), indent=1).removesuffix("\n}")
-    options.out.write_text(f'{head},\n "rows": [\n{lines}\n ]\n}}\n')
+    write(options.out, shortened(result), row_a_line=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Other ways to split a batch, each written from its description, and the one judge of everybody's answers."""
+"""Other ways to split a batch, each written from its description, and the judge of all answers."""
 
 import time
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from numba import njit
 
 from epsim.kernels.split import SplitStructure
+from epsim.kernels.split.reference import SplitProgram
 from epsim.policies.copies import Copies
 
 Floats = npt.NDArray[np.float64]
@@ -17,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 TOLERANCE = 1e-6
-"""Of the mean rank load: what an answer may be off without being called infeasible."""
+"""The share of the mean rank load by which a feasible answer may be off."""
 LANES = 32
 
 
@@ -39,7 +40,7 @@ def judge(structure: SplitStructure, loads: Ints, layer: Ints, split: Floats) ->
 
 
 class HighsProgram:
-    """The same program as `epsim.kernels.split.reference`, of the replicated experts' copies alone, for HiGHS."""
+    """The program of `epsim.kernels.split.reference` for HiGHS; only copies of replicated experts are variables."""
 
     def __init__(self, physical_to_logical: Ints, num_ranks: int, loads: Ints) -> None:
         """physical_to_logical [P], loads [E]."""
@@ -73,7 +74,7 @@ class HighsProgram:
         self.optimal = highspy.HighsModelStatus.kOptimal
 
     def solve(self) -> Floats:
-        """A split [P] of the least peak; not a number where HiGHS finds no optimum."""
+        """A split [P] of the lowest peak; NaN if HiGHS finds no optimum."""
         self.solver.run()
         if self.solver.getModelStatus() != self.optimal:
             return np.full(len(self.loads), np.nan)
@@ -82,12 +83,26 @@ class HighsProgram:
         return split
 
 
-def solve_by_highs(slots: Ints, num_ranks: int, loads: Ints) -> tuple[Floats, float, float]:
-    """slots [B, P], loads [B, E] -> split [B, P]; seconds of all solves, and of all models' builds."""
+class GlopProgram(SplitProgram):
+    def __init__(self, physical_to_logical: Ints, num_ranks: int, loads: Ints) -> None:
+        super().__init__(torch.from_numpy(physical_to_logical), num_ranks, torch.from_numpy(loads))
+
+    def solve(self) -> Floats:  # type: ignore[override]
+        """A split [P] of the lowest peak; NaN if GLOP finds no optimum."""
+        try:
+            return super().solve()[1].numpy()
+        except RuntimeError:
+            return np.full(len(self.split), np.nan)
+
+
+def solve_by(
+    program_of: type[GlopProgram | HighsProgram], slots: Ints, num_ranks: int, loads: Ints
+) -> tuple[Floats, float, float]:
+    """slots [B, P], loads [B, E] -> split [B, P], seconds of all solves, seconds of building all models."""
     splits, solving, building = [], 0.0, 0.0
     for own_slots, own_loads in zip(slots, loads):
         start = time.perf_counter()
-        program = HighsProgram(own_slots, num_ranks, own_loads)
+        program = program_of(own_slots, num_ranks, own_loads)
         built = time.perf_counter()
         splits.append(program.solve())
         solving += time.perf_counter() - built

@@ -15,14 +15,15 @@ a large launch, `whole_ns` of the integral split. `cpu_us`: the CPU form on one 
 ranks with 16,384 tokens each, 1,000 problems are timed alone, of other cases 300.
 """
 
-import time
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from common import ROOT, script_parser, table, write
+from common import ROOT, least_seconds, script_parser, table, write
 from device_times import graph, report_head, times_by_input
 from split_problems import TOP_K, marginals, planned_by_eplb, sample_counts
 
@@ -43,7 +44,7 @@ def same(left: Solution, right: Solution) -> bool:
 
 
 def singles(structure: SplitStructure, counts: torch.Tensor, start: torch.Tensor | None, most: int) -> dict[str, Any]:
-    """counts [N, E] of layers 0, 1, ... in turn, of which `most` are timed; start [N, P]."""
+    """Times of single problems. counts [N, E] of layers 0, 1, ... in turn; `most` of them are timed. start [N, P]."""
     num = min(most, len(counts))
     layers = torch.arange(len(counts), device="cuda") % structure.num_layers
     loads, layer = counts[:1].clone(), layers[:1].clone()
@@ -119,13 +120,9 @@ def cpu_time(structure: SplitStructure, counts: torch.Tensor) -> float:
     """Microseconds a problem on one thread, the least of five runs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        solve_batched(structure, counts)
-        times.append(time.perf_counter() - start)
+    seconds = least_seconds(lambda: solve_batched(structure, counts), 5)
     torch.set_num_threads(threads)
-    return min(times) / (counts.shape[0] * counts.shape[1]) * 1e6
+    return seconds / (counts.shape[0] * counts.shape[1]) * 1e6
 
 
 Problem: TypeAlias = tuple[str, int, SplitStructure, torch.Tensor, torch.Tensor]

@@ -1,10 +1,10 @@
-"""The solvers that benchmarks/split.py sets side by side: each answers the same problems, and says what it took."""
+"""The solvers that benchmarks/split.py compares. Each answers the same problems and measures its time."""
 
 import importlib.util
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import split_baselines as baselines
 import torch
-from split_baselines import Flags, Floats, Ints
+from common import least_seconds
+from split_baselines import Flags, Floats, GlopProgram, HighsProgram, Ints, solve_by
 from split_problems import ProblemSet
 
 from epsim.kernels.split import SplitStructure, cuda, solve, solve_batched, solve_gathered
-from epsim.kernels.split.reference import SplitProgram
 from epsim.placement.base import Placement
 from epsim.policies.copies import Copies
 from epsim.policies.ipm import LplbIpm
@@ -30,7 +30,7 @@ REPEATS, LARGE_BATCH = 10, 50_000
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """The problems of a set that every solver is given: number `pick` [B] of its steps and layers, in order."""
+    """The problems that every solver gets of a set. pick [B]: their numbers among its steps and layers."""
 
     problems: ProblemSet
     pick: Ints
@@ -39,6 +39,11 @@ class Asked:
     @property
     def structure(self) -> SplitStructure:
         return self.problems.structure
+
+    @property
+    def num_problems(self) -> int:
+        """Of the whole set."""
+        return self.problems.counts.shape[0] * self.problems.counts.shape[1]
 
     @cached_property
     def loads(self) -> Ints:
@@ -68,7 +73,7 @@ class Asked:
 
     @cached_property
     def ipm(self) -> tuple[Floats, float]:
-        """Fractions of `lplb-ipm` [B, P], not a number beyond the first few, and seconds a problem."""
+        """Fractions of `lplb-ipm` [B, P], NaN beyond the first few problems, and seconds per problem."""
         counts, copies = self.problems.counts, self.copies
         fractions = np.full(self.slots.shape, np.nan)
         if self.few < len(self.pick):
@@ -91,10 +96,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """split [B, P]; answered [B]: false where the method does not take the problem. times: microseconds a problem, by
-    name: alone (with its 99th percentile alone_p99, with_model its model's build included), batch (by one thread, or by
-    one launch), batch_two (by two threads), layers (all layers of a step in one launch, together). whole: the split is
-    of whole tokens, and is held against the optimum rounded up."""
+    """split [B, P]; answered [B]: false if the method does not take the problem. times: microseconds per problem, by
+    name: alone (alone_p99: its 99th percentile; with_model: with building the model), batch (one thread, or one
+    launch), batch_two (two threads), layers (one launch for all layers of a step). whole: the split is of whole tokens
+    and is compared with the optimum rounded up."""
 
     split: Floats
     answered: Flags
@@ -106,27 +111,17 @@ class Answer:
 Solver = Callable[[Asked], Answer]
 
 
-def _first(asked: Asked, num: int) -> Flags:
-    return np.arange(len(asked.pick)) < num
-
-
 def _all(asked: Asked) -> Flags:
-    return _first(asked, len(asked.pick))
+    return np.ones(len(asked.pick), dtype=bool)
 
 
-def _seconds(run: Callable[[], object], repeats: int = 1) -> float:
-    """The least of several: other work on the machine only adds."""
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+def _few(asked: Asked) -> Flags:
+    return np.arange(len(asked.pick)) < asked.few
 
 
 def _alone(run: Callable[[int], object], num: int) -> float:
     """Microseconds: the median over problems of the second of two calls each."""
-    return 1e6 * float(np.median([_seconds(partial(run, i), 2) for i in range(min(num, ALONE))]))
+    return 1e6 * float(np.median([least_seconds(partial(run, i), 2) for i in range(min(num, ALONE))]))
 
 
 def _ours(asked: Asked) -> Answer:
@@ -134,18 +129,18 @@ def _ours(asked: Asked) -> Answer:
     loads, layer = torch.from_numpy(asked.loads), torch.from_numpy(asked.layer)
     found = solve(structure, loads, layer)
     times = {"alone": _alone(lambda i: solve(structure, loads[i : i + 1], layer[i : i + 1]), len(loads))}
-    per_problem = 1e6 / (counts.shape[0] * counts.shape[1])
+    per_problem = 1e6 / asked.num_problems
     for name, threads in (("batch_two", 2), ("batch", 1)):
         torch.set_num_threads(threads)
-        times[name] = per_problem * _seconds(lambda: solve_batched(structure, counts), 7)
+        times[name] = per_problem * least_seconds(lambda: solve_batched(structure, counts), 7)
     return Answer(found.split.numpy(), _all(asked), times, int(found.unproven.sum()))
 
 
 def _ours_whole(asked: Asked) -> Answer:
     structure, counts = asked.structure, asked.problems.counts
     split = asked.of_steps(solve_gathered(structure, counts).split).astype(np.float64)
-    seconds = _seconds(lambda: solve_gathered(structure, counts), 5)
-    return Answer(split, _all(asked), {"batch": 1e6 * seconds / (counts.shape[0] * counts.shape[1])}, whole=True)
+    seconds = least_seconds(lambda: solve_gathered(structure, counts), 5)
+    return Answer(split, _all(asked), {"batch": 1e6 * seconds / asked.num_problems}, whole=True)
 
 
 def _ours_gpu(asked: Asked) -> Answer:
@@ -165,7 +160,7 @@ def _ours_gpu(asked: Asked) -> Answer:
     step = counts[0].clone()
     together = times_by_input(graph(lambda: solve(structure, step, every), REPEATS), lambda i: None, 1, 5) / REPEATS
     size = LARGE_BATCH if structure.num_physical < 512 else LARGE_BATCH // 10
-    many = counts.repeat(-(-size // (counts.shape[0] * counts.shape[1])), 1, 1)
+    many = counts.repeat(-(-size // asked.num_problems), 1, 1)
     batch = times_by_input(graph(lambda: solve_batched(structure, many)), lambda i: None, 1, 5)
     times = {
         "alone": float(np.median(alone)),
@@ -176,27 +171,9 @@ def _ours_gpu(asked: Asked) -> Answer:
     return Answer(found.split.cpu().numpy(), _all(asked), times, int(found.unproven.sum()))
 
 
-def _glop(asked: Asked) -> Answer:
-    splits, solving, building = [], 0.0, 0.0
-    for slots, loads in zip(asked.slots, asked.loads):
-        start = time.perf_counter()
-        program = SplitProgram(torch.from_numpy(slots), asked.structure.num_ranks, torch.from_numpy(loads))
-        built = time.perf_counter()
-        try:
-            splits.append(program.solve()[1].numpy())
-        except RuntimeError:
-            splits.append(np.full(len(slots), np.nan))
-        solving += time.perf_counter() - built
-        building += built - start
-    per_problem = 1e6 / len(splits)
-    times = {"alone": solving * per_problem, "with_model": (solving + building) * per_problem}
-    return Answer(np.array(splits), _all(asked), times)
-
-
-def _highs(process: Executor, asked: Asked) -> Answer:
-    split, solving, building = process.submit(
-        baselines.solve_by_highs, asked.slots, asked.structure.num_ranks, asked.loads
-    ).result()
+def _programs(solve_all: Callable[[Ints, int, Ints], tuple[Floats, float, float]], asked: Asked) -> Answer:
+    """By `solve_by`, one problem after the other."""
+    split, solving, building = solve_all(asked.slots, asked.structure.num_ranks, asked.loads)
     per_problem = 1e6 / len(split)
     times = {"alone": solving * per_problem, "with_model": (solving + building) * per_problem}
     return Answer(split, _all(asked), times)
@@ -213,12 +190,12 @@ def _lplb(true_maximum: bool, asked: Asked) -> Answer:
     for i in range(asked.few):
         fractions[i] = run(i)
     times = {"alone": _alone(run, min(asked.few, 10))}
-    return Answer(asked.of_fractions(fractions), _first(asked, asked.few), times)
+    return Answer(asked.of_fractions(fractions), _few(asked), times)
 
 
 def _ipm(asked: Asked) -> Answer:
     fractions, seconds = asked.ipm
-    return Answer(asked.of_fractions(fractions), _first(asked, asked.few), {"batch": 1e6 * seconds})
+    return Answer(asked.of_fractions(fractions), _few(asked), {"batch": 1e6 * seconds})
 
 
 def _edges(asked: Asked) -> Answer:
@@ -245,7 +222,7 @@ def _edges(asked: Asked) -> Answer:
         for at in layers:
             baselines.split_pairs(pairs[at], slots[at], num_ranks, counts[:, at])  # type: ignore[arg-type]
 
-    times["batch"] = 1e6 * _seconds(batch, 5) / (len(counts) * len(layers))
+    times["batch"] = 1e6 * least_seconds(batch, 5) / (len(counts) * len(layers))
     return Answer(split, answered, times)
 
 
@@ -277,17 +254,18 @@ OURS, GLOP, HIGHS = "ours, CPU", "OR-Tools GLOP", "HiGHS"
 
 @contextmanager
 def solvers() -> Iterator[dict[str, Solver]]:
-    """Those that this machine has, by the name they have in the table."""
+    """The solvers that this machine has, by their names in the table."""
     found: dict[str, Any] = {}
     if cuda.available():
         found["ours, GPU"] = _ours_gpu
     found |= {OURS: _ours, "ours, whole tokens, CPU": _ours_whole}
     if importlib.util.find_spec("ortools"):
-        found[GLOP] = _glop
-    # In a process of its own: OR-Tools brings another HiGHS, and the two do not load side by side.
+        found[GLOP] = partial(_programs, partial(solve_by, GlopProgram))
+    # HiGHS has its own process, because OR-Tools brings another HiGHS, and the two cannot be loaded together.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         if importlib.util.find_spec("highspy"):
-            found[HIGHS] = partial(_highs, process)
+            highs = partial(process.submit, solve_by, HighsProgram)
+            found[HIGHS] = partial(_programs, lambda *given: highs(*given).result())
         yield found | {
             "LPLB as published": partial(_lplb, False),
             "LPLB, true maximum": partial(_lplb, True),

@@ -12,7 +12,7 @@ import torch
 
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import reroute_of, rerouted
-from epsim.quality.reader import Reading
+from epsim.quality.reader import Reading, reads
 
 Floats = npt.NDArray[np.float64]
 Acting = Callable[[], AbstractContextManager[object]]
@@ -59,16 +59,15 @@ def standard_error(values: Floats) -> float:
 def measure(
     model: Any, text: torch.Tensor, trials: Mapping[str, Trial], chunk: int = 64
 ) -> tuple[dict[str, Figures], Figures]:
-    """text [sequences, length + 1] -> figures of each trial, and those of the plain model, whose loss is the whole one.
+    """Figures of each trial on text [sequences, length + 1], and those of the plain model with its whole loss.
 
-    Teacher-forced: every token is read as in a decode step. `chunk` sequences pass at once.
+    Teacher-forced: every token is read as in a decode step. A pass has `chunk` sequences.
     """
     found, plain = compare(model, text, [partial(acting, model, trial) for trial in trials.values()], chunk)
     figures = {}
     for (name, trial), one in zip(trials.items(), found, strict=True):
-        known = trial.reading is not None and bool(trial.reading.counts.any())
-        kept = trial.reading.kept_channels() if trial.reading is not None and known else float("nan")
-        figures[name] = replace(one, kept=kept)
+        known = trial.reading is not None and trial.reading.counts.any()
+        figures[name] = replace(one, kept=trial.reading.kept_channels()) if known else one
     return figures, plain
 
 
@@ -86,7 +85,7 @@ def compare(model: Any, text: torch.Tensor, forms: Sequence[Acting], chunk: int)
             with form():
                 own = log_probabilities(model, inputs)
             loss, right = _against(own, targets)
-            # A sequence at a time: all at once are gigabytes.
+            # Sequence by sequence: all at once take gigabytes.
             kl = torch.stack([(p.exp() * (p - q)).sum(-1).double().mean() for p, q in zip(plain, own, strict=True)])
             parts.append([loss - plain_loss, kl, right])
     return [_figures(parts) for parts in found], _figures(plain_found)
@@ -96,12 +95,9 @@ def compare(model: Any, text: torch.Tensor, forms: Sequence[Acting], chunk: int)
 def acting(model: Any, trial: Trial) -> Iterator[None]:
     """A context in which the trial's router and reader act on all tokens of a pass."""
     reroute = reroute_of(parse_stack(trial.router).router)
-    with rerouted(model, reroute, whole_sequences=True, batch_size=trial.batch_size):
-        if trial.reading is None:
-            yield
-            return
-        with trial.reading.on(model, whole_sequences=True):
-            yield
+    together = rerouted(model, reroute, whole_sequences=True, batch_size=trial.batch_size)
+    with together, reads(trial.reading, model, whole_sequences=True):
+        yield
 
 
 def log_probabilities(model: Any, inputs: torch.Tensor) -> torch.Tensor:
@@ -110,7 +106,7 @@ def log_probabilities(model: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _against(predicted: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> loss [n], right [n]."""
+    """Of each sequence [n]: the loss, and the share of tokens predicted as the likeliest."""
     loss = -predicted.gather(-1, targets[..., None])[..., 0].double().mean(1)
     return loss, (predicted.argmax(-1) == targets).double().mean(1)
 
@@ -124,16 +120,13 @@ def _figures(parts: list[list[torch.Tensor]]) -> Figures:
 def kept_by_token(model: Any, reading: Reading, text: torch.Tensor, chunk: int = 16) -> Floats:
     """text [sequences, length] -> [sequences, length]: channels that a token keeps, mean over layers."""
     rows = []
-    before = reading.record
     for part in torch.split(text, chunk):
         sums = torch.zeros(part.numel(), device=model.device)
 
         def add(number: int, x: torch.Tensor, ids: torch.Tensor, kept: torch.Tensor, sums: torch.Tensor = sums) -> None:
             sums += kept.sum((1, 2))
 
-        reading.record = add
-        with reading.on(model, whole_sequences=True):
+        with reading.recording(model, add):
             model(input_ids=part.to(model.device), use_cache=False, logits_to_keep=1)
         rows.append((sums / len(reading.layers)).view(part.shape).double().cpu())
-    reading.record = before
     return torch.cat(rows).numpy()

@@ -1,7 +1,7 @@
 """Checks the claims of the paper on opportunistic expert activation (arXiv 2511.02237, section 4) on this model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from quality.figures import standard_error
@@ -24,9 +24,6 @@ class Claim:
     worst: float | None
     mean: float | None
     detail: list[dict[str, Any]]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> list[Claim]:

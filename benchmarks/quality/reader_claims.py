@@ -1,7 +1,7 @@
-"""Top-k against a threshold in pairs, and a table of claims."""
+"""Compares top-k with a threshold in pairs, and checks the paper's claims."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,13 @@ from quality.oea_claims import SURE
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """claim, published: in the paper's words and numbers. ours: what was measured here. reproduced: None where it
-    cannot be told here."""
+    """claim, published: in the paper's words and numbers. ours: what was measured here. reproduced: None if that cannot
+    be decided here."""
 
     claim: str
     published: str
     ours: str
     reproduced: bool | None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +307,7 @@ def _tally(counts: Mapping[str, int]) -> str:
     return f"{counts['win']} wins, {counts['tie']} ties, {counts['loss']} losses of {sum(counts.values())}"
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown."""
+def markdown(rows: Sequence[Row]) -> str:
     words: Mapping[bool | None, str] = {True: "yes", False: "no", None: "not told here"}
     lines = ["| claim | published | here | reproduced |", "|---|---|---|---|"]
     lines += [f"| {row.claim} | {row.published} | {row.ours} | {words[row.reproduced]} |" for row in rows]

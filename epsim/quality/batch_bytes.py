@@ -31,10 +31,8 @@ def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: t
             read = coordinates(turned, reader.coordinates)
         seen.append((ids, kept, read))
 
-    before, reading.record = reading.record, note
-    with reading.on(model, whole_sequences=True):
+    with reading.recording(model, note):
         model(input_ids=text.to(model.device), use_cache=False, logits_to_keep=1)
-    reading.record = before
     found: dict[int, Any] = {}
     for size in batch_sizes:
         rows = [_step_bytes(sizes, reading, step) for step in _steps(seen, len(text), size)]

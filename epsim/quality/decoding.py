@@ -89,6 +89,10 @@ class Decoder:
             raise ValueError(f"all {self.length} tokens are written: give a greater length")
         self._step()
 
+    def steps(self, number: int) -> None:
+        for _ in range(number):
+            self.step()
+
     def _step(self) -> None:
         with rerouted(self.model, self.reroute, whole_sequences=False, end_id=tokens.END_ID):
             logits = self._logits(self.tokens)
@@ -179,6 +183,5 @@ def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: in
     count = prompts.shape[1]
     decoder = Decoder(model, reroute, len(prompts), count + num_tokens)
     decoder.start(prompts)
-    for _ in range(num_tokens - 1):
-        decoder.step()
+    decoder.steps(num_tokens - 1)
     return decoder.written[:, count:]

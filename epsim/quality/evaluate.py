@@ -1,15 +1,16 @@
 """Evaluates the small model under a router policy and a reader: cross-entropy, KL to the plain model, repetition."""
 
-import json
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from epsim.files import whole_file
 from epsim.kernels.reader.store import load_sketches
 from epsim.policies.stack import parse_stack
 from epsim.quality.batch_bytes import batch_bytes
@@ -132,14 +133,20 @@ def evaluate_model(
     return {"loss": loss, "repetition": repetition}
 
 
+def small_model(cache: Path | None, device: str | None) -> tuple[Any, dict[str, str]]:
+    """The trained model, and its `device` and `dtype` in words: bfloat16 on a GPU, else float32."""
+    chosen = choose_device(device)
+    # On a GPU the grouped products of experts are fast in bfloat16 only.
+    dtype = torch.bfloat16 if chosen.startswith("cuda") else torch.float32
+    about = {"device": device_name(chosen), "dtype": str(dtype).removeprefix("torch.")}
+    return load_model(cache, chosen, dtype), about
+
+
 def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     """Evaluates the trained model under a stack, and returns the numbers, also written to `out` if given."""
     stack = parse_stack(options.policy)
     reroute = reroute_of(stack.router, options.ranks)
-    device = choose_device(options.device)
-    # On a GPU the grouped products of experts are fast in bfloat16 only; the plain model uses the same type.
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    model = load_model(options.cache, device, dtype)
+    model, about = small_model(options.cache, options.device)
     contiguous_ranks(model.config.num_experts, options.ranks, torch.device("cpu"))
     if stack.router.acts:
         check_rules(model)
@@ -147,9 +154,8 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     reading = None
     if stack.reader.acts:
         sketches = None
-        named = str(dtype).removeprefix("torch.")
         if options.sketch is not None:
-            sketches = load_sketches(options.sketch, model_folder(options.cache), named)
+            sketches = load_sketches(options.sketch, model_folder(options.cache), about["dtype"])
         text = evaluation_text(corpus.train, tuple(corpus.train), CALIBRATION, options.length)
         mixed = text.get(MIXED, next(iter(text.values())))
         reading = reading_of(model, stack.reader, mixed[:, :-1], sketches, options.ranks)
@@ -158,11 +164,8 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
     result = {
         "policy": str(stack),
         "ranks": options.ranks,
-        "device": device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        **about,
         **evaluate_model(model, reroute, corpus.heldout, options, reading),
     }
-    if options.out is not None:
-        with whole_file(options.out) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
+    options.write(result)
     return result

@@ -1,6 +1,8 @@
 """Applies a router policy to a live model, with a forward hook on each router that replaces its choice."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -72,14 +74,11 @@ def rerouted(
     shape = [0, 0]
     ended: list[torch.Tensor] = []
 
-    def note_shape(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None:
-            raise ValueError("a router policy needs a model that is called with input_ids")
+    def note_shape(ids: torch.Tensor) -> None:
         shape[:] = ids.shape
         ended[:] = [] if end_id is None or shape[1] > 1 else [ids == end_id]
 
-    handles = [model.register_forward_pre_hook(note_shape, with_kwargs=True)]
+    handles = [before_passes(model, "a router policy", note_shape)]
     for router in find_routers(model):
 
         def act(module: Any, inputs: Any, output: Any, router: Any = router) -> Any:
@@ -113,6 +112,18 @@ def rerouted(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def before_passes(model: Any, who: str, note: Callable[[torch.Tensor], None]) -> Any:
+    """Calls note(input_ids) before every pass, until `remove` of the handle that it returns is called."""
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            raise ValueError(f"{who} needs a model that is called with input_ids")
+        note(ids)
+
+    return model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def filled(new_ids: torch.Tensor, own_ids: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from epsim.files import check_target
+from epsim.files import check_target, whole_file
 from epsim.options import About
 from epsim.traces.model.options import DeviceOptions
 
@@ -22,6 +23,12 @@ class FigureOptions(DeviceOptions):
         super().__post_init__()
         if self.out is not None:
             check_target(self.out)
+
+    def write(self, figures: dict[str, Any]) -> None:
+        """Writes the figures to `out`, if it is given."""
+        if self.out is not None:
+            with whole_file(self.out) as temporary:
+                temporary.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

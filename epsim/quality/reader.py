@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ from epsim.kernels.reader.slots import slot_products
 from epsim.kernels.reader.store import build_named
 from epsim.policies.base import Reader
 from epsim.policies.reader import Channels
+from epsim.quality.hook import before_passes
 
 Record: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -140,12 +142,12 @@ class Reading:
         sizes = self._sizes()
         # The channels allowed for a token, or a batch that chooses as one: index experts * (number of ranks + 1) + its
         # ranks; -1 where the screen exceeds the budget.
-        fixed = self.num_kept
-        places = ((experts, ranks) for experts in range(num_experts + 1) for ranks in range(self.num_ranks + 1))
-        allowed = [self._allowed(sizes, *place) if fixed is None else fixed for place in places]
-        self.allowed = torch.tensor(allowed, device=device)
+        places = product(range(num_experts + 1), range(self.num_ranks + 1))
+        self.allowed = torch.tensor([self._allowed(sizes, *place) for place in places], device=device)
 
     def _allowed(self, sizes: ReadBytes, num_experts: int, num_ranks: int) -> int:
+        if self.num_kept is not None:
+            return self.num_kept
         try:
             return sizes.kept(self.reader.budget, num_experts, num_ranks)
         except ValueError:
@@ -247,6 +249,14 @@ class Reading:
         return {"kept_channels": kept, "share_read": share}
 
     @contextmanager
+    def recording(self, model: Any, record: Record) -> Iterator[None]:
+        """`on` for whole sequences, with another `record`."""
+        before, self.record = self.record, record
+        with self.on(model, whole_sequences=True):
+            yield
+        self.record = before
+
+    @contextmanager
     def on(self, model: Any, whole_sequences: bool) -> Iterator[None]:
         """Inside the `with`, the model's experts are read by this reader. whole_sequences: every token of a pass counts
         as a decode token; otherwise passes with several tokens per sequence (prefill) read all. Raises ValueError at
@@ -265,13 +275,10 @@ def replaced(model: Any, whole_sequences: bool, output: Any) -> Iterator[None]:
     modules = expert_modules(model)
     length = [1]
 
-    def note_length(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None:
-            raise ValueError("a reader needs a model that is called with input_ids")
+    def note_length(ids: torch.Tensor) -> None:
         length[0] = ids.shape[1]
 
-    handle = model.register_forward_pre_hook(note_length, with_kwargs=True)
+    handle = before_passes(model, "a reader", note_length)
     for number, module in enumerate(modules):
         plain = module.forward
 

@@ -1,6 +1,7 @@
 """Measures end-to-end tokens per second of the small model under router policies and under its own choice."""
 
-import json
+from __future__ import annotations
+
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -10,15 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from epsim.files import whole_file
 from epsim.policies.stack import parse_stack
 from epsim.quality.decoding import Decoder, small_batch_experts
-from epsim.quality.evaluate import MIXED, evaluation_text
+from epsim.quality.evaluate import MIXED, evaluation_text, small_model
 from epsim.quality.hook import Reroute, check_rules, reroute_of
 from epsim.quality.meter import Meter
 from epsim.quality.options import GenerateOptions
 from epsim.traces.model import tokens
-from epsim.traces.model.train import choose_device, device_name, load_model
 
 COUNTED = 32
 """Steps of the untimed continuation in which active experts are counted."""
@@ -37,19 +36,16 @@ class Speed:
 def generate_text(options: GenerateOptions) -> dict[str, Any]:
     """The speed and the beginning of one continuation of each stack, also written to `out` if given."""
     stacks = list({str(parse_stack(stack)): stack for stack in ("topk", *options.stacks)}.values())
-    device = choose_device(options.device)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    model = load_model(options.cache, device, dtype)
+    model, about = small_model(options.cache, options.device)
     if len(stacks) > 1:
         check_rules(model)
     corpus = tokens.load(options.cache)
     text = evaluation_text(corpus.heldout, tuple(corpus.heldout), options.batch, options.prompt)
-    prompts = text.get(MIXED, next(iter(text.values())))[:, : options.prompt].to(device)
+    prompts = text.get(MIXED, next(iter(text.values())))[:, : options.prompt].to(model.device)
     with small_batch_experts(model) if options.experts == "kernel" else nullcontext():
         speeds = decode_speed(model, stacks, prompts, options.num_tokens, options.rounds, options.seed)
     result: dict[str, Any] = {
-        "device": device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        **about,
         "experts": options.experts,
         "batch": options.batch,
         "prompt": options.prompt,
@@ -67,9 +63,7 @@ def generate_text(options: GenerateOptions) -> dict[str, Any]:
             for speed, gain in zip(speeds, gains(speeds), strict=True)
         },
     }
-    if options.out is not None:
-        with whole_file(options.out) as temporary:
-            temporary.write_text(json.dumps(result, indent=1) + "\n")
+    options.write(result)
     return result
 
 
@@ -114,8 +108,7 @@ def _count(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int,
     decoder = _decoder(model, meter, prompts, num_tokens)
     torch.manual_seed(seed)
     decoder.start(prompts)
-    for _ in range(num_tokens - 1):
-        decoder.step()
+    decoder.steps(num_tokens - 1)
     return meter.active_experts()[1]
 
 
@@ -124,12 +117,10 @@ def _timed(decoder: Decoder, steps: int) -> float:
     if decoder.tokens.is_cuda:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        for _ in range(steps):
-            decoder.step()
+        decoder.steps(steps)
         end.record()
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
     started = time.perf_counter()
-    for _ in range(steps):
-        decoder.step()
+    decoder.steps(steps)
     return time.perf_counter() - started

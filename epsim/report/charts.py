@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE, Figure, colour
+from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE, Figure, colour, cut, legend
 from epsim.results import ResultsData
 from epsim.score.verdict import best_of, label
 
@@ -17,9 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
     Drawing: TypeAlias = Callable[[ResultsData, Canvas, bool], None]
+    Curve: TypeAlias = Callable[[dict[str, Any]], tuple[Any, Any] | None]
 
 CAUSES = {"gap_placement": "placement", "gap_split": "split", "gap_rounding": "rounding", "gap_shared": "shared"}
 PHASES = ("route", "balance", "dispatch", "experts", "combine")
+COSTS = (
+    ("active_experts", "active experts"), ("bytes_read", "bytes read"), ("layer_time_us", "microseconds per layer"),
+)  # fmt: skip
 BAR = 0.34
 MOST_PLACEMENTS = 4
 MOST_MARKS = 128
@@ -92,75 +96,50 @@ def _any(stacks: Sequence[Any], key: str) -> bool:
     return any(entry.get(key) for entry in stacks)
 
 
-def _legend(canvas: Canvas, axes: Axes, narrow: bool) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    columns = 1 if narrow else 2
-    canvas.legend(handles, names, loc="outside lower left", ncols=columns, borderaxespad=0, columnspacing=1.2)
-
-
-def _name(entry: dict[str, Any], narrow: bool = False) -> str:
-    text = label(entry)
-    return text if not narrow or len(text) <= 46 else text[:45] + "…"
+def _name(entry: dict[str, Any], narrow: bool) -> str:
+    return cut(label(entry), 46) if narrow else label(entry)
 
 
 def _bars(
-    axes: Axes,
-    results: ResultsData,
-    parts: Sequence[tuple[str, Sequence[float]]],
-    start: float,
-    digits: int,
-    narrow: bool,
+    results: ResultsData, canvas: Canvas, narrow: bool, parts: Sequence[tuple[str, Any]], start: float, words: str
 ) -> None:
-    """Stacked bars with the stack's name above each. parts: (name, length by stack)."""
-    stacks = results["stacks"]
+    """Stacked bars that begin at start, with the stack's name above each. parts: (name, lengths [stacks])."""
+    axes, stacks = canvas.subplots(), results["stacks"]
     left = np.full(len(stacks), start)
     for number, (name, lengths) in enumerate(parts):
         axes.barh(range(len(stacks)), lengths, BAR, left=left, label=name, color=SERIES[number])
         left = left + np.asarray(lengths)
+    beside: Any = {"textcoords": "offset points", "va": "center"}
     for number, entry in enumerate(stacks):
-        axes.annotate(
-            _name(entry, narrow), (start, number), (0, 11), textcoords="offset points", va="center", fontsize=8.5
-        )
-        axes.annotate(
-            f"{left[number]:.{digits}f}", (left[number], number), (3, 0), textcoords="offset points", va="center"
-        )
+        axes.annotate(_name(entry, narrow), (start, number), (0, 11), fontsize=8.5, **beside)
+        text = f"{left[number]:.3f}" if start else f"{left[number]:.1f}"
+        axes.annotate(text, (left[number], number), (3, 0), **beside)
     axes.set_ylim(len(stacks) - 0.7, -0.75)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
     axes.spines["left"].set_color(INK)
     axes.set_xlim(start, start + max(1e-9, float((left - start).max())) * 1.12)
-
-
-def _bar_legend(canvas: Canvas, axes: Axes, narrow: bool) -> None:
-    handles, names = axes.get_legend_handles_labels()
-    canvas.legend(
-        handles, names, loc="outside lower left", ncols=3 if narrow else 5, borderaxespad=0, columnspacing=1.2
-    )
+    axes.set_xlabel(words)
+    legend(canvas, axes, 3 if narrow else 5, columnspacing=1.2)
 
 
 def _causes(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    axes = canvas.subplots()
     left = np.ones(len(results["stacks"]))
     parts = []
     # Causes multiply: each bar begins at the product of those before it.
     for key, cause in CAUSES.items():
         gaps = np.array([entry["metrics"][key]["mean"] or 0.0 for entry in results["stacks"]])
         if gaps.any():
-            parts.append((cause, (left * gaps).tolist()))
+            parts.append((cause, left * gaps))
         left = left * (1 + gaps)
-    _bars(axes, results, parts, 1.0, 3, narrow)
-    axes.set_xlabel("peak/mean, as the product of 1 + mean gap")
-    _bar_legend(canvas, axes, narrow)
+    _bars(results, canvas, narrow, parts, 1.0, "peak/mean, as the product of 1 + mean gap")
 
 
 def _phases(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    axes = canvas.subplots()
     of_stacks = [entry.get("phases_us", {}) for entry in results["stacks"]]
     known = [phase for phase in PHASES if any(phase in phases for phases in of_stacks)]
     parts = [(phase, [phases.get(phase, {}).get("mean", 0.0) for phases in of_stacks]) for phase in known]
-    _bars(axes, results, parts, 0.0, 1, narrow)
-    axes.set_xlabel("microseconds per layer")
-    _bar_legend(canvas, axes, narrow)
+    _bars(results, canvas, narrow, parts, 0.0, "microseconds per layer")
 
 
 def before_and_after(results: ResultsData) -> tuple[int, int]:
@@ -180,14 +159,9 @@ def _heat(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     every = canvas.subplots(*shape, squeeze=False).ravel()
     for axes, values, number in zip(every, maps, shown, strict=True):
         image = axes.imshow(
-            values,
-            aspect="auto",
-            cmap="cividis",
-            vmin=low,
-            vmax=high,
-            interpolation="nearest",
+            values, aspect="auto", cmap="cividis", vmin=low, vmax=high, interpolation="nearest",
             extent=(0, results["trace"]["steps_scored"], len(values) - 0.5, -0.5),
-        )
+        )  # fmt: skip
         axes.set_title(_name(results["stacks"][number], narrow))
         axes.set_xlabel("step")
         axes.set_ylabel("rank")
@@ -197,81 +171,77 @@ def _heat(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     bar.set_label("load / mean load")
 
 
-def _ecdf(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
+def _curves(
+    results: ResultsData, canvas: Canvas, narrow: bool, words: tuple[str, str], curve: Curve, **style: Any
+) -> Axes:
+    """One line per stack. words: of the axes; curve: gives x and y of an entry, or None."""
     axes = canvas.subplots()
     for number, entry in enumerate(results["stacks"]):
-        values = entry.get("max_over_mean_quantiles") or []
-        if values:
-            shares = np.linspace(0, 1, len(values))
-            axes.plot(values, shares, DASHES[number % 4], color=colour(number), label=_name(entry, narrow))
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("peak/mean")
-    axes.set_ylabel("share of layers and steps")
-    _legend(canvas, axes, narrow)
+        if (found := curve(entry)) is not None:
+            axes.plot(
+                *found, DASHES[number % 4], color=colour(number), label=_name(entry, narrow),
+                **{"marker": MARKERS[number % 8] if len(found[0]) <= MOST_MARKS else "", **style},
+            )  # fmt: skip
+    axes.set_xlabel(words[0])
+    axes.set_ylabel(words[1])
+    legend(canvas, axes, 1 if narrow else 2, columnspacing=1.2)
+    return axes
+
+
+def _ecdf(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
+    def curve(entry: dict[str, Any]) -> tuple[Any, Any] | None:
+        values = entry.get("max_over_mean_quantiles")
+        return (values, np.linspace(0, 1, len(values))) if values else None
+
+    _curves(results, canvas, narrow, ("peak/mean", "share of layers and steps"), curve, marker="").set_ylim(0, 1)
 
 
 def _steps(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    axes = canvas.subplots()
     steps = results["trace"]["steps_scored"]
-    for number, entry in enumerate(results["stacks"]):
+
+    def curve(entry: dict[str, Any]) -> tuple[Any, Any] | None:
         values = _numbers(entry.get("by_step", {}).get("max_over_mean"))
-        if len(values):
-            at = (np.arange(len(values)) + 0.5) * steps / len(values)
-            axes.plot(at, values, DASHES[number % 4], color=colour(number), linewidth=1.1, label=_name(entry, narrow))
-    axes.set_xlabel("step")
-    axes.set_ylabel("peak/mean")
-    _legend(canvas, axes, narrow)
+        return ((np.arange(len(values)) + 0.5) * steps / len(values), values) if len(values) else None
+
+    _curves(results, canvas, narrow, ("step", "peak/mean"), curve, marker="", linewidth=1.1)
 
 
 def _tokens(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    axes = canvas.subplots()
     lows = sorted({size["low"] for entry in results["stacks"] for size in entry.get("max_over_mean_by_tokens", [])})
-    for number, entry in enumerate(results["stacks"]):
+
+    def curve(entry: dict[str, Any]) -> tuple[Any, Any]:
         sizes = entry.get("max_over_mean_by_tokens", [])
-        places = [lows.index(size["low"]) for size in sizes]
-        _line(axes, number, entry, places, [size["mean"] for size in sizes], narrow)
+        return [lows.index(size["low"]) for size in sizes], [size["mean"] for size in sizes]
+
+    axes = _curves(results, canvas, narrow, ("tokens per rank", "peak/mean"), curve)
     axes.set_xticks(range(len(lows)), [f"{low:g}-{max(2 * low, 1):g}" for low in lows])
-    axes.set_xlabel("tokens per rank")
-    axes.set_ylabel("peak/mean")
-    _legend(canvas, axes, narrow)
+
+
+def _layer_numbers(results: ResultsData) -> list[int]:
+    return results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
 
 
 def _layers(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    layers = results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
-    _lines(results, "max_over_mean_by_layer", layers, ("layer", "peak/mean"), canvas, narrow)
+    words = ("layer", "peak/mean")
+    _by_number(results, canvas, narrow, words, "max_over_mean_by_layer", _layer_numbers(results))
 
 
 def _ranks(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    _lines(
-        results,
-        "load_over_mean_by_rank",
-        range(results["setting"]["ranks"]),
-        ("rank", "load / mean load"),
-        canvas,
-        narrow,
-    )
+    words, ranks = ("rank", "load / mean load"), range(results["setting"]["ranks"])
+    _by_number(results, canvas, narrow, words, "load_over_mean_by_rank", ranks)
 
 
-def _lines(
-    results: ResultsData, key: str, places: Sequence[int], words: tuple[str, str], canvas: Canvas, narrow: bool
+def _by_number(
+    results: ResultsData, canvas: Canvas, narrow: bool, words: tuple[str, str], key: str, numbers: Sequence[int]
 ) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    axes = canvas.subplots()
-    for number, entry in enumerate(results["stacks"]):
+    def curve(entry: dict[str, Any]) -> tuple[Any, Any] | None:
         values = _numbers(entry.get(key))
-        if len(values):
-            _line(axes, number, entry, places, values, narrow)
+        return (numbers, values) if len(values) else None
+
+    axes = _curves(results, canvas, narrow, words, curve)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(words[0])
-    axes.set_ylabel(words[1])
-    _legend(canvas, axes, narrow)
-
-
-def _line(axes: Axes, number: int, entry: Any, places: Sequence[float], values: Any, narrow: bool) -> None:
-    marker = MARKERS[number % 8] if len(places) <= MOST_MARKS else ""
-    dash = DASHES[number % 4]
-    axes.plot(places, values, dash, marker=marker, color=colour(number), label=_name(entry, narrow))
 
 
 def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -280,12 +250,7 @@ def _numbers(values: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 def _kept(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     stacks = results["stacks"]
-    measures = [
-        ("active_experts", "active experts"),
-        ("bytes_read", "bytes read"),
-        ("layer_time_us", "microseconds per layer"),
-    ]
-    measures = [m for m in measures if any(entry["metrics"][m[0]]["mean"] is not None for entry in stacks)]
+    measures = [m for m in COSTS if any(entry["metrics"][m[0]]["mean"] is not None for entry in stacks)]
     shape = (len(measures), 1) if narrow and len(measures) > 1 else (1, len(measures))
     every = canvas.subplots(*shape, sharey=True, squeeze=False).ravel()
     for axes, (key, words) in zip(every, measures, strict=True):
@@ -299,7 +264,7 @@ def _kept(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
                 )  # fmt: skip
         axes.set_xlabel(words)
         axes.set_ylabel("router probability kept" if axes is every[0] or narrow else "")
-    _legend(canvas, every[0], narrow)
+    legend(canvas, every[0], 1 if narrow else 2, columnspacing=1.2)
 
 
 def _placements(results: ResultsData) -> list[tuple[str, list[list[int]]]]:
@@ -317,7 +282,7 @@ def _hot(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     hot, placements = results["scored"]["hot_experts"], _placements(results)
-    layers = results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
+    layers = _layer_numbers(results)
     names = [f"layer {layers[e['layer']]}, expert {e['expert']}: {e['load_over_mean']:.1f}x" for e in hot]
     shape = (len(placements), 1) if narrow else (1, len(placements))
     every = canvas.subplots(*shape, sharey=True, squeeze=False).ravel()
@@ -325,7 +290,7 @@ def _hot(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
         at = [(rank, row) for row, ranks in enumerate(copies) for rank in ranks]
         axes.scatter([x for x, _ in at], [y for _, y in at], 26, color=colour(number), marker="s")
         room = (NARROW if narrow else WIDE / len(placements)) * 8
-        axes.set_title(title if len(title) <= room else title[: int(room) - 1] + "…")
+        axes.set_title(cut(title, int(room)))
         axes.set_xlim(-0.7, results["setting"]["ranks"] - 0.3)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         axes.set_yticks(range(len(hot)), names)

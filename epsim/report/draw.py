@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
 WIDE, NARROW = 9.2, 3.7
@@ -116,6 +117,16 @@ def _canvas(figure: Figure, narrow: bool) -> Iterator[Canvas]:
         engine.execute(canvas)
         canvas.set_layout_engine("none")
         yield canvas
+
+
+def legend(canvas: Canvas, axes: Axes, columns: int, **style: Any) -> None:
+    """Puts the legend of `axes` below the figure."""
+    handles, names = axes.get_legend_handles_labels()
+    canvas.legend(handles, names, loc="outside lower left", ncols=columns, borderaxespad=0, **style)
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def colour(number: int) -> str:

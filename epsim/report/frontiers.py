@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from epsim.files import check_source
-from epsim.report.draw import MARKERS, Figure, colour
+from epsim.report.draw import MARKERS, Figure, colour, legend
 from epsim.results import ResultsData
 
 if TYPE_CHECKING:
@@ -95,5 +95,4 @@ def _draw(frontier: Any, canvas: Canvas, narrow: bool) -> None:
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.set_xlabel(frontier["x"])
     axes.set_ylabel("loss above the unchanged model, nats per token")
-    handles, names = axes.get_legend_handles_labels()
-    canvas.legend(handles, names, loc="outside lower left", ncols=1 if narrow else 3, borderaxespad=0)
+    legend(canvas, axes, 1 if narrow else 3)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from epsim.report.draw import DASHES, MARKERS, Figure, colour
+from epsim.report.draw import DASHES, MARKERS, Figure, colour, cut, legend
 from epsim.results import ResultsData
 
 if TYPE_CHECKING:
@@ -37,13 +37,10 @@ def sweep_figures(results: ResultsData) -> list[Figure]:
         for key, meaning, short in MEASURES:
             if all(entry["metrics"][key]["mean"] is None for entry in stacks):
                 continue
-            axes = (
-                f"x: {words}; y: {meaning}; mean over the cells with this value, bars from the smallest to the largest"
-            )
-            draw = partial(_gain, results, axis, key, (words, short))
-            found.append(
-                Figure(f"{axis}-{key.replace('_', '-')}", f"{short} by {words}".capitalize(), axes, draw, *size)
-            )
+            bars = "mean over the cells with this value, bars from the smallest to the largest"
+            draw, name = partial(_gain, results, axis, key, (words, short)), f"{axis}-{key.replace('_', '-')}"
+            title = f"{short} by {words}".capitalize()
+            found.append(Figure(name, title, f"x: {words}; y: {meaning}; {bars}", draw, *size))
     return found
 
 
@@ -69,16 +66,14 @@ def _gain(results: ResultsData, axis: str, key: str, words: tuple[str, str], can
     for number, (name, places) in enumerate(gains(results, axis, key).items()):
         at = sorted(places)
         middle = np.array([np.mean(places[place]) for place in at])
-        spread = [[m - min(places[place]) for m, place in zip(middle, at, strict=True)]]
-        spread.append([max(places[place]) - m for m, place in zip(middle, at, strict=True)])
+        spread = [middle - [min(places[place]) for place in at], [max(places[place]) for place in at] - middle]
         axes.errorbar(
             at, middle, yerr=np.maximum(spread, 0), marker=MARKERS[number % 8], linestyle=DASHES[number % 4],
-            color=colour(number), label=name if not narrow or len(name) <= 46 else name[:45] + "…", elinewidth=0.8,
+            color=colour(number), label=cut(name, 46) if narrow else name, elinewidth=0.8,
         )  # fmt: skip
     if len(places_of_axis := results["sweep"]["axes"][axis]) <= 8:
         axes.set_xticks(sorted(places_of_axis), [f"{place:g}" for place in sorted(places_of_axis)])
     axes.set_xlabel(words[0])
     axes.set_ylabel(words[1])
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    handles, names = axes.get_legend_handles_labels()
-    canvas.legend(handles, names, loc="outside lower left", ncols=1 if narrow else 2, borderaxespad=0)
+    legend(canvas, axes, 1 if narrow else 2)

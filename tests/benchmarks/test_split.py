@@ -67,7 +67,9 @@ def test_highs_finds_glops_optimum() -> None:
     every = slots.repeat(len(loads), 1).numpy()
     # In a process of its own: OR-Tools brings another HiGHS, and the two do not load side by side.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        split, solving, building = process.submit(baselines.solve_by_highs, every, 8, loads.numpy()).result()
+        split, solving, building = process.submit(
+            baselines.solve_by, baselines.HighsProgram, every, 8, loads.numpy()
+        ).result()
     peak, feasible = baselines.judge(prepare(slots[None], 8), loads.numpy(), np.zeros(len(loads), int), split)
     assert feasible.all()
     for own, found in zip(loads, peak):

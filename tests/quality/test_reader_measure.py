@@ -167,6 +167,6 @@ def test_the_benchmark_runs_and_every_claim_gets_its_row(
     assert set(report["drift"]) == {"0.4", "0.6"}
     rows = claims.claim_rows(report)
     assert len({row.claim for row in rows}) == len(rows) > 15
-    printed = claims.table(rows)
+    printed = claims.markdown(rows)
     assert printed.count("\n") == len(rows) + 2
     assert "nan" not in printed
