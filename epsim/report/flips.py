@@ -1,5 +1,9 @@
 """When another stack is better than the best one: by another metric, or in some layers, steps or batch sizes."""
 
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from epsim.report.comparison import number
@@ -47,7 +51,7 @@ def flips_of_stacks(results: ResultsData) -> list[str]:
 def flips_by_cell(results: ResultsData) -> list[str]:
     """Which stack is best in which cells of a sweep, and how much it gains."""
     axes, cells = results["sweep"]["axes"], results["sweep"]["cells"]
-    stacks_of = _stacks_of_cells(results)
+    stacks_of = stacks_of_cells(results)
     won: dict[str, list[Any]] = {}
     for cell in cells:
         stacks = stacks_of[cell["key"]]
@@ -66,7 +70,8 @@ def flips_by_cell(results: ResultsData) -> list[str]:
     return sentences + _gains(results, stacks_of)
 
 
-def _stacks_of_cells(results: ResultsData) -> dict[str, list[Any]]:
+def stacks_of_cells(results: ResultsData) -> dict[str, list[Any]]:
+    """The stacks of each cell of a sweep, by the cell's key."""
     stacks_of: dict[str, list[Any]] = {}
     for entry in results["stacks"]:
         stacks_of.setdefault(entry["cell"], []).append(entry)
@@ -115,13 +120,10 @@ def _by_layer(results: ResultsData, best: int) -> list[str]:
     stacks, layers = results["stacks"], results["trace"].get("layers")
     by_layer = [entry.get("max_over_mean_by_layer") or [] for entry in stacks]
     won: dict[int, list[int]] = {}
-    for layer in range(len(by_layer[best])):
-        winner = _winner([values[layer] if values else None for values in by_layer], best)
-        if winner is not None:
-            won.setdefault(winner, []).append(layers[layer] if layers else layer)
-    number_of_layers = len(by_layer[best])
+    for layer, winner in _wins(by_layer, best):
+        won.setdefault(winner, []).append(layers[layer] if layers else layer)
     return [
-        f"In {len(own)} of {number_of_layers} layers ({_list(own)}), {label(stacks[winner])} is better."
+        f"In {len(own)} of {len(by_layer[best])} layers ({_list(own)}), {label(stacks[winner])} is better."
         for winner, own in won.items()
     ]
 
@@ -129,11 +131,7 @@ def _by_layer(results: ResultsData, best: int) -> list[str]:
 def _by_step(results: ResultsData, best: int) -> list[str]:
     stacks = results["stacks"]
     by_step = [entry.get("by_step", {}).get("max_over_mean") or [] for entry in stacks]
-    won: dict[int, int] = {}
-    for step in range(len(by_step[best])):
-        winner = _winner([values[step] if values else None for values in by_step], best)
-        if winner is not None:
-            won[winner] = won.get(winner, 0) + 1
+    won = Counter(winner for _, winner in _wins(by_step, best))
     if not won:
         return []
     what = "steps" if len(by_step[best]) == results["trace"]["steps_scored"] else "stretches of steps"
@@ -152,6 +150,14 @@ def _by_size(stacks: list[dict[str, Any]], best: int) -> list[str]:
                 f"{label(stacks[winner])} is better: {sizes[winner][low]['mean']:.3f} against {size['mean']:.3f}."
             )
     return sentences
+
+
+def _wins(values_of: list[list[float | None]], best: int) -> Iterator[tuple[int, int]]:
+    """(position, stack) wherever another stack than the best one is better. values_of [stacks][positions]."""
+    for place in range(len(values_of[best])):
+        winner = _winner([values[place] if values else None for values in values_of], best)
+        if winner is not None:
+            yield place, winner
 
 
 def _winner(values: list[float | None], best: int) -> int | None:

@@ -18,14 +18,17 @@ from epsim.results import ResultsData
 PIPE_WIDTH = 240
 
 
+def terminal() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
 def print_table(results: ResultsData) -> None:
     """Prints facts, stacks, metrics and verdict to stdout. Text from traces is never read as markup."""
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    console = Console(width=width, highlight=False)
+    console = terminal()
     for name, value in facts(results):
         console.print(Text(f"{name}: {value}"))
-    console.print(_table(*stacks_table(results)[1:], num_left=1))
-    console.print(_table(*metrics_table(results)[1:], num_left=2))
+    console.print(rich_table(*stacks_table(results)[1:]))
+    console.print(rich_table(*metrics_table(results)[1:], left=(0, 1)))
     for keys, reason in reasons(results):
         console.print(Text(f"no value for {keys}: {reason}", style="dim"))
     console.print(Text(printable(results["verdict"]), style="bold"))
@@ -36,7 +39,7 @@ def summary_text(results: ResultsData) -> str:
     text = io.StringIO()
     console = Console(file=text, width=PIPE_WIDTH, highlight=False)
     view = view_of(results)
-    console.print(_table(*view.summary(results)[1:], num_left=1))
+    console.print(rich_table(*view.summary(results)[1:]))
     for about, answer in view.answers(results):
         console.print(Text(f"{about}: {answer}"), soft_wrap=True)
     console.print(Text(printable(results["verdict"])), end="", soft_wrap=True)
@@ -45,19 +48,20 @@ def summary_text(results: ResultsData) -> str:
 
 def print_comparison(rows: Sequence[Row], sides: Sequence[Side], verdict: str) -> None:
     """Prints the rows of a comparison, its files, and its verdict to stdout."""
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    console = terminal()
     for number, side in enumerate(sides, start=1):
         trace = side.results["trace"]
         kind = "measured" if side.results["kind"] == "run" else "replayed"
         console.print(Text(printable(f"{number}: {side.name}: {trace['name']}, {trace['steps_scored']} steps, {kind}")))
-    console.print(_table(list(HEADERS), comparison_rows(rows, [side.name for side in sides]), num_left=3))
+    console.print(rich_table(HEADERS, comparison_rows(rows, [side.name for side in sides]), left=(0, 1, 2)))
     console.print(Text(printable(verdict), style="bold"))
 
 
-def _table(head: list[str], body: list[list[str]], num_left: int) -> Table:
+def rich_table(head: Sequence[str], body: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> Table:
+    """A table for a terminal. left: the columns that are aligned to the left; the others are aligned to the right."""
     table = Table()
     for number, header in enumerate(head):
-        table.add_column(Text(header), justify="left" if number < num_left else "right", overflow="fold")
+        table.add_column(Text(header), justify="left" if number in left else "right", overflow="fold")
     for cells in body:
         table.add_row(*(Text(cell) for cell in cells))
     return table

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from epsim.files import printable
 from epsim.report.charts import stack_figures
@@ -17,6 +18,7 @@ from epsim.score.formulas import METRICS
 from epsim.score.verdict import label
 
 MOST_ROWS = 40
+HELD_OUT = "gain on held-out steps (95% interval)"
 FILE_KEYS = ("file", "trace", "origin", "steps", "measured", "seed", "version", "command")
 TUNE_LIMITS = ("does not pay", "limits")
 """Sentences of a tune that say when its answer does not hold."""
@@ -113,21 +115,19 @@ def _comparison_flips(results: ResultsData) -> list[str]:
 
 def candidates_table(results: ResultsData) -> Table:
     """The candidates of a tune, first those whose gain on held-out steps is known."""
-    table = []
-    for row in sorted(results["tune"]["candidates"], key=lambda row: row["gain"] is None)[:MOST_ROWS]:
-        gain, choosing = row["gain"], row["gain_choosing"]
-        held_out = "-" if gain is None else f"{gain['mean']:+.2%}"
-        if gain is not None and gain["low"] is not None:
-            held_out += f" ({gain['low']:+.2%} to {gain['high']:+.2%})"
-        chosen = "-" if choosing is None else f"{choosing:+.2%}"
-        table.append([row["name"], f"{row['memory_bytes'] / 1e9:.1f} GB", chosen, held_out])
-    headers = [
-        "candidate",
-        "memory per GPU",
-        "gain on the steps used to choose",
-        "gain on held-out steps (95% interval)",
-    ]
+    candidates = sorted(results["tune"]["candidates"], key=lambda row: row["gain"] is None)[:MOST_ROWS]
+    table = [[row["name"], f"{row['memory_bytes'] / 1e9:.1f} GB", *gains(row)] for row in candidates]
+    headers = ["candidate", "memory per GPU", "gain on the steps used to choose", HELD_OUT]
     return "Candidates", headers, table
+
+
+def gains(row: dict[str, Any]) -> tuple[str, str]:
+    """The gain of a candidate on the steps used to choose, and on held-out steps."""
+    gain, choosing = row["gain"], row["gain_choosing"]
+    held_out = "-" if gain is None else f"{gain['mean']:+.2%}"
+    if gain is not None and gain["low"] is not None:
+        held_out += f" ({gain['low']:+.2%} to {gain['high']:+.2%})"
+    return "-" if choosing is None else f"{choosing:+.2%}", held_out
 
 
 def answers(results: ResultsData) -> list[tuple[str, str]]:

@@ -1,25 +1,25 @@
 """Prints a sweep to the terminal."""
 
-import sys
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Iterator
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from epsim.files import printable
-from epsim.report.table import PIPE_WIDTH
+from epsim.report.flips import stacks_of_cells
+from epsim.report.table import rich_table, terminal
 from epsim.results import ResultsData
 from epsim.sweep.drive import Sweep
-from epsim.sweep.grid import Values
 
 MOST_ROWS = 60
 
 
 def print_sweep(sweep: Sweep, results: ResultsData | None) -> None:
     """Prints one line per cell, and what was computed, kept, skipped and failed, to stdout."""
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    console = terminal()
     if results is not None:
         console.print(_table(results))
         left = len(results["sweep"]["cells"]) - MOST_ROWS
@@ -51,16 +51,8 @@ def summary(sweep: Sweep) -> Iterator[str]:
 def _table(results: ResultsData) -> Table:
     """Peak / mean of every stack, and how much the best differs from the first."""
     axes = list(results["sweep"]["axes"]) or ["trace"]
-    entries: dict[str, list[Values]] = {}
-    for entry in results["stacks"]:
-        entries.setdefault(entry["cell"], []).append(entry)
+    entries, rows = stacks_of_cells(results), []
     names = list(dict.fromkeys(entry["of"] for entry in results["stacks"]))
-    table = Table()
-    for name in axes:
-        table.add_column(Text(name), justify="right", overflow="fold")
-    for name in names:
-        table.add_column(Text(name), justify="right", overflow="fold")
-    table.add_column("best vs first")
     for cell in results["sweep"]["cells"][:MOST_ROWS]:
         own = {entry["of"]: entry["metrics"]["max_over_mean"]["mean"] for entry in entries[cell["key"]]}
         told = ["-" if own.get(name) is None else f"{own[name]:.3f}" for name in names]
@@ -68,5 +60,5 @@ def _table(results: ResultsData) -> Table:
         first = own[next(iter(own))]
         gain = f"{min(known) / first - 1:+.1%}" if known and first else "-"
         places = ["-" if cell.get(key) is None else str(cell[key]) for key in axes]
-        table.add_row(*(Text(printable(text)) for text in (*places, *told, gain)))
-    return table
+        rows.append([printable(text) for text in (*places, *told, gain)])
+    return rich_table([*axes, *names, "best vs first"], rows, left=(len(axes) + len(names),))
