@@ -35,13 +35,25 @@ from epsim.policies.rounding import fixed_point
 from epsim.policies.stack import parse_stack
 
 EXPERTS, TOP_K, LAYERS, INPUTS, REPLAYS, RANK = 256, 8, 10, 40, 3, 3
+PAIR = ("lplb", "lplb(counts=gathered)")
+STACKS = (
+    *PAIR, "even", "static", "random", "lplb-sampled", "lplb+waterfill", "lplb+waterfill(candidates=all,counts=local)",
+    "lplb(counts=gathered)+waterfill",
+)  # fmt: skip
+CASES = (
+    # ranks, redundant experts, tokens of a rank, stacks
+    (16, 32, 4096, STACKS),
+    (16, 32, 128, PAIR),
+    (16, 32, 16384, ("even", *PAIR)),
+    (64, 64, 4096, (*PAIR, "lplb+waterfill")),
+)
 KERNELS = ("count", "total", "solve", "quotas", "serve", "assign")
 OTHER = ("total", "quotas", "serve")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """ids [INPUTS, LAYERS, N, k] of this rank, rows [INPUTS, LAYERS, R, E + 1] of all."""
+    """ids [INPUTS, LAYERS, N, k] of this rank, rows [INPUTS, LAYERS, R, E + 1]: counts and tokens of all ranks."""
 
     placement: Placement
     ids: torch.Tensor
@@ -91,7 +103,8 @@ def times(run: Callable[[], object], feed: Callable[[int], object]) -> np.ndarra
 
 
 def torch_form(bound: BoundStack, ids: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One rank's ids [N, k] and all ranks' counts [R, E + 1] by the policies -> physical [N, k], shared rank [N]."""
+    """The policies' own form: of one rank's ids [N, k] and all ranks' counts [R, E + 1], the physical experts [N, k]
+    and the shared expert's rank [N]."""
     copies, device = bound.copies, ids.device
     counts = rows[None, None, :, :-1]
     fixed = fixed_point(bound.split.fractions(counts.sum(2), copies), copies)
@@ -104,18 +117,10 @@ def torch_form(bound: BoundStack, ids: torch.Tensor, rows: torch.Tensor) -> tupl
         return physical[:, 0], None
     by_source = copies.per_rank(bound.split.quotas(counts, fixed, copies))
     work = SharedWork(
-        cost=1.0,
-        seed=bound.setting.seed,
-        top_k=TOP_K,
-        steps=steps,
-        layers=layers,
-        routed=by_source.sum(2),
-        routed_by_source=by_source,
-        tokens=rows[None, None, :, -1],
-        node_of_rank=copies.node_of_rank,
-        batch=batch,
+        cost=1.0, seed=bound.setting.seed, top_k=TOP_K, steps=steps, layers=layers, routed=by_source.sum(2),
+        routed_by_source=by_source, tokens=rows[None, None, :, -1], node_of_rank=copies.node_of_rank, batch=batch,
         expert_ranks=torch.where(physical >= 0, physical // copies.placement.slots_per_rank, -1),
-    )
+    )  # fmt: skip
     return physical[:, 0], bound.stack.shared.token_ranks(work)[:, 0]
 
 
@@ -127,16 +132,10 @@ def measure(text: str, given: Problem) -> dict[str, Any]:
     whole = bind(stack, placement, Setting(0, cost, TOP_K, numbers))
     rule = Rule.of(whole.split, whole.stack.shared, cost, 0)
     dispatcher = InParts(
-        prepare(placement.physical_to_logical.cpu(), placement.num_ranks, EXPERTS),
-        rule,
-        rank=RANK,
-        node_of_rank=placement.node_of_rank,
-        layers=numbers,
-        top_k=TOP_K,
-        max_tokens=tokens,
-        device=torch.device("cuda"),
-        nearest=nearest_slots(whole.copies) if rule.follow == "nearest" else None,
-    )
+        prepare(placement.physical_to_logical.cpu(), placement.num_ranks, EXPERTS), rule, rank=RANK,
+        node_of_rank=placement.node_of_rank, layers=numbers, top_k=TOP_K, max_tokens=tokens,
+        device=torch.device("cuda"), nearest=nearest_slots(whole.copies) if rule.follow == "nearest" else None,
+    )  # fmt: skip
     gathers = rule.collective == "all_gather"
     counts_of = given.rows if gathers else given.rows.sum(2)
     ids, counts = given.ids[0].clone(), counts_of[0].clone()
@@ -205,27 +204,7 @@ def main() -> None:
     planned, later = (torch.from_numpy(part[:LAYERS]) for part in counts)
     print(f"{torch.cuda.get_device_name()}; popularity: {source}")
     rows = []
-    for ranks, redundant, tokens, stacks in (
-        (
-            16,
-            32,
-            4096,
-            (
-                "lplb",
-                "lplb(counts=gathered)",
-                "even",
-                "static",
-                "random",
-                "lplb-sampled",
-                "lplb+waterfill",
-                "lplb+waterfill(candidates=all,counts=local)",
-                "lplb(counts=gathered)+waterfill",
-            ),
-        ),
-        (16, 32, 128, ("lplb", "lplb(counts=gathered)")),
-        (16, 32, 16384, ("even", "lplb", "lplb(counts=gathered)")),
-        (64, 64, 4096, ("lplb", "lplb(counts=gathered)", "lplb+waterfill")),
-    ):
+    for ranks, redundant, tokens, stacks in CASES:
         given = problem(planned, later, ranks, redundant, tokens, options.seed)
         rows += [measure(text, given) for text in stacks]
     table("microseconds", rows)

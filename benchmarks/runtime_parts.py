@@ -51,19 +51,11 @@ def exchanges(bench: Bench, shape: LayerShape) -> dict[str, Any]:
 
 
 def layer_of(bench: Bench, shape: LayerShape, text: str, exchange: Any, most: int = MOST) -> ExpertParallelMoE:
+    placement = placement_of(text, shape, bench.size, redundant_on(bench.size, shape))
     return build_layer(
-        shape,
-        parse_stack(text),
-        placement_of(text, shape, bench.size, redundant_on(bench.size, shape)),
-        layer=3,
-        seed=SEED,
-        group=None,
-        device=bench.device,
-        dtype=torch.bfloat16,
-        exchange=exchange,
-        max_tokens=most,
-        clock=PhaseClock(bench.rank, bench.device, timed=False),
-    )
+        shape, parse_stack(text), placement, layer=3, seed=SEED, group=None, device=bench.device, dtype=torch.bfloat16,
+        exchange=exchange, max_tokens=most, clock=PhaseClock(bench.rank, bench.device, timed=False),
+    )  # fmt: skip
 
 
 def like(layer: ExpertParallelMoE, exchange: Any) -> ExpertParallelMoE:
@@ -162,15 +154,9 @@ def _bare(
     buffer = ours.buffer
     tokens, _, experts, inside, _ = buffer.get_dispatch_layout(slots, ours.size * ours.slots_per_rank)
     _, _, _, _, handle, _ = buffer.dispatch(
-        hidden,
-        num_tokens_per_rank=tokens,
-        is_token_in_rank=inside,
-        num_tokens_per_expert=experts,
-        topk_idx=slots,
-        topk_weights=weights,
-        num_worst_tokens=ours.worst,
-        config=ours.configs[0],
-    )
+        hidden, num_tokens_per_rank=tokens, is_token_in_rank=inside, num_tokens_per_expert=experts, topk_idx=slots,
+        topk_weights=weights, num_worst_tokens=ours.worst, config=ours.configs[0],
+    )  # fmt: skip
     return buffer.combine(rows, handle, config=ours.configs[1])
 
 

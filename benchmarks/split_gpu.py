@@ -18,6 +18,7 @@ ranks with 16,384 tokens each, 1,000 problems are timed alone, of other cases 30
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -107,11 +108,9 @@ def measure(
 
     many = device_counts.repeat(-(-BATCH // len(flat)), 1, 1)
     num_many = many.shape[0] * many.shape[1]
-    for kind, run in (
-        ("batch", lambda: solve_batched(structure, many)),
-        ("whole", lambda: solve_gathered(structure, many)),
-    ):
-        row[f"{kind}_ns"] = float(times_by_input(graph(run), lambda i: None, 1, 7)[0]) / num_many * 1e3
+    for kind, form in (("batch", solve_batched), ("whole", solve_gathered)):
+        solve_many = graph(partial(form, structure, many))
+        row[f"{kind}_ns"] = float(times_by_input(solve_many, lambda i: None, 1, 7)[0]) / num_many * 1e3
     row["batch_problems"] = num_many
     return row
 
@@ -147,16 +146,9 @@ def random_problems(rng: np.random.Generator) -> Iterator[Problem]:
 def problems(recordings: Path, rng: np.random.Generator) -> Iterator[Problem]:
     (planned, later), source = marginals(recordings, rng)
     print(f"{torch.cuda.get_device_name()}; real problems: {source}")
-    for num_ranks, redundant, tokens in (
-        (16, 32, 16384),
-        (16, 32, 1024),
-        (16, 16, 16384),
-        (16, 64, 16384),
-        (8, 32, 16384),
-        (32, 32, 16384),
-        (32, 64, 16384),
-        (64, 64, 16384),
-    ):
+    clusters = ((16, 32), (16, 32), (16, 16), (16, 64), (8, 32), (32, 32), (32, 64), (64, 64))
+    for number, (num_ranks, redundant) in enumerate(clusters):
+        tokens = 1024 if number == 1 else 16384
         steps = 20 if num_ranks > 32 else 50
         counts = drifted_counts(planned, later, tokens * TOP_K, steps, rng)
         steady = steady_counts(planned, later, tokens * TOP_K, 20, rng)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,7 @@ def write_source(path: Path) -> None:
         writer.append(CountsBlock(np.array([0]), counts[None]))
 
 
-def write_grid(
-    folder: Path, name: str, ranks: tuple[int, ...], seeds: int, steps: int, stacks: tuple[str, ...]
-) -> Path:
+def write_grid(folder: Path, name: str, ranks: tuple[int, ...], seeds: int, steps: int, stacks: Sequence[str]) -> Path:
     path = folder / f"{name}.toml"
     path.write_text(
         f"policies = {json.dumps(list(stacks))}\nranks = {list(ranks)}\nranks_per_node = 8\n"
@@ -71,8 +70,8 @@ def sweep(grid: Path, out: Path, options: list[str]) -> dict[str, Any]:
     }
 
 
-def one_by_one(grid: Path, out: Path) -> dict[str, Any]:
-    """The same cells in one process, with the threads of one worker; makes the trace, too."""
+def one_by_one(grid: Path, out: Path) -> list[dict[str, Any]]:
+    """Replays the cells in this process and makes their trace."""
     from epsim.policies.stack import named_stack
     from epsim.sweep.cells import plan_cells
     from epsim.sweep.drive import keep_cell, locked_folder
@@ -92,18 +91,10 @@ def one_by_one(grid: Path, out: Path) -> dict[str, Any]:
             seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
             keep_cell(out, cell, results)
             metrics = results["stacks"][-1]["metrics"]
-            rows.append(
-                {
-                    "ranks": cell.axes["ranks"],
-                    "redundant": cell.axes["redundant"],
-                    "seconds": seconds,
-                    "cpu_s": cpu,
-                    "resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-                    "max_over_mean": metrics["max_over_mean"]["mean"],
-                    "optimality_gap": metrics["optimality_gap"]["mean"],
-                }
-            )
-    return {"rows": rows}
+            row = {key: cell.axes[key] for key in ("ranks", "redundant")} | {"seconds": seconds, "cpu_s": cpu}
+            row["resident_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            rows.append(row | {key: metrics[key]["mean"] for key in ("max_over_mean", "optimality_gap")})
+    return rows
 
 
 def contents(out: Path) -> dict[str, bytes]:
@@ -111,10 +102,11 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 def serial(grid: Path, out: Path) -> list[dict[str, Any]]:
+    """`one_by_one` in a process of its own, with the threads of one worker."""
     limits = dict.fromkeys(("EPSIM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     command = [sys.executable, __file__, "--serial", str(grid), str(out)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **limits})
-    rows: list[dict[str, Any]] = json.loads(done.stdout)["rows"]
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
     return rows
 
 
@@ -154,10 +146,8 @@ def main() -> None:
         "by_ranks": {"steps": 4, "stacks": ["eplb", "eplb+lplb"], "rows": by_ranks},
     }
     print(f"{found['machine']}; load {found['load_before']:.1f} before, {found['load_after']:.1f} after")
-    print(
-        f"one by one: {found['serial_cells_per_minute']:.0f} cells a minute, "
-        f"{found['serial_cpu_s_per_cell']:.2f} s CPU each"
-    )
+    print(f"one by one: {found['serial_cells_per_minute']:.0f} cells a minute", end=", ")
+    print(f"{found['serial_cpu_s_per_cell']:.2f} s CPU each")
     table("workers", rows)
     table("by ranks, one by one", by_ranks)
     write(arguments.out, found)

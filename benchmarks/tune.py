@@ -38,17 +38,9 @@ def draw(folder: Path, target: Path, num_steps: int, drift: float) -> None:
     weights = mixture_walk(num_steps, len(shares), drift, 1.0, rng)
     first = sources[0].meta
     meta = TraceMeta(
-        "counts",
-        first.num_layers,
-        first.num_experts,
-        TOP_K,
-        shared_cost=1.0,
-        model="DeepSeek-V3",
-        phase="prefill",
-        origin="drawn",
-        layers=first.layers,
-        source=first.source,
-    )
+        "counts", first.num_layers, first.num_experts, TOP_K, shared_cost=1.0, model="DeepSeek-V3", phase="prefill",
+        origin="drawn", layers=first.layers, source=first.source,
+    )  # fmt: skip
     with TraceWriter(target, meta) as writer:
         for start in range(0, num_steps, BLOCK):
             mixed = np.einsum("sm,mle->sle", weights[start : start + BLOCK], shares)

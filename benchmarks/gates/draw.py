@@ -8,6 +8,9 @@ top-8 without replacement, and placements are planned on a third. Qwen3-30B-A3B 
 drawn from a lognormal popularity that has drifted by a fifth since it was planned on.
 """
 
+from __future__ import annotations
+
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +40,7 @@ OSS_LAYERS, QWEN_TOKENS = (2, 11, 20), (64, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """ids [T, k]: of a layer's tokens, by source rank, as many on each; history [E]: what placements are planned on."""
+    """ids [T, k]: of a layer's tokens, by source rank, equally many on each; history [E]: counts for planning."""
 
     model: ModelSpec
     ranks: int
@@ -55,11 +58,18 @@ def drawn(weights: torch.Tensor, number: int, top_k: int, source: torch.Generato
     return (weights.log().float() - torch.log(-torch.log(noise))).topk(top_k, dim=1).indices
 
 
+def recorded(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """DeepSeek-V3's recorded counts [L, E] by file, and smoothed shares [L, E] float64."""
+    counts = {
+        name: torch.tensor(json.loads((folder / name).read_text())["logical_count"])
+        for name in (PLANNED, SCORED, OTHER)
+    }
+    return counts, {name: (c.double() + 1) / (c.double() + 1).sum(1, keepdim=True) for name, c in counts.items()}
+
+
 def deepseek(folder: Path) -> Iterator[Batches]:
     model = load_model("deepseek-v3-bf16")
-    counts = {name: torch.tensor(json.loads((folder / name).read_text())["logical_count"]) for name in
-              (PLANNED, SCORED, OTHER)}  # fmt: skip
-    shares = {name: (c.double() + 1) / (c.double() + 1).sum(1, keepdim=True) for name, c in counts.items()}
+    counts, shares = recorded(folder)
     for layer in V3_LAYERS:
         source = torch.Generator().manual_seed(SEED + layer)
         for tokens in V3_TOKENS:
@@ -94,7 +104,7 @@ def qwen() -> Iterator[Batches]:
 
 
 def local_slots(batches: Batches, text: str) -> list[np.ndarray[Any, Any]]:
-    """Of every rank, the rows it receives: [N, k + shared] int8, its local slots, -1 for none."""
+    """For every rank, the rows that it receives: [N, k + shared] int8, their local slots, -1 for none."""
     model, ids, ranks = batches.model, batches.ids, batches.ranks
     stack, tokens = parse_stack(text), len(ids) // ranks
     redundant = 0 if text == "contiguous" else batches.redundant
@@ -139,24 +149,19 @@ def main(words: list[str]) -> None:
     options = parser.parse_args(words)
     arrays: dict[str, Any] = {}
     cases: list[dict[str, Any]] = []
-    for of in (
-        deepseek(options.recordings / "deepseek-v3-sglang"),
-        gpt_oss(options.recordings / "gpt-oss-20b"),
-        qwen(),
-    ):
-        for batches in of:
-            for text in STACKS:
-                if parse_stack(text).shared.dispatches and not batches.model.shared_intermediate:
-                    continue
-                rows = local_slots(batches, text)
-                redundant = 0 if text == "contiguous" else batches.redundant
-                arrays[f"rows{len(cases)}"] = np.concatenate(rows)
-                cases.append({
-                    "model": batches.model.name, "stack": text, "ranks": batches.ranks, "nodes": batches.nodes,
-                    "redundant": redundant, "layer": batches.layer, "tokens": len(batches.ids) // batches.ranks,
-                    "slots": (batches.model.num_experts + redundant) // batches.ranks, "what": batches.what,
-                    "rows": [len(part) for part in rows],
-                })  # fmt: skip
+    v3, oss = deepseek(options.recordings / "deepseek-v3-sglang"), gpt_oss(options.recordings / "gpt-oss-20b")
+    for batches, text in itertools.product(itertools.chain(v3, oss, qwen()), STACKS):
+        if parse_stack(text).shared.dispatches and not batches.model.shared_intermediate:
+            continue
+        rows = local_slots(batches, text)
+        redundant = 0 if text == "contiguous" else batches.redundant
+        arrays[f"rows{len(cases)}"] = np.concatenate(rows)
+        cases.append({
+            "model": batches.model.name, "stack": text, "ranks": batches.ranks, "nodes": batches.nodes,
+            "redundant": redundant, "layer": batches.layer, "tokens": len(batches.ids) // batches.ranks,
+            "slots": (batches.model.num_experts + redundant) // batches.ranks, "what": batches.what,
+            "rows": [len(part) for part in rows],
+        })  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(options.out, cases=np.array(json.dumps(cases)), **arrays)
     print(f"{options.out}: {len(cases)} cases, {sum(case['ranks'] for case in cases)} ranks")

@@ -57,21 +57,20 @@ def slices(machine: Machine, path: Path, seconds: float, models: Sequence[str]) 
         if model.hidden not in buffers or len(buffers[model.hidden]) < most:
             buffers[model.hidden] = torch.randn(most, model.hidden, device=machine.device).to(DTYPE)
         played: list[Callable[[], object]] = []
-        for number, case in cases:
-            slots = case["slots"] + (model.shared_intermediate > 0)
+        parts_of = {number: torch.from_numpy(found[f"rows{number}"]).split(case["rows"]) for number, case in cases}
+        slots_of = {number: case["slots"] + (model.shared_intermediate > 0) for number, case in cases}
+        for number, slots in slots_of.items():
             if (model.name, slots) not in held:
                 held[model.name, slots] = rank_experts(machine, shape_for(model), slots)
-            for part in torch.from_numpy(found[f"rows{number}"]).split(case["rows"]):
+            for part in parts_of[number]:
                 local = part.to(machine.device, torch.int64)
                 weights = torch.rand(tuple(local.shape), device=machine.device)
                 received = Received(buffers[model.hidden][: len(local)], None, local, weights, None)
                 played.append(partial(held[model.name, slots], received))
         times = machine.in_turn_us(played, PASSES)
         for number, case in cases:
-            own = [times.pop(0) for _ in case["rows"]]
-            slots = case["slots"] + (model.shared_intermediate > 0)
-            parts = torch.from_numpy(found[f"rows{number}"]).split(case["rows"])
-            loads = [torch.bincount(part[part >= 0].to(torch.int64), minlength=slots).tolist() for part in parts]
+            own, parts = [times.pop(0) for _ in case["rows"]], [part.long() for part in parts_of[number]]
+            loads = [torch.bincount(part[part >= 0], minlength=slots_of[number]).tolist() for part in parts]
             us = [round(statistics.median(one), 2) for one in own]
             apart = [round(max(one) / min(one) - 1, 4) for one in own]
             yield case | {"us": us, "apart": apart, "loads": loads}

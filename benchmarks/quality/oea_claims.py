@@ -37,8 +37,7 @@ def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> l
     def own(k0: int) -> Point | None:
         return by_router.get((f"oea(k0={k0})", 1))
 
-    oea, topk = family("oea"), family("topk")
-    simple = [*oea, *topk]
+    simple = [*family("oea"), *family("topk")]
     claims = [
         _paired(
             f"OEA loses no more than pruning at the same k0, batch {batch_size}",
@@ -72,15 +71,12 @@ def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> l
         pairs = []
         for k0 in range(1, top_k):
             filled, plain = by_router.get((f"oea-ep(k0={k0})", ranks)), own(k0)
-            most = (
-                {}
-                if filled is None or plain is None
-                else {"most_on_a_rank": filled.active[ranks], "most_on_a_rank_oea": plain.active[ranks]}
-            )
-            pairs.append((filled, plain, {"k0": k0, **most}))
-        claims.append(
-            _paired(f"oea-ep loses no more than oea at the same k0, {ranks} ranks, batch {batch_size}", pairs)
-        )
+            names: dict[str, Any] = {"k0": k0}
+            if filled is not None and plain is not None:
+                names |= {"most_on_a_rank": filled.active[ranks], "most_on_a_rank_oea": plain.active[ranks]}
+            pairs.append((filled, plain, names))
+        words = f"oea-ep loses no more than oea at the same k0, {ranks} ranks, batch {batch_size}"
+        claims.append(_paired(words, pairs))
     return claims
 
 

@@ -63,10 +63,10 @@ def _ranks(values: Floats) -> Floats:
 
 
 def claim_rows(report: Mapping[str, Any]) -> list[Row]:
-    """The paper's claims against what `benchmarks/reader_quality.py` has found; what it has not measured is left out.
+    """The paper's claims beside what `benchmarks/reader_quality.py` measured; what was not measured is left out.
 
-    Published figures are of benchmarks and models thousands of times larger; a claim counts as reproduced where its
-    direction, or the stated order of numbers, is found here.
+    Published figures are of models thousands of times larger. A claim counts as reproduced if its direction, or the
+    stated order of numbers, is found here.
     """
     return [row for make in _MAKERS for row in make(report)]
 
@@ -89,12 +89,8 @@ def _under_reading(report: Mapping[str, Any]) -> Iterator[Row]:
             positions[-1] < positions[0],
         )
         ratio = found["late_window_after_prompt"] / found["late_window_in_place"]
-        yield Row(
-            f"the same late window keeps more right after the prompt, threshold of {budget}",
-            "57% more",
-            f"{ratio - 1:+.1%}",
-            ratio > 1,
-        )
+        words = f"the same late window keeps more right after the prompt, threshold of {budget}"
+        yield Row(words, "57% more", f"{ratio - 1:+.1%}", ratio > 1)
     if "drift" in report:
         shares = [share for found in report["drift"].values() for share in found["by_domain"].values()]
         yield Row(
@@ -158,12 +154,9 @@ def _screens(report: Mapping[str, Any]) -> Iterator[Row]:
     for budget in (0.128, 0.178, 0.18, 0.28):
         on, off = (trials.get(f"partial {restore} {budget}") for restore in ("on", "off"))
         if on and off:
-            yield Row(
-                f"restoring what is skipped helps at {budget:.1%} (KL without, with, bytes equal)",
-                "IFEval +11.6 points at 18%" if budget == 0.18 else "",
-                f"{off['kl']:.4f}, {on['kl']:.4f}",
-                on["kl"] < off["kl"],
-            )
+            words = f"restoring what is skipped helps at {budget:.1%} (KL without, with, bytes equal)"
+            published = "IFEval +11.6 points at 18%" if budget == 0.18 else ""
+            yield Row(words, published, f"{off['kl']:.4f}, {on['kl']:.4f}", on["kl"] < off["kl"])
 
 
 def _scores(report: Mapping[str, Any]) -> Iterator[Row]:
@@ -189,12 +182,8 @@ def _scores(report: Mapping[str, Any]) -> Iterator[Row]:
         raw, scaled = trials.get(f"int4-gate {budget}"), trials.get(f"int4-gate in output units {budget}")
         if raw and scaled:
             ratio = raw["kl"] / scaled["kl"]
-            yield Row(
-                f"output units alone lower the KL of an int4 copy, {budget:.1%}",
-                "1.3 to 1.5 times",
-                f"{ratio:.2f} times",
-                ratio > 1,
-            )
+            words = f"output units alone lower the KL of an int4 copy, {budget:.1%}"
+            yield Row(words, "1.3 to 1.5 times", f"{ratio:.2f} times", ratio > 1)
 
 
 def _kept_quality(report: Mapping[str, Any]) -> Iterator[Row]:
@@ -249,7 +238,7 @@ def _bytes(report: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _beyond(report: Mapping[str, Any]) -> Iterator[Row]:
-    """What is not claimed, but asked: without a second exchange, beside a router, and of a batch."""
+    """Questions that the paper does not answer: several ranks, a router beside the reader, and batches."""
     trials = report["trials"]
     whole = {name.split()[-1]: one for name, one in trials.items() if name.startswith("partial on")}
     for name, one in trials.items():
@@ -259,41 +248,24 @@ def _beyond(report: Mapping[str, Any]) -> Iterator[Row]:
             best = trials.get(f"{ranks} ranks by token {budget}")
             if by == "token" or best is None:
                 continue
-            yield Row(
-                f"{ranks} ranks that each keep their own best, shared out by {by}, {float(budget):.1%} (KL)",
-                "",
-                f"{one['kl']:.4f}, best of all ranks {best['kl']:.4f}",
-                None,
-            )
+            words = f"{ranks} ranks that each keep their own best, shared out by {by}, {float(budget):.1%} (KL)"
+            yield Row(words, "", f"{one['kl']:.4f}, best of all ranks {best['kl']:.4f}", None)
         if name.startswith("one set for"):
             size, budget = name.split()[3], name.split()[-1]
             union = report.get("batches", {}).get(size) or report.get("batches", {}).get(int(size))
             reads = f" that reads {union['union']:.3f} of the experts active" if union else ""
-            yield Row(
-                f"one set of channels for {size} tokens, {float(budget):.1%} of the experts active (KL)",
-                "future work",
-                f"{one['kl']:.4f}; each token its own {whole[budget]['kl']:.4f}{reads}",
-                None,
-            )
+            words = f"one set of channels for {size} tokens, {float(budget):.1%} of the experts active (KL)"
+            each = f"each token its own {whole[budget]['kl']:.4f}"
+            yield Row(words, "future work", f"{one['kl']:.4f}; {each}{reads}", None)
         if "+reader" in name:
             router, budget = name.split("+")[0], name.split()[-1]
-            yield Row(
-                f"{router} beside a reader of {float(budget):.1%} (KL)",
-                "",
-                f"{one['kl']:.4f}; the router alone {trials[router]['kl']:.4f}, the reader alone "
-                f"{whole[budget]['kl']:.4f}",
-                None,
-            )
+            alone = f"the router alone {trials[router]['kl']:.4f}, the reader alone {whole[budget]['kl']:.4f}"
+            yield Row(f"{router} beside a reader of {float(budget):.1%} (KL)", "", f"{one['kl']:.4f}; {alone}", None)
     if report.get("batches"):
-        words = ", ".join(
-            f"{size}: {one['union']:.3f} ({one['union_if_independent']:.3f})" for size, one in report["batches"].items()
-        )
-        yield Row(
-            "what a batch reads of its active experts, all tokens together (if they chose independently)",
-            "",
-            words,
-            None,
-        )
+        of_sizes = report["batches"].items()
+        shares = [f"{size}: {one['union']:.3f} ({one['union_if_independent']:.3f})" for size, one in of_sizes]
+        words = "what a batch reads of its active experts, all tokens together (if they chose independently)"
+        yield Row(words, "", ", ".join(shares), None)
 
 
 _MAKERS = (_under_reading, _pairs, _collapse, _screens, _scores, _kept_quality, _bytes, _beyond)

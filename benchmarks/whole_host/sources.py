@@ -7,14 +7,13 @@ experts are drawn with a lognormal popularity that has drifted since it was plan
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from gates.draw import OTHER, PLANNED, SCORED, SEED, drawn
+from gates.draw import OTHER, PLANNED, SCORED, SEED, drawn, recorded
 
 from epsim.models.shapes import LayerShape
 from epsim.traces.importing import open_trace
@@ -25,10 +24,12 @@ V3_LAYER, OSS_LAYER, SAMPLE_LAYER = 22, 11, 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """ids [N, k] int16: of the tokens that runs take their first steps from; scores [N, E] float32 for router policies,
-    or None; history [E]: counts that placements are planned on. shape: the layer with as many experts and as large a
-    top-k. phase: of all steps. moment: so many tokens in a row are drawn alike, and each step takes those of the next
-    moment; 0 where tokens are taken as they come."""
+    """Tokens with their experts.
+
+    ids [N, k] int16; scores [N, E] float32 for router policies, or None; history [E]: counts that placements are
+    planned on. shape: the layer, with the source's number of experts and top-k. phase: of all steps. moment: this many
+    tokens in a row are drawn alike, and each step takes those of the next moment; 0: steps take tokens in order.
+    """
 
     name: str
     what: str
@@ -76,11 +77,7 @@ def sources(folder: Path | None, base: LayerShape, per_step: int, steps: int, de
 
 
 def deepseek(folder: Path, base: LayerShape, per_step: int, steps: int, device: torch.device) -> Source:
-    counts = {
-        name: torch.tensor(json.loads((folder / name).read_text())["logical_count"][V3_LAYER])
-        for name in (PLANNED, SCORED, OTHER)
-    }
-    shares = {name: (c.double() + 1) / (c.double() + 1).sum() for name, c in counts.items()}
+    counts, shares = ({name: c[V3_LAYER] for name, c in of.items()} for of in recorded(folder))
     shape = fitted(base, len(counts[PLANNED]), 8)
     source = torch.Generator(device).manual_seed(SEED)
     parts = 0.5 * torch.rand(steps, generator=torch.Generator().manual_seed(SEED))

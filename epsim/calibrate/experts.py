@@ -7,17 +7,16 @@ many as when two ranks share a token's experts, so that the fit can separate the
 """
 
 import dataclasses
-import importlib
-import importlib.util
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from epsim.calibrate.fit import fit_tiles, num_rows
 from epsim.calibrate.machine import DTYPE, Machine
 from epsim.cost.experts_time import MOST_DECODED, SLOTS_A_ROW, ExpertCell, ExpertTable
+from epsim.kernels.experts import decode
 from epsim.models.shapes import LayerShape
 from epsim.models.spec import ModelSpec
 from epsim.runtime.exchange.base import Received
@@ -46,10 +45,7 @@ CACHE = 200e6
 def implementations(machine: Machine) -> dict[str, Compute]:
     """The ways in which the runtime computes a rank's experts, by their names in tables: grouped products, and on a GPU
     also the kernel for small batches."""
-    found: dict[str, Compute] = {"grouped": _grouped}
-    if machine.on_gpu and importlib.util.find_spec("epsim.kernels.experts") is not None:
-        found["decode"] = _decode
-    return found
+    return {"grouped": _grouped, "decode": _decode} if machine.on_gpu else {"grouped": _grouped}
 
 
 def _grouped(experts: Experts, received: Received) -> object:
@@ -57,10 +53,8 @@ def _grouped(experts: Experts, received: Received) -> object:
 
 
 def _decode(experts: Experts, received: Received) -> object:
-    decode: Any = importlib.import_module("epsim.kernels.experts").decode
     weights = (experts.gate_up, experts.down, experts.row_of_slot)
-    found: object = decode(received.hidden, received.slots, received.weights, *weights)
-    return found
+    return decode(received.hidden, received.slots, received.weights, *weights)
 
 
 def expert_table(
@@ -167,21 +161,18 @@ def rank_experts(machine: Machine, shape: LayerShape, slots: int, copy: int = 0)
 def received_of(
     machine: Machine, counts: torch.Tensor, columns: int, hidden: int, seed: int, slots_a_row: float = SLOTS_A_ROW
 ) -> Received:
-    """Rows of a rank whose slot s has counts[s] assignments; a row has slots_a_row distinct slots on average."""
+    """Received rows, with random values and weights, of a rank whose slot s has counts[s] assignments; a row has
+    slots_a_row distinct slots on average."""
     total, rows = int(counts.sum()), num_rows(counts, columns, slots_a_row)
     by_slot = torch.repeat_interleave(torch.arange(len(counts)), counts)
     slots = torch.full((columns * rows,), -1, dtype=torch.int64)
     slots[:total] = by_slot  # a slot's assignments are consecutive and fewer than rows, so each is in another row
     order = torch.randperm(rows, generator=generator(torch.device("cpu"), "rows", seed))
-    return received_rows(machine, slots.view(columns, rows).T[order], hidden, seed)
-
-
-def received_rows(machine: Machine, slots: torch.Tensor, hidden: int, seed: int) -> Received:
-    """Received rows with random values and weights, for slots [N, K] int64, -1 for none."""
+    slots = slots.view(columns, rows).T[order].contiguous().to(machine.device)
     source = generator(machine.device, "hidden", seed)
-    values = torch.randn(len(slots), hidden, generator=source, device=machine.device, dtype=torch.float32)
+    values = torch.randn(rows, hidden, generator=source, device=machine.device, dtype=torch.float32)
     weights = torch.rand(tuple(slots.shape), generator=source, device=machine.device)
-    return Received(values.to(DTYPE), None, slots.contiguous().to(machine.device), weights, None)
+    return Received(values.to(DTYPE), None, slots, weights, None)
 
 
 def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Tensor:

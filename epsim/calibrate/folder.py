@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from epsim.cost.calibrated import HARDWARE, PolicyTable, Table, read_table
-from epsim.files import reason, whole_file
+from epsim.files import check_target, reason, temporary_beside, whole_file
 from epsim.machines.hardware import ExchangeRates, Hardware, Link, PolicyCosts
 
 
@@ -22,11 +22,7 @@ def check_folder(out: Path, device: str) -> None:
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out {out}: is a file; give a folder")
         out.mkdir(parents=True, exist_ok=True)
-        with whole_file(out / HARDWARE) as temporary:
-            temporary.write_text("")
-            raise _TriedError
-    except _TriedError:
-        pass
+        temporary_beside(check_target(out / HARDWARE)).unlink()
     except OSError as error:
         raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
     for path in sorted(out.glob("*.json")):
@@ -36,10 +32,6 @@ def check_folder(out: Path, device: str) -> None:
             raise ValueError(f"{error}: remove it, or give another --out") from None
         if found.device != device:
             raise ValueError(f"{path} was measured on {found.device}, this is {device}: give another --out")
-
-
-class _TriedError(Exception):
-    """Ends a trial write, so that it leaves no file."""
 
 
 def known(out: Path, name: str) -> Table | None:
@@ -76,18 +68,17 @@ def write_hardware(out: Path, base: Hardware, name: str, words: str) -> None:
 
 def _toml(hardware: Hardware) -> str:
     lines, sections = [], []
-    for field in dataclasses.fields(hardware):
-        value = getattr(hardware, field.name)
+    for name, value in _fields(hardware).items():
         if isinstance(value, (ExchangeRates, PolicyCosts)):
-            sections += ["", f"[{field.name}]", *_entries(value)]
+            entries = {key: part for key, part in _fields(value).items() if part is not None}
+            sections += ["", f"[{name}]", *(f"{key} = {_value(part)}" for key, part in entries.items())]
         else:
-            lines.append(f"{field.name} = {_value(value)}")
+            lines.append(f"{name} = {_value(value)}")
     return "\n".join([*lines, *sections]) + "\n"
 
 
-def _entries(spec: ExchangeRates | PolicyCosts) -> list[str]:
-    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-    return [f"{name} = {_value(value)}" for name, value in values.items() if value is not None]
+def _fields(spec: Hardware | ExchangeRates | PolicyCosts) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
 
 
 def _value(value: Any) -> str:

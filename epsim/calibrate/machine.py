@@ -179,7 +179,7 @@ class Machine:
         # `torch.cuda.graph` would collect garbage and empty the cache each time.
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.stream(_stream(self.device)):
-            captured.capture_begin(pool=_pool(self.device), capture_error_mode="thread_local")
+            captured.capture_begin(pool=_anchor(self.device)[0].pool(), capture_error_mode="thread_local")
             try:
                 for call in calls:
                     call()
@@ -197,17 +197,13 @@ def _stream(device: torch.device) -> Any:
 
 @functools.cache
 def _anchor(device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph that is kept, so that captures reuse the memory of their pool."""
+    """A graph that is kept, so that captures reuse the memory of its pool, and a tensor that it needs."""
     value, captured = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
     with torch.cuda.stream(_stream(device)):
         captured.capture_begin(capture_error_mode="thread_local")
         value += 1
         captured.capture_end()
     return captured, value
-
-
-def _pool(device: torch.device) -> Any:
-    return _anchor(device)[0].pool()
 
 
 @functools.cache

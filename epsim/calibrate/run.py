@@ -1,6 +1,7 @@
 """`epsim calibrate`: measures the parts in order and writes each as soon as it is complete."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -68,7 +69,6 @@ def calibrate(request: Request, say: Say, machine: Machine | None = None) -> lis
 
 
 def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
-    """Of one device."""
     lines, shape = [], (model.hidden, model.intermediate)
     for name in implementations(machine):
         file = f"experts-{_plain(model.name)}{'' if name == 'grouped' else '-' + _plain(name)}.json"
@@ -76,10 +76,7 @@ def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[st
         if there is None:
             write_table(expert_table(machine, model, name, say), out / file)
         elif not isinstance(there, ExpertTable) or (there.hidden, there.intermediate) != shape:
-            raise ValueError(
-                f"{out / file} is not a table of {model.name}'s {model.hidden} x {model.intermediate} experts: give "
-                "the model another name, or another --out"
-            )
+            raise _other_table(out / file, f"{model.name}'s {model.hidden} x {model.intermediate} experts")
         elif name == "grouped" and machine.on_gpu and len(there.cells) < FEW_CELLS:
             write_table(with_cells(machine, there, model, say), out / file)
         lines.append(f"{out / file}: expert computation of {model.name} by {name}")
@@ -90,25 +87,25 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
     if machine.size == 1:
         return ["exchange: not measured, there is only one rank (start it with torchrun, one process per GPU)"]
     lines = []
+    every = list(itertools.product(EXCHANGES, range(2, machine.size + 1)))
     for model in models:
-
-        def named(name: str, ranks: int, model: ModelSpec = model) -> Path:
-            return out / exchange_file(model, name, ranks)
-
-        def measured(model: ModelSpec = model, named: Callable[[str, int], Path] = named) -> list[tuple[str, int]]:
-            both = [(name, size) for name in EXCHANGES for size in range(2, machine.size + 1)]
-            return [(name, size) for name, size in both if _is_exchange(named(name, size), model)]
-
+        paths = {one: out / exchange_file(model, *one) for one in every}
+        measured = partial(_measured_exchanges, model, paths)
         there = _of_first(machine, measured)
         for table in exchange_tables(machine, model, there, say):
+            one = (table.implementation, table.ranks)
             if machine.rank == 0:
-                write_table(table, named(table.implementation, table.ranks))
-            there.append((table.implementation, table.ranks))
+                write_table(table, paths[one])
+            there.append(one)
         lines += [
-            f"{named(name, ranks)}: dispatch and combine of {model.name} by {name}, {ranks} ranks"
+            f"{paths[name, ranks]}: dispatch and combine of {model.name} by {name}, {ranks} ranks"
             for name, ranks in sorted(there, key=lambda one: one[1])
         ]
     return lines
+
+
+def _measured_exchanges(model: ModelSpec, paths: dict[tuple[str, int], Path]) -> list[tuple[str, int]]:
+    return [one for one, path in paths.items() if _is_exchange(path, model)]
 
 
 def _is_exchange(path: Path, model: ModelSpec) -> bool:
@@ -117,11 +114,12 @@ def _is_exchange(path: Path, model: ModelSpec) -> bool:
     if table is None:
         return False
     if not isinstance(table, ExchangeTable) or (table.hidden or model.hidden) != model.hidden:
-        raise ValueError(
-            f"{path} is not a table of {model.name}'s rows of {model.hidden}: give the model another name, or another "
-            "--out"
-        )
+        raise _other_table(path, f"{model.name}'s rows of {model.hidden}")
     return True
+
+
+def _other_table(path: Path, wanted: str) -> ValueError:
+    return ValueError(f"{path} is not a table of {wanted}: give the model another name, or another --out")
 
 
 def exchange_file(model: ModelSpec, implementation: str, ranks: int) -> str:
@@ -152,16 +150,12 @@ def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
 
 
 def _router(machine: Machine, out: Path, model: ModelSpec) -> list[str]:
-    """Of one device."""
     file = f"router-{_plain(model.name)}.json"
     there = known(out, file)
     if there is None:
         write_table(router_table(machine, model), out / file)
     elif not isinstance(there, RouterTable) or not (there.fits(model, True) or there.fits(model, False)):
-        raise ValueError(
-            f"{out / file} is not a table of {model.name}'s router, {model.num_experts} experts, top-{model.top_k}: "
-            "give the model another name, or another --out"
-        )
+        raise _other_table(out / file, f"{model.name}'s router, {model.num_experts} experts, top-{model.top_k}")
     return [f"{out / file}: the router of {model.name}"]
 
 

@@ -42,32 +42,31 @@ def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
     """Predicts each published figure. hardware: `h800`, which DeepEP used; model: DeepSeek-V3's shape."""
     content = json.loads(resources.files("epsim.reproduce").joinpath("published/deepep-h800.json").read_text())
     found = []
-    both: tuple[tuple[Kernels, str], ...] = (("normal", "normal"), ("low-latency", "low_latency"))
-    for kernels, key in both:
-        for ranks, *figures in content[key]:
+    for kernels in TOKENS:
+        for ranks, *figures in content[kernels.replace("-", "_")]:
             nodes = max(ranks // hardware.ranks_per_node, 1)
             rows, logical = uniform_rows(model, ranks, nodes, kernels)
             times = exchange_us(rows, hardware, model, nodes, kernels).tolist()
             widths = (model.dispatch_row_bytes, model.combine_row_bytes)
             for way, time, width, figure in zip(("dispatch", "combine"), times, widths, figures, strict=True):
-                predicted = logical * width * 1e-3 / time if kernels == "normal" else time
-                own = ranks == 8 if kernels == "normal" else True
-                unit = "GB/s" if kernels == "normal" else "us"
-                found.append(Figure(kernels, ranks, way, unit, figure, predicted, own))
+                if kernels == "normal":
+                    rate = logical * width * 1e-3 / time
+                    found.append(Figure(kernels, ranks, way, "GB/s", figure, rate, own=ranks == 8))
+                else:
+                    found.append(Figure(kernels, ranks, way, "us", figure, time, own=True))
     return found
 
 
 def uniform_rows(model: ModelSpec, ranks: int, nodes: int, kernels: Kernels) -> tuple[Rows, float]:
     """The rows of the busiest rank (all ranks are equal) at the published tokens per rank, and the logical rows."""
-    tokens = TOKENS[kernels]
-    away = (nodes - 1) / nodes
+    tokens, away = TOKENS[kernels], (nodes - 1) / nodes
     if kernels == "low-latency":
-        every = float(tokens * model.top_k)
-        rows = [every] if nodes == 1 else [every * (1 - away), every * away]
-        return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1] if nodes > 1 else 0.0).double()), every
-    per_node, per_rank = visited(model, ranks, nodes)
-    rows = [tokens * per_rank, tokens * per_node * away]
-    logical = rows[0] if nodes == 1 else tokens * per_node
+        logical = float(tokens * model.top_k)
+        rows = (logical * (1 - away), logical * away)
+    else:
+        per_node, per_rank = visited(model, ranks, nodes)
+        rows = (tokens * per_rank, tokens * per_node * away)
+        logical = rows[0] if nodes == 1 else tokens * per_node
     return Rows(torch.tensor(rows[0]).double(), torch.tensor(rows[1]).double()), logical
 
 

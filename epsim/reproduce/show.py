@@ -41,9 +41,8 @@ def show_waterfill_lplb(recordings: Path, hardware: str, steps: int, layers: int
 def show_deepep() -> None:
     """Prints each published figure, its prediction, and whether all are within the tolerance."""
     figures = published_exchange(load_hardware("h800"), load_model("deepseek-v3"))
-    table = Table(title="DeepEP on H800, published and predicted", title_justify="left")
-    for heading in ("kernels", "ranks", "way", "unit", "published", "predicted", "error", ""):
-        table.add_column(heading)
+    headings = ("kernels", "ranks", "way", "unit", "published", "predicted", "error", "")
+    table = Table(*headings, title="DeepEP on H800, published and predicted", title_justify="left")
     for one in figures:
         note = "used to set its rate" if one.own else "held out"
         values = (f"{one.published:g}", f"{one.predicted:.1f}", f"{one.error:+.1%}", note)
@@ -63,20 +62,16 @@ def show_deepep() -> None:
 def show_held_out(hardware: str) -> None:
     """Prints the median and 95th percentile of the errors, and whether they are small enough."""
     checks = held_out(hardware, load_hardware(hardware), load_model("deepseek-v3"))
-    table = Table(title=f"Public tables of {hardware}: sizes not used in the fit", title_justify="left")
-    for heading in ("call", "sizes", "median error", "p95", f"at most {MEDIAN:.0%} and {P95:.0%}"):
-        table.add_column(heading)
+    headings = ("call", "sizes", "median error", "p95", f"at most {MEDIAN:.0%} and {P95:.0%}")
+    table = Table(*headings, title=f"Public tables of {hardware}: sizes not used in the fit", title_justify="left")
     for one in checks:
-        table.add_row(
-            one.what, str(one.sizes), f"{one.median:.1%}", f"{one.p95:.1%}", "holds" if one.holds else "FAILS"
-        )
+        holds = "holds" if one.holds else "FAILS"
+        table.add_row(one.what, str(one.sizes), f"{one.median:.1%}", f"{one.p95:.1%}", holds)
     Console(width=130).print(table)
 
 
 def _table(found: Reproduction, title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for heading in ("workload", "placement", "baseline", "predicted"):
-        table.add_column(heading)
+    table = Table("workload", "placement", "baseline", "predicted", title=title, title_justify="left")
     for heading in ("Waterfill published", "predicted", "ours", "LPLB published", "predicted", "ours", "ours, both"):
         table.add_column(heading, justify="right")
     for row in found.rows:

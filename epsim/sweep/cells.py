@@ -34,6 +34,11 @@ class Cell:
     trace_name: str
     history_name: str
 
+    @property
+    def openings(self) -> list[Opening]:
+        """The traces that it needs."""
+        return [self.trace] if self.history is None else [self.trace, self.history]
+
 
 @dataclass(slots=True)
 class Plan:
@@ -117,31 +122,26 @@ def _cluster(point: Values) -> Cluster:
     return Cluster(point["ranks"], point["nodes"], point["redundant"], point["groups"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Timing:
-    """key: hash of everything that determines the predicted times."""
-
-    timing: LayerTiming
-    key: str
-
-
-Timings: TypeAlias = Callable[[Values, TraceMeta], _Timing | None]
+Timings: TypeAlias = Callable[[Values, TraceMeta], tuple[LayerTiming | None, str | None]]
+"""The time model of a point, and the hash of everything that determines its times; None without `hardware`."""
 
 
 def _timings(grid: Grid) -> Timings:
     @cache
-    def load(hardware: str, model: str, nodes: int, phase: str, overlap: bool, table: str | None) -> _Timing:
+    def load(
+        hardware: str, model: str, nodes: int, phase: str, overlap: bool, table: str | None
+    ) -> tuple[LayerTiming, str]:
         def place(name: str) -> str:
             return str(grid.file(name)) if name.endswith(".toml") or "/" in name else name
 
         model = str(grid.file(model)) if model.endswith(".toml") else model
         measured = None if table is None else grid.file(table)
         found = load_timing(place(hardware), model, nodes, phase, overlap, measured)
-        return _Timing(found, content_key(asdict(found)))
+        return found, content_key(asdict(found))
 
-    def timing(point: Values, meta: TraceMeta) -> _Timing | None:
+    def timing(point: Values, meta: TraceMeta) -> tuple[LayerTiming | None, str | None]:
         if "hardware" not in point:
-            return None
+            return None, None
         model = point.get("model") or meta.model
         if model == "unknown":
             raise ValueError(
@@ -252,7 +252,7 @@ def _cell(
 ) -> Cell:
     trace, history = traces.trace(point), traces.history(point)
     named = tuple(stack for _, stack in policies)
-    timing = timings(point, traces.meta(point))
+    timing, timing_key = timings(point, traces.meta(point))
     trace_name = f"{point['trace']}.parquet" if "draw" in point else Path(point["path"]).name
     history_name = "" if history is None else Path(point["history"]).name
     content = {
@@ -267,7 +267,7 @@ def _cell(
         "cluster": asdict(_cluster(point)),
         "policies": [[name, str(stack)] for name, stack in named],
         "setting": [point["seed"], point["plan_share"]],
-        "timing": None if timing is None else timing.key,
+        "timing": timing_key,
     }
     options = ReplayOptions(
         _cluster(point),
@@ -276,7 +276,7 @@ def _cell(
         command_of(point, [given for given, _ in policies], trace_name),
         seed=point["seed"],
         plan_share=point["plan_share"],
-        timing=None if timing is None else timing.timing,
+        timing=timing,
     )
     axes = {key: value for key, value in point.items() if key != "draw"}
     if "draw" in point:

@@ -17,29 +17,26 @@ from epsim.sweep.grid import Values
 
 RESULTS, TABLE = "results.json", "results.parquet"
 NUMBERS = ("ranks", "nodes", "redundant", "slots_per_rank", "ranks_per_node", "groups", "seed", "steps", "step_tokens")
+STATISTICS = ("mean", "p50", "p95", "p99", "max")
+INTERVAL = ("difference", "low", "high")
 AXES: Mapping[str, Any] = {
-    "trace": pa.string(),
-    "path": pa.string(),
-    "draw": pa.string(),
-    **{key: pa.int64() for key in NUMBERS},
-    **{key: pa.int64() for key in ("draw_seed", "batch", "min_tokens")},
-    **{key: pa.float64() for key in ("drift", "plan_share", "shared_cost")},
-    **{key: pa.string() for key in ("only", "model", "phase", "history", "hardware", "expert_table", "score_rule")},
+    **dict.fromkeys(("trace", "path", "draw"), pa.string()),
+    **dict.fromkeys((*NUMBERS, "draw_seed", "batch", "min_tokens"), pa.int64()),
+    **dict.fromkeys(("drift", "plan_share", "shared_cost"), pa.float64()),
+    **dict.fromkeys(("only", "model", "phase", "history", "hardware", "expert_table", "score_rule"), pa.string()),
     "overlap": pa.bool_(),
-    **{key: pa.int64() for key in ("top_k", "experts")},
+    **dict.fromkeys(("top_k", "experts"), pa.int64()),
 }
 FOUND: Mapping[str, Any] = {
-    **{key: pa.string() for key in ("origin", "level")},
-    "num_experts": pa.int64(),
-    "steps_scored": pa.int64(),
+    **dict.fromkeys(("origin", "level"), pa.string()),
+    **dict.fromkeys(("num_experts", "steps_scored"), pa.int64()),
     "tokens": pa.float64(),
     "place": pa.int64(),
-    **{key: pa.string() for key in ("stack", "name", "metric", "unit")},
-    **{key: pa.float64() for key in ("mean", "p50", "p95", "p99", "max", "difference", "low", "high")},
+    **dict.fromkeys(("stack", "name", "metric", "unit"), pa.string()),
+    **dict.fromkeys((*STATISTICS, *INTERVAL), pa.float64()),
     "reason": pa.string(),
 }
 SCHEMA = pa.schema([("key", pa.string()), *AXES.items(), *FOUND.items()])
-STATISTICS = ("mean", "p50", "p95", "p99", "max")
 
 
 def collect(sweep: Sweep, command: str) -> ResultsData | None:
@@ -98,16 +95,8 @@ def combined(sweep: Sweep, command: str) -> ResultsData:
     for results in finished(sweep):
         first = first or results
         where = results["cell"]
-        cells.append(
-            {
-                **where,
-                "origin": results["trace"]["origin"],
-                "level": results["trace"]["level"],
-                "steps_scored": results["trace"]["steps_scored"],
-                "tokens": tokens_of(results),
-                "verdict": results["verdict"],
-            }
-        )
+        about = {key: results["trace"][key] for key in ("origin", "level", "steps_scored")}
+        cells.append({**where, **about, "tokens": tokens_of(results), "verdict": results["verdict"]})
         entries = results["stacks"]
         place = best_of(entries)
         if place is not None:
@@ -177,7 +166,7 @@ def _rows(results: ResultsData) -> Iterator[Values]:
                 "metric": key,
                 "unit": value["unit"],
                 **{statistic: value[statistic] for statistic in STATISTICS},
-                **dict.fromkeys(("difference", "low", "high")),
+                **dict.fromkeys(INTERVAL),
                 **entry["versus_first"].get(key, {}),
                 "reason": value.get("reason"),
             }

@@ -78,8 +78,7 @@ def run_sweep(
                 unmade[job.target] = line.line
     ready = []
     for cell in missing:
-        paths = [cell.trace.path, *([cell.history.path] if cell.history else [])]
-        why = next((unmade[path] for path in paths if path in unmade), None)
+        why = next((unmade[one.path] for one in cell.openings if one.path in unmade), None)
         if why is None:
             ready.append(cell)
         else:

@@ -90,8 +90,7 @@ class RayWorkers:
         if worker not in self._actors:
             made = self._ray.remote(SweepActor).options(num_cpus=1, max_restarts=0)
             self._actors[worker] = made.remote(self._threads)
-        openings = [job.trace] if job.history is None else [job.trace, job.history]
-        files = [(opening.path, self._content(opening)) for opening in openings]
+        files = [(opening.path, self._content(opening)) for opening in job.openings]
         self._busy[self._actors[worker].perform.remote(job, files)] = worker
 
     def wait(self) -> list[tuple[int, Outcome]]:
