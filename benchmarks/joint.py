@@ -81,11 +81,8 @@ def drawn_problem(folder: Path, tokens: int, steps: int) -> tuple[Placement, Set
 def score(problem: tuple[Placement, Setting, Iterator[TokenBlock], int]) -> list[dict[str, Any]]:
     placement, setting, blocks, num_steps = problem
     structure = prepare(placement.physical_to_logical, RANKS, placement.num_experts)
-    ratio = {text: Series() for text in STACKS}
-    gap = {text: Series() for text in STACKS}
-    away = dict.fromkeys(STACKS, 0)
-    seconds = dict.fromkeys(STACKS, 0.0)
-    tokens = 0.0
+    ratio, gap = ({text: Series() for text in STACKS} for _ in range(2))
+    away, seconds, tokens = dict.fromkeys(STACKS, 0), dict.fromkeys(STACKS, 0.0), 0.0
     for block in blocks:
         counts = torch.from_numpy(to_counts(block, placement.num_experts).counts)
         flat = counts.reshape(-1, placement.num_experts)
@@ -100,22 +97,18 @@ def score(problem: tuple[Placement, Setting, Iterator[TokenBlock], int]) -> list
             assert load.shared_remote_rank is not None
             away[text] += int(load.shared_remote_rank.sum())
         tokens += float(load.tokens.sum())
-    rows = []
-    for text in STACKS:
-        summary, beyond = ratio[text].summary(), gap[text].summary()
-        assert summary is not None
-        assert beyond is not None
-        rows.append(
-            {
-                "stack": text,
-                "max_over_mean": summary,
-                "versus_one_after_the_other": difference(ratio[text], ratio[BASE], 0),
-                "above_least_total_peak": beyond,
-                "shared_remote_share": away[text] / tokens,
-                "load_ms_a_step": seconds[text] / num_steps * 1e3,
-            }
-        )
-    return rows
+    bootstrap = BlockBootstrap(num_steps, 0)
+    return [
+        {
+            "stack": text,
+            "max_over_mean": ratio[text].summary(),
+            "versus_one_after_the_other": bootstrap.difference(ratio[text], ratio[BASE]),
+            "above_least_total_peak": gap[text].summary(),
+            "shared_remote_share": away[text] / tokens,
+            "load_ms_a_step": seconds[text] / num_steps * 1e3,
+        }
+        for text in STACKS
+    ]
 
 
 def main() -> None:
@@ -133,9 +126,7 @@ def main() -> None:
         report.append({"problem": name, "steps": problem[3], "layers": problem[0].num_layers, "rows": rows})
         shown = []
         for row in rows:
-            versus = row["versus_one_after_the_other"]
-            own = {"stack": row["stack"], "peak/mean": row["max_over_mean"]["mean"], "difference": versus["difference"]}
-            own |= {"low": versus["low"], "high": versus["high"]}
+            own = {"stack": row["stack"], "peak/mean": row["max_over_mean"]["mean"]} | row["versus_one_after_the_other"]
             own |= {"above least": row["above_least_total_peak"]["mean"], "remote": row["shared_remote_share"]}
             shown.append(own)
         table(f"{name}: {problem[3]} steps x {problem[0].num_layers} layers, against {BASE}", shown)

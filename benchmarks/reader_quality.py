@@ -90,8 +90,10 @@ class Bench:
         sizes, number = reader.sizes(self.sizes.hidden, self.sizes.intermediate), num_experts or self.top_k
         return sizes.token(number, 0, min(number, num_ranks)) <= reader.budget * number * sizes.expert
 
-    def kept(self, reader: TopkChannels) -> int:
-        return reader.sizes(self.sizes.hidden, self.sizes.intermediate).kept(reader.budget, self.top_k)
+    def kept(self, reader: TopkChannels) -> int | None:
+        """The channels that a token keeps; None if the budget does not pay for the screen."""
+        sizes = reader.sizes(self.sizes.hidden, self.sizes.intermediate)
+        return sizes.kept(reader.budget, self.top_k) if self.payable(reader) else None
 
     def described_sizes(self) -> dict[str, Any]:
         sketch = self.layers[0].screen.sketch
@@ -112,13 +114,10 @@ class Bench:
             "packed_block_bytes": 128 / 5 + 4,
             "published_models": of,
             "kept": {
-                f"{budget}": {screen: self.kept_or_none(TopkChannels(budget, screen=screen)) for screen in SCREENS}
+                f"{budget}": {screen: self.kept(TopkChannels(budget, screen=screen)) for screen in SCREENS}
                 for budget in (*BUDGETS, 0.135, 0.185)
             },
         }
-
-    def kept_or_none(self, reader: TopkChannels) -> int | None:
-        return self.kept(reader) if self.payable(reader) else None
 
     def run(self) -> dict[str, Any]:
         with self.timed("calibration"):

@@ -33,8 +33,8 @@ class Move:
 
 
 def relocation(bench: Bench, wanted: Move | None = None) -> list[dict[str, Any]]:
-    """A row a bound. layer_before, layer_during: of steps before it and while it goes on. error: how far outputs come
-    to be from those before, which no placement may change."""
+    """One row per bound. layer_before, layer_during: the layer's time before and during the relocation. error: the
+    largest relative difference of outputs from those before, which no placement may change."""
     move = wanted or Move(V3, redundant_on(bench.size, V3), 24)
     shape, rows = move.shape, []
     old = placement_of("eplb", shape, bench.size, move.redundant)
@@ -71,15 +71,11 @@ def _relocated(bench: Bench, move: Move, old: Placement, new: Placement, bound: 
         times.append(sum(layer.clock.times().values()))
         step += 1
     far = max(far, float((layer(hidden, step=step).double() - first).norm() / first.norm()))
-    row = {
-        "bytes_a_step": bound,
-        "steps": step,
-        "experts_moved": moved / (shape.expert_bytes // 2 * move.dtype.itemsize),
-    }
-    row |= {"plan": bench.slowest(planned), "median_step": bench.slowest(statistics.median(times))}
-    row |= {"slowest_step": bench.slowest(max(times)), "error": bench.slowest(far)}
-    row |= {"layer_before": bench.slowest(statistics.median(before))}
-    row |= {"layer_during": bench.slowest(statistics.median(during))}
+    expert_bytes, median = shape.expert_bytes // 2 * move.dtype.itemsize, statistics.median
+    row = {"bytes_a_step": bound, "steps": step, "experts_moved": moved / expert_bytes}
+    here = {"plan": planned, "median_step": median(times), "slowest_step": max(times), "error": far}
+    here |= {"layer_before": median(before), "layer_during": median(during)}
+    row |= {key: bench.slowest(value) for key, value in here.items()}
     row |= {"in_force": layer.balancer.version == new.version, "exchange": layer.exchange.name}
     layer.exchange.close()
     layer.balancer.collective.close()

@@ -6,6 +6,7 @@ are timed in a CUDA graph, all others eagerly, because they wait for the device;
 """
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
 import torch
 
@@ -85,10 +86,10 @@ def policy_costs(
         key = table_key(stack.split, stack)
         if key in known:
             continue
-        found = {tokens[0]: _balance_us(machine, model, stack, ranks, redundant, tokens[0])}
+        measure = partial(_balance_us, machine, model, stack, ranks, redundant)
+        found = {tokens[0]: measure(tokens[0])}
         # The time of slow policies hardly depends on tokens, because their solver's does not.
-        for number in tokens[1:] if found[tokens[0]] < SLOW_US else tokens[-1:]:
-            found[number] = _balance_us(machine, model, stack, ranks, redundant, number)
+        found |= {number: measure(number) for number in (tokens[1:] if found[tokens[0]] < SLOW_US else tokens[-1:])}
         progress(f"{key}, {ranks} ranks: {found[tokens[0]]:,.0f} to {found[tokens[-1]]:,.0f} us")
         yield PolicyCost(key, ranks, redundant, tuple(map(float, found)), tuple(found.values()))
     for text in ROUTERS:
@@ -114,17 +115,14 @@ def _balance_us(
 
 def _route_us(machine: Machine, model: ModelSpec, stack: PolicyStack, ranks: int, redundant: int, tokens: int) -> float:
     balancer = _balancer(machine, model, stack, ranks, redundant, tokens)
-    holds = balancer.bound.copies.once(held_by_rank)[0]
-
-    def calls() -> Iterator[Call]:
-        for draw in range(DRAWS):
-            scores, ids = _chosen(machine, model, tokens, draw)
-            total = balancer.collective.all_reduce
-            decode = torch.ones(tokens, dtype=torch.bool, device=machine.device)
-            work = RouterWork(scores, scores, ids, scores.gather(1, ids), decode, holds, total)
-            yield lambda work=work: stack.router.route(work)  # type: ignore[misc]
-
-    return machine.eager_us(list(calls()))
+    holds, total = balancer.bound.copies.once(held_by_rank)[0], balancer.collective.all_reduce
+    decode = torch.ones(tokens, dtype=torch.bool, device=machine.device)
+    calls: list[Call] = []
+    for draw in range(DRAWS):
+        scores, ids = _chosen(machine, model, tokens, draw)
+        work = RouterWork(scores, scores, ids, scores.gather(1, ids), decode, holds, total)
+        calls.append(partial(stack.router.route, work))
+    return machine.eager_us(calls)
 
 
 def _balancer(

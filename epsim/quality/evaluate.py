@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +110,13 @@ def evaluate_model(
             if reading is not None:
                 reading.counts.zero_()
             one = loss_in_batches(model, meter, rows, batch_size, reading)
-            loss[name][batch_size] = {
-                "cross_entropy": one.cross_entropy,
-                "plain": one.plain,
-                "kl": one.kl,
-                "active_experts": meter.active_experts(),
-                "kept_mass": meter.kept_mass(),
-                **({} if reading is None else reading.described()),
-            }
+            found = asdict(one) | {"active_experts": meter.active_experts(), "kept_mass": meter.kept_mass()}
             if reading is not None:
+                found |= reading.described()
                 with rerouted(model, reroute, whole_sequences=True):
                     read = batch_bytes(model, reading, rows[:batch_size, :-1], (batch_size,))
-                loss[name][batch_size]["union_read"] = read[batch_size]["union"]
+                found["union_read"] = read[batch_size]["union"]
+            loss[name][batch_size] = found
         if options.generations:
             prompts = rows[: options.generations, : min(64, options.length)]
             plain = repetition_rate(generate(model, keep, prompts, options.generated, options.seed))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from epsim.report.content import layer_numbers
 from epsim.report.draw import DASHES, FAINT, INK, MARKERS, NARROW, SERIES, WIDE, Figure, colour, cut, legend
 from epsim.results import ResultsData
 from epsim.score.verdict import best_of, label
@@ -217,13 +218,9 @@ def _tokens(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     axes.set_xticks(range(len(lows)), [f"{low:g}-{max(2 * low, 1):g}" for low in lows])
 
 
-def _layer_numbers(results: ResultsData) -> list[int]:
-    return results["trace"].get("layers") or list(range(results["trace"]["num_layers"]))
-
-
 def _layers(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     words = ("layer", "peak/mean")
-    _by_number(results, canvas, narrow, words, "max_over_mean_by_layer", _layer_numbers(results))
+    _by_number(results, canvas, narrow, words, "max_over_mean_by_layer", layer_numbers(results))
 
 
 def _ranks(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
@@ -282,7 +279,7 @@ def _hot(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
     hot, placements = results["scored"]["hot_experts"], _placements(results)
-    layers = _layer_numbers(results)
+    layers = layer_numbers(results)
     names = [f"layer {layers[e['layer']]}, expert {e['expert']}: {e['load_over_mean']:.1f}x" for e in hot]
     shape = (len(placements), 1) if narrow else (1, len(placements))
     every = canvas.subplots(*shape, sharey=True, squeeze=False).ravel()

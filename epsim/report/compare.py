@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from epsim.report.content import layer_numbers
 from epsim.results import ResultsData, read_results
 from epsim.score.statistics import Floats, paired_difference, unpaired_difference
 from epsim.score.verdict import label
@@ -16,12 +17,8 @@ WHOLE_STEPS = ("balancedness_vllm", "throughput_gain")
 """Metrics with one value per step. The others have one per layer with tokens."""
 EXACT = 1e-4
 SHAPED = {
-    "max_over_mean_by_layer",
-    "load_over_mean_by_rank",
-    "load_over_mean_by_step",
-    "load_over_mean_by_layer",
-    "by_step",
-}
+    "max_over_mean_by_layer", "load_over_mean_by_rank", "load_over_mean_by_step", "load_over_mean_by_layer", "by_step",
+}  # fmt: skip
 """Lists that can be drawn together only if all files have the same ranks, steps and layers."""
 
 How: TypeAlias = Literal["paired", "unpaired", "none"]
@@ -75,17 +72,14 @@ def compare(sides: Sequence[Side]) -> list[Row]:
     compared with the first. Raises ValueError where there is nothing to compare.
     """
     rows: list[Row] = []
-    first = sides[0]
+    first, stacks = sides[0], sides[0].results["stacks"]
     if len(sides) == 1:
-        stacks = first.results["stacks"]
         if len(stacks) < 2:
             raise ValueError(f"{first.name} has one stack: give another results.json to compare it with")
         for entry in stacks[1:]:
             rows += _rows(first, stacks[0], first, entry)
-        return rows
     for second in sides[1:]:
-        pairs = _pairs(first, second)
-        for ours, theirs in pairs:
+        for ours, theirs in _pairs(first, second):
             rows += _rows(first, ours, second, theirs)
     return rows
 
@@ -160,7 +154,9 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
     """The comparison as results.json: the stacks of all files, named with their file, and the rows."""
     first = sides[0].results
     stacks = []
-    shapes = {(s.results["setting"]["ranks"], s.results["trace"]["steps_scored"], *_layers(s.results)) for s in sides}
+    shapes = {
+        (s.results["setting"]["ranks"], s.results["trace"]["steps_scored"], *layer_numbers(s.results)) for s in sides
+    }
     dropped = {"predicted"} | (set() if len(shapes) == 1 else SHAPED)
     for side in sides:
         for entry in side.results["stacks"]:
@@ -168,25 +164,15 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
             kept = {key: value for key, value in entry.items() if key not in dropped}
             # versus_first compares with the first stack of the same file; rows compare files.
             stacks.append(kept | {"name": name} | ({} if len(sides) == 1 else {"versus_first": {}}))
-    files = [
-        {
-            "file": side.name,
-            "trace": side.results["trace"]["name"],
-            "origin": side.results["trace"]["origin"],
-            "steps": side.results["trace"]["steps_scored"],
-            "measured": side.results["kind"] == "run",
-            "seed": side.results["setting"]["seed"],
-            "version": side.results["setting"]["version"],
-            "command": side.results["setting"]["command"],
-            "verdict": side.results["verdict"],
-        }
-        for side in sides
-    ]
-    trace = first["trace"] | {
-        "notes": [f"a comparison of {len(sides)} results; trace and setting are those of the first"]
-    }
-    if len(sides) == 1:
-        trace = first["trace"]
+    files = []
+    for side in sides:
+        trace, setting = side.results["trace"], side.results["setting"]
+        file = {"file": side.name, "trace": trace["name"], "origin": trace["origin"], "steps": trace["steps_scored"]}
+        file |= {"measured": side.results["kind"] == "run"}
+        file |= {key: setting[key] for key in ("seed", "version", "command")}
+        files.append(file | {"verdict": side.results["verdict"]})
+    note = f"a comparison of {len(sides)} results; trace and setting are those of the first"
+    trace = first["trace"] | ({"notes": [note]} if len(sides) > 1 else {})
     found: ResultsData = {
         "schema": first["schema"],
         "kind": "comparison",
@@ -200,10 +186,6 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
     if len(keys) == 1 and "scored" in first:
         found["scored"] = first["scored"]
     return found
-
-
-def _layers(results: ResultsData) -> Sequence[int]:
-    return tuple(results["trace"].get("layers") or range(results["trace"]["num_layers"]))
 
 
 def words(rows: Sequence[Row]) -> str:

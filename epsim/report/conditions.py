@@ -9,13 +9,8 @@ from epsim.report.compare import Row, Side
 from epsim.score.verdict import label
 
 OPERATORS: Mapping[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt, "<": operator.lt,
+}  # fmt: skip
 OF_A_STACK = ("mean", "p50", "p95", "p99", "max")
 OF_A_PAIR = ("difference", "low", "high")
 _SHAPE = re.compile(r"\s*(.+)\.([a-z_0-9]+)\.([a-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*(\S+)\s*")
@@ -71,14 +66,8 @@ def holds(condition: Condition, sides: Sequence[Side], rows: Sequence[Row]) -> t
         value = metric[condition.statistic]
         why = metric.get("reason", "")
     else:
-        row = next(
-            (
-                one
-                for one in rows
-                if (one.second_file, one.second_stack, one.metric) == (last.name, label(entry), condition.key)
-            ),
-            None,
-        )
+        wanted = (last.name, label(entry), condition.key)
+        row = next((one for one in rows if (one.second_file, one.second_stack, one.metric) == wanted), None)
         value = None if row is None else getattr(row, condition.statistic)
         why = "it is the first stack, or these results give no interval"
     if value is None:

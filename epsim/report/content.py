@@ -52,6 +52,11 @@ COLUMNS = (
 GAIN = ("gain (95% interval)", "tokens per second / those of the first stack - 1")
 
 
+def layer_numbers(results: ResultsData) -> list[int]:
+    """The model's numbers of the trace's layers."""
+    return list(results["trace"].get("layers") or range(results["trace"]["num_layers"]))
+
+
 def shown_columns(results: ResultsData) -> list[Column]:
     """Those for which at least one stack has a value."""
     return [c for c in COLUMNS if any(e["metrics"][c.key][c.statistic] is not None for e in results["stacks"])]

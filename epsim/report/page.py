@@ -10,7 +10,7 @@ from typing import Any
 
 from epsim.files import printable
 from epsim.report.charts import before_and_after
-from epsim.report.content import PEAK_OVER_MEAN, cells, facts, meanings, memory_words, reasons
+from epsim.report.content import PEAK_OVER_MEAN, cells, facts, layer_numbers, meanings, memory_words, reasons
 from epsim.report.draw import Drawn
 from epsim.report.views import tables, view_of
 from epsim.results import ResultsData
@@ -71,10 +71,8 @@ def _file(name: str) -> str:
 
 def _heat_layers(results: ResultsData) -> list[tuple[int, int]]:
     """(index, number) of the layers with their own heat map."""
-    trace = results["trace"]
-    if not all(entry.get("load_over_mean_by_layer") for entry in results["stacks"]):
-        return []
-    return list(enumerate(trace.get("layers") or range(trace["num_layers"])))
+    every = all(entry.get("load_over_mean_by_layer") for entry in results["stacks"])
+    return list(enumerate(layer_numbers(results))) if every else []
 
 
 def _heat(results: ResultsData) -> str:
