@@ -97,12 +97,11 @@ def score(problem: tuple[Placement, Setting, Iterator[TokenBlock], int]) -> list
             assert load.shared_remote_rank is not None
             away[text] += int(load.shared_remote_rank.sum())
         tokens += float(load.tokens.sum())
-    bootstrap = BlockBootstrap(num_steps, 0)
     return [
         {
             "stack": text,
             "max_over_mean": ratio[text].summary(),
-            "versus_one_after_the_other": bootstrap.difference(ratio[text], ratio[BASE]),
+            "versus_one_after_the_other": difference(ratio[text], ratio[BASE], 0),
             "above_least_total_peak": gap[text].summary(),
             "shared_remote_share": away[text] / tokens,
             "load_ms_a_step": seconds[text] / num_steps * 1e3,

@@ -14,8 +14,6 @@ straight lines between measured batches, if they were measured on `--hardware` a
 of our kernel and the grouped layer.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -17,8 +17,6 @@ one call for a whole set. On a GPU `alone` is a launch of one problem in a CUDA 
 `batch` is a launch of at least 50,000 problems.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Sequence

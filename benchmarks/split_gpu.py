@@ -15,8 +15,6 @@ a large launch, `whole_ns` of the integral split. `cpu_us`: the CPU form on one 
 ranks with 16,384 tokens each, 1,000 problems are timed alone, of other cases 300.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

@@ -8,8 +8,6 @@ top-8 without replacement, and placements are planned on a third. Qwen3-30B-A3B 
 drawn from a lognormal popularity that has drifted by a fifth since it was planned on.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Evaluates the small model under a router policy and a reader: cross-entropy, KL to the plain model, repetition."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

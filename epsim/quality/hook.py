@@ -1,7 +1,5 @@
 """Applies a router policy to a live model, with a forward hook on each router that replaces its choice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol

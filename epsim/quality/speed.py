@@ -1,7 +1,5 @@
 """Measures end-to-end tokens per second of the small model under router policies and under its own choice."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext

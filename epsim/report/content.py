@@ -1,7 +1,5 @@
 """What the terminal, report.md and report.html share: the table of stacks, the table of metrics, and the facts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,14 +38,14 @@ COLUMNS = (
     Column("max_over_mean", "p95", "p95", ".3f", "95th percentile of peak/mean over steps and layers"),
     Column("optimality_gap", "mean", "gap", ".1%", "peak above the optimum (lowest peak the placement allows)"),
     Column("gap_placement", "mean", "placement", ".1%", "optimum above the mean load"),
-    Column("gap_split", "mean", "split", ".1%", "peak of the split, before rounding, above the optimum"),
+    Column("gap_split", "mean", "split", ".1%", "peak before rounding, above the optimum"),
     Column("gap_rounding", "mean", "rounding", ".1%", "added by rounding the split to whole tokens"),
-    Column("gap_shared", "mean", "shared", ".1%", "added by where the shared expert's tokens are served"),
+    Column("gap_shared", "mean", "shared", ".1%", "added by the choice of ranks for the shared expert's tokens"),
     Column("layer_time_us", "mean", "layer us", ".1f", "microseconds of a layer on its slowest rank"),
     Column("active_experts", "mean", "active", ".1f", "largest number of experts with tokens on one rank"),
     Column("kept_mass", "mean", "kept", ".3f", "router probability of the experts used / of the model's choice"),
-    Column("remote_rank_share", "mean", "off rank", ".1%", "assignments served off the token's rank"),
-    Column("remote_node_share", "mean", "off node", ".1%", "assignments served off the token's node"),
+    Column("remote_rank_share", "mean", "off rank", ".1%", "share of assignments that leave the token's rank"),
+    Column("remote_node_share", "mean", "off node", ".1%", "share of assignments that leave the token's node"),
 )
 GAIN = ("gain (95% interval)", "tokens per second / those of the first stack - 1")
 
@@ -166,12 +164,9 @@ def facts(results: ResultsData) -> list[tuple[str, str]]:
     """Trace, cluster, seed, command and notes: (name, value)."""
     trace, setting, run = results["trace"], results["setting"], _run(results)
     shape = f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}"
-    cluster = (
-        f"{setting['ranks']} ranks on {setting['nodes']} node(s), {setting['redundant']} redundant experts per layer"
-    )
-    shared = (
-        f"a token costs as much as {setting['shared_cost']:g} routed assignments" if setting["shared_cost"] else "none"
-    )
+    nodes = f"{setting['nodes']} node{'s' if setting['nodes'] > 1 else ''}"
+    cluster = f"{setting['ranks']} ranks on {nodes}, {setting['redundant']} redundant experts per layer"
+    shared = f"work per token: {setting['shared_cost']:g} x a routed assignment" if setting["shared_cost"] else "none"
     kind = f"{trace['origin']}, {trace['level']} level, {trace['phase']}"
     pairs = [
         ("trace", f"{trace['name']} ({kind}), model {trace['model']}"),

@@ -1,7 +1,5 @@
 """When another stack is better than the best one: by another metric, or in some layers, steps or batch sizes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Prints a sweep to the terminal."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 

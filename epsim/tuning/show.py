@@ -1,7 +1,5 @@
 """The answers on the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
