@@ -95,8 +95,7 @@ def sorted_rows(
 def two_products(rows: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     grouped: Any = torch._grouped_mm
     gate, up = grouped(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    out: torch.Tensor = grouped(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
-    return out
+    return grouped(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
 
 
 def grouped_layer(
@@ -125,8 +124,7 @@ def of_transformers(name: str) -> Form:
     ) -> torch.Tensor:
         experts.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
         experts.down_proj = torch.nn.Parameter(down, requires_grad=False)
-        out: torch.Tensor = experts(hidden, ids, weights.to(hidden.dtype))
-        return out
+        return experts(hidden, ids, weights.to(hidden.dtype))
 
     return run
 

@@ -45,11 +45,10 @@ def routers(top_k: int, active: float) -> list[str]:
 def measure(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[dict[str, Any]]:
     policies = tuple(("", parse_stack(f"contiguous+{stack}")) for stack in stacks)
     results = replay(trace, ReplayOptions(Cluster(ranks), policies, shared_cost=0.0))
-    rows = []
-    for stack, entry in zip(stacks, results["stacks"], strict=True):
-        values = {key: entry["metrics"][key]["mean"] for key in KEYS}
-        rows.append({"router": stack, **values, "notes": entry["notes"]})
-    return rows
+    return [
+        {"router": stack, **{key: entry["metrics"][key]["mean"] for key in KEYS}, "notes": entry["notes"]}
+        for stack, entry in zip(stacks, results["stacks"], strict=True)
+    ]
 
 
 def least_kept(trace: StoredTrace, ranks: int, stacks: list[str]) -> list[float]:

@@ -47,15 +47,14 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=60))
     bench = Bench.in_group(device)
     found: dict[str, Any] = {}
-    before = None
-    if options.out and options.out.exists() and options.parts != list(PARTS):
-        before = json.loads(options.out.read_text())
+    some = options.parts != list(PARTS)
+    before = json.loads(options.out.read_text()) if some and options.out and options.out.exists() else None
     for name in options.parts:
         begun = time.perf_counter()
         try:
             found[name] = PARTS[name](bench)
         except Exception:
-            # On every rank alike, or the others wait in a collective until they are ended: told at once.
+            # Printed at once: if only this rank failed, the others wait in a collective until they are ended.
             print(f"rank {rank}, part {name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
             found[name] = [{"failed": traceback.format_exc().splitlines()[-1]}]
         torch.cuda.empty_cache()
@@ -63,11 +62,10 @@ def main() -> None:
             table(f"{name} ({time.perf_counter() - begun:.0f} s)", found[name])
             sys.stdout.flush()
             if options.out:
-                chosen = [] if options.parts == list(PARTS) else ["--parts", *options.parts]
+                chosen = ["--parts", *options.parts] if some else []
                 launched = ["torchrun", "--nproc-per-node", str(bench.size), "benchmarks/runtime.py", *chosen]
-                report: dict[str, Any] = {"command": shlex.join(launched)}
-                report |= {"device": torch.cuda.get_device_name(device), "num_devices": bench.size, **versions()}
-                report |= {"parts": found}
+                report: dict[str, Any] = {"command": shlex.join(launched), "device": bench.name}
+                report |= {"num_devices": bench.size, **versions(), "parts": found}
                 write(options.out, report if before is None else with_parts(before, report))
     dist.barrier()
     dist.destroy_process_group()

@@ -58,8 +58,7 @@ class Asked:
     @cached_property
     def slots(self) -> Ints:
         """[B, P]: the expert of each slot."""
-        found: Ints = self.structure.physical_to_logical.numpy()[self.layer]
-        return found
+        return self.structure.physical_to_logical.numpy()[self.layer]
 
     @cached_property
     def copies(self) -> Copies:
@@ -183,8 +182,7 @@ def _lplb(true_maximum: bool, asked: Asked) -> Answer:
     slots, loads, num_ranks = torch.from_numpy(asked.slots), torch.from_numpy(asked.loads), asked.structure.num_ranks
 
     def run(i: int) -> Floats:
-        found: Floats = baselines.lplb_fractions(slots[i], num_ranks, loads[i : i + 1], true_maximum)[0].numpy()
-        return found
+        return baselines.lplb_fractions(slots[i], num_ranks, loads[i : i + 1], true_maximum)[0].numpy()
 
     fractions = np.full(asked.slots.shape, np.nan)
     for i in range(asked.few):
@@ -228,8 +226,7 @@ def _edges(asked: Asked) -> Answer:
 
 def _even_fractions(asked: Asked) -> Floats:
     number = asked.copies.number.numpy()[asked.layer]
-    fractions: Floats = 1 / np.take_along_axis(number, asked.slots, 1)
-    return fractions
+    return 1 / np.take_along_axis(number, asked.slots, 1)
 
 
 def _even(asked: Asked) -> Answer:

@@ -106,8 +106,7 @@ def serial(grid: Path, out: Path) -> list[dict[str, Any]]:
     limits = dict.fromkeys(("EPSIM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     command = [sys.executable, __file__, "--serial", str(grid), str(out)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **limits})
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
-    return rows
+    return json.loads(done.stdout)
 
 
 def main() -> None:

@@ -31,8 +31,7 @@ class Case:
 
     @property
     def total(self) -> np.ndarray[Any, Any]:
-        found: np.ndarray[Any, Any] = self.predicted.total[:, 0].numpy()
-        return found
+        return self.predicted.total[:, 0].numpy()
 
 
 def timing_of(row: dict[str, Any], folder: str) -> LayerTiming:
@@ -98,8 +97,7 @@ def _by_source(cases: Sequence[Case]) -> dict[str, list[Case]]:
 
 
 def _ratios(cases: Sequence[Case]) -> list[float]:
-    found: list[float] = np.concatenate([case.total / case.us for case in cases]).tolist()
-    return found
+    return np.concatenate([case.total / case.us for case in cases]).tolist()
 
 
 def _ranking(cases: Sequence[Case], ranks: int) -> Gate:

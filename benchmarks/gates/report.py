@@ -54,8 +54,7 @@ class Model:
         tiles = (counts / self.experts.tile).ceil().sum(1)
         received = None if rows is None else torch.tensor(rows, dtype=torch.float64)
         time = self.experts.us(counts.sum(1), (counts > 0).sum(1).double(), tiles, received)
-        found: np.ndarray[Any, Any] = time.numpy()
-        return found
+        return time.numpy()
 
 
 def expert_gates(measured: dict[str, Any], models: dict[str, Model]) -> Iterator[Gate]:
@@ -67,14 +66,12 @@ def expert_gates(measured: dict[str, Any], models: dict[str, Model]) -> Iterator
         cases = [case for case in measured["slices"] if case["model"] == name]
         if not cases:
             continue
-        ratios = np.concatenate(
-            [model.us(case["loads"], case["rows"]) / np.array(case["us"]) for case in cases]
-        ).tolist()
+        predicted = [model.us(case["loads"], case["rows"]) for case in cases]
+        ratios = np.concatenate([us / np.array(case["us"]) for us, case in zip(predicted, cases, strict=True)])
         stacks, ranks = len({case["stack"] for case in cases}), cases[0]["ranks"]
-        yield call_gate(
-            f"experts of {name}, what {stacks} stacks give each of {ranks} ranks ({cases[0]['what']})", ratios
-        )
-        slowest = [float(model.us(case["loads"], case["rows"]).max()) / max(case["us"]) for case in cases]
+        what = f"experts of {name}, what {stacks} stacks give each of {ranks} ranks ({cases[0]['what']})"
+        yield call_gate(what, ratios.tolist())
+        slowest = [float(us.max()) / max(case["us"]) for us, case in zip(predicted, cases, strict=True)]
         yield layer_gate(f"slowest rank's experts of {name}, {ranks} ranks played one by one on one H200", slowest)
 
 
@@ -92,7 +89,7 @@ def slices_ranking(measured: dict[str, Any], models: dict[str, Model]) -> Gate:
 
 
 def _noise(measured: dict[str, Any]) -> str:
-    """How far apart the passes of a measurement are, and times of the very same loads under several stacks."""
+    """How much the passes of a measurement differ, and the times of equal loads under several stacks."""
     passes = [one for case in measured["slices"] for one in case["apart"]]
     times: dict[Any, list[float]] = {}
     for case in measured["slices"]:
@@ -125,9 +122,8 @@ def exchange_gates(folder: Path) -> Iterator[Gate]:
 
 
 def published_gate() -> Gate:
-    figures = [
-        one for one in published_exchange(load_hardware("h800"), load_model("deepseek-v3")) if one.kernels == "normal"
-    ]
+    published = published_exchange(load_hardware("h800"), load_model("deepseek-v3"))
+    figures = [one for one in published if one.kernels == "normal"]
     worst = max(abs(one.error) for one in figures)
     what, aim = "DeepEP's published normal kernels, 8 to 64 ranks", f"within {TOLERANCE:.0%}"
     return Gate(4, what, len(figures), {"worst": worst}, aim, worst <= TOLERANCE)
@@ -158,9 +154,8 @@ def main(words: list[str]) -> None:
     gates.sort(key=lambda gate: gate.number)
     for gate in gates:
         shown = ", ".join(f"{name} {value:.1%}" for name, value in gate.figures.items())
-        print(
-            f"{'holds ' if gate.holds else 'FAILS '} {gate.number}  {gate.what}: {shown} of {gate.cases} ({gate.aim})"
-        )
+        result = "holds " if gate.holds else "FAILS "
+        print(f"{result} {gate.number}  {gate.what}: {shown} of {gate.cases} ({gate.aim})")
     if options.out:
         report = {"command": "python benchmarks/gates.py", "device": measured["device"], "date": measured["date"]}
         write(options.out, report | {"gates": [asdict(gate) for gate in gates]})

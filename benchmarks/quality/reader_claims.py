@@ -58,8 +58,7 @@ def spearman(x: Floats, y: Floats) -> float:
 def _ranks(values: Floats) -> Floats:
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = counts.cumsum().astype(np.float64)
-    ranks: Floats = (last - (counts - 1) / 2)[inverse]
-    return ranks
+    return (last - (counts - 1) / 2)[inverse]
 
 
 def claim_rows(report: Mapping[str, Any]) -> list[Row]:

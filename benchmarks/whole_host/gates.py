@@ -15,17 +15,13 @@ HOST_SHARE = 0.5
 
 
 def gates_of(parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Empty where nothing was predicted."""
+    """The gates as rows; none if nothing was predicted."""
     found: list[Gate] = []
     for exchange in ("deep_ep", "torch"):
-        cases = [row for row in parts.get(f"layers-{exchange}", {}).get("rows", []) if _predicted(row)]
-        found += _of(exchange, cases)
+        rows = parts.get(f"layers-{exchange}", {}).get("rows", [])
+        found += _of(exchange, [row for row in rows if "predicted_us" in row.get("stacks", [{}])[0]])
     found.sort(key=lambda gate: gate.number)
     return [_flat(gate) for gate in found]
-
-
-def _predicted(row: dict[str, Any]) -> bool:
-    return "predicted_us" in row.get("stacks", [{}])[0]
 
 
 def _of(exchange: str, cases: list[dict[str, Any]]) -> Iterator[Gate]:
@@ -42,16 +38,11 @@ def _of(exchange: str, cases: list[dict[str, Any]]) -> Iterator[Gate]:
         ratios = [sum(s["predicted_us"].values()) / s["graph_us"] for s in graphs]
         note = "" if all("route" in s["predicted_us"] for s in graphs) else "some routers were not measured"
         yield layer_gate(f"layers, {exchange}: whole layers in a CUDA graph", ratios, note)
-        yield from _ranking(exchange, cases)
-
-
-def _ranking(exchange: str, cases: list[dict[str, Any]]) -> Iterator[Gate]:
-    times = [
-        [(sum(s["predicted_us"].values()), s["graph_us"]) for s in case["stacks"] if "graph_us" in s] for case in cases
-    ]
-    gate = ranking_gate(f"layers, {exchange}: stacks by whole layers in a CUDA graph", times)
-    if gate.cases:
-        yield gate
+        each = [[s for s in case["stacks"] if "graph_us" in s] for case in cases]
+        times = [[(sum(s["predicted_us"].values()), s["graph_us"]) for s in stacks] for stacks in each]
+        gate = ranking_gate(f"layers, {exchange}: stacks by whole layers in a CUDA graph", times)
+        if gate.cases:
+            yield gate
 
 
 def _flat(gate: Gate) -> dict[str, Any]:

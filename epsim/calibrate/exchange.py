@@ -93,8 +93,7 @@ def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> Excha
     if name == "torch":
         exchange = TorchExchange(group.group, per_rank)
     else:
-        why = obstacle(machine.device, DTYPE, group.size, model.hidden, per_rank, model.top_k)
-        if why is not None:
+        if obstacle(machine.device, DTYPE, group.size, model.hidden, per_rank, model.top_k) is not None:
             return None
         exchange = DeepEPExchange(group.group, per_rank, model.hidden, max(tokens), fp8, fixed_size=True)
     rows, times = [], []

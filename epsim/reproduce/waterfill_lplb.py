@@ -18,9 +18,8 @@ from epsim.cost.layer_time import LayerTiming
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting, bind
 from epsim.policies.load import Load
-from epsim.policies.stack import PolicyStack, parse_stack, placement_policy
+from epsim.policies.stack import parse_stack, placement_policy
 from epsim.reproduce.workloads import DrawOptions, Topics, Workload, draw, regimes
-from epsim.traces.trace import TokenBlock
 
 BASELINE = "random"
 PUBLISHED = {"waterfill": "random+waterfill(load=routed+local)", "lplb": "lplb-ipm"}
@@ -83,7 +82,7 @@ class _Case:
         self.topics, self.timing, self.options = topics, timing, options
         self._counts = torch.from_numpy((known * 1e9).astype(np.int64))[None]
         self._placements: dict[str, Placement] = {}
-        self._loads: dict[tuple[str, str], tuple[Load, PolicyStack, bool]] = {}
+        self._loads: dict[tuple[str, str], Load] = {}
 
     def placement(self, name: str) -> Placement:
         if name not in self._placements:
@@ -95,19 +94,13 @@ class _Case:
 
     def layers_us(self, placement: str, split_and_shared: str, tokens: int) -> float:
         """The mean time of a layer's experts times the number of such layers, at `tokens` per step."""
-        key = (placement, split_and_shared)
+        key, model = (placement, split_and_shared), self.timing.model
+        stack = parse_stack(f"{'contiguous' if PLACEMENTS[placement] is None else 'eplb'}+{split_and_shared}")
         if key not in self._loads:
-            self._loads[key] = self._load(placement, split_and_shared, self.block)
-        load, stack, redundant = self._loads[key]
-        scaled = _scaled(load, tokens / self.options.tokens)
-        return float(self.timing.layer_us(scaled, stack, redundant).mean()) * self.timing.model.moe_layers
-
-    def _load(self, name: str, text: str, block: TokenBlock) -> tuple[Load, PolicyStack, bool]:
-        stack = parse_stack(f"{'contiguous' if PLACEMENTS[name] is None else 'eplb'}+{text}")
-        setting = Setting(
-            self.options.seed, self.timing.model.shared_cost, self.options.top_k, self.topics.layers, rows=True
-        )
-        return bind(stack, self.placement(name), setting).load(block), stack, bool(PLACEMENTS[name])
+            setting = Setting(self.options.seed, model.shared_cost, self.options.top_k, self.topics.layers, rows=True)
+            self._loads[key] = bind(stack, self.placement(placement), setting).load(self.block)
+        scaled = _scaled(self._loads[key], tokens / self.options.tokens)
+        return float(self.timing.layer_us(scaled, stack, bool(PLACEMENTS[placement])).mean()) * model.moe_layers
 
 
 def reproduce(
@@ -179,15 +172,9 @@ def _predict(case: _Case, row: Mapping[str, Any], tokens: int, rest: float) -> R
     def gains(stacks: Mapping[str, str], kinds: Sequence[str]) -> dict[str, float]:
         return {kind: base / (case.layers_us(place, stacks[kind], tokens) + rest) - 1 for kind in kinds}
 
-    return Row(
-        row["workload"],
-        place,
-        row["baseline"],
-        tokens * 1e6 / base,
-        measured,
-        gains(PUBLISHED, list(measured)),
-        gains(OURS, [kind for kind in OURS if kind in measured or (kind == "both" and "lplb" in measured)]),
-    )
+    both = ["both"] if "lplb" in measured else []
+    predicted, ours = gains(PUBLISHED, list(measured)), gains(OURS, [*measured, *both])
+    return Row(row["workload"], place, row["baseline"], tokens * 1e6 / base, measured, predicted, ours)
 
 
 def _scores(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
