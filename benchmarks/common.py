@@ -63,7 +63,7 @@ def write(path: Path, report: dict[str, Any], row_a_line: bool = False) -> None:
 
 
 def fit(active: Sequence[float], times: Sequence[float]) -> dict[str, float]:
-    """The least-squares line through times in microseconds: `fixed`, `slope` (us an active expert) and `r2`."""
+    """The least-squares line through times in microseconds: `fixed`, `slope` (us per active expert) and `r2`."""
     slope, fixed = np.polyfit(active, times, 1)
     rest = np.array(times) - (fixed + slope * np.array(active))
     return {"fixed": float(fixed), "slope": float(slope), "r2": float(1 - rest.var() / np.var(times))}

@@ -10,7 +10,7 @@ import torch
 from common import command
 
 HELD = 600_000
-"""Cycles for which the device is kept busy while the host queues replays. Without them the times are the host's."""
+"""Cycles that keep the device busy while the host queues replays. Without them the host's time would be measured."""
 SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(512) reads(const uint4 *from, long long number, unsigned *to) {
     unsigned sum = 0;
@@ -62,7 +62,7 @@ def times_by_input(
 
 
 def timed(calls: list[Callable[[], Any]], replays: int, captured: bool = True) -> float:
-    """Microseconds a call, all calls in a row: the median over replays of one graph, or of plain calls."""
+    """Microseconds per call, all calls in a row: the median over replays of one graph, or over plain calls."""
 
     def run() -> None:
         for call in calls:
@@ -109,7 +109,7 @@ def _microseconds(marks: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> np.
 
 
 def read_bandwidth() -> float:
-    """Bytes a second of a kernel that reads 4 GiB and writes nothing, with the best of several grid sizes."""
+    """Bytes per second of a kernel that reads 4 GiB and writes nothing, with the best of several grid sizes."""
     import cupy
 
     kernel = cupy.RawModule(code=SOURCE, options=("--std=c++17",)).get_function("reads")

@@ -61,7 +61,7 @@ class Problem:
 
 
 class InParts(Dispatcher):
-    """Launches only what is in `only`; the rest stays as an earlier call left it."""
+    """Launches only the kernels in `only`; the results of others are those of an earlier call."""
 
     only: tuple[str, ...] = KERNELS
     split: torch.Tensor

@@ -46,7 +46,7 @@ PLANNED, LATER = "decode_in1000out1000.json", "decode_in2000out100.json"
 
 
 def sample_problem(phase: str) -> tuple[Placement, Setting, Iterator[TokenBlock], int]:
-    """The sample's steps of one phase in its second half, planned on the first."""
+    """The steps of one phase in the second half of the sample, with placements planned on the first half."""
     trace = StoredTrace(sample_path())
     meta, half = trace.meta, trace.num_steps // 2
     blocks = [block for step in range(trace.num_steps) for block in trace.blocks(step, step + 1)]
@@ -57,7 +57,7 @@ def sample_problem(phase: str) -> tuple[Placement, Setting, Iterator[TokenBlock]
 
 
 def drawn_problem(folder: Path, tokens: int, steps: int) -> tuple[Placement, Setting, Iterator[TokenBlock], int]:
-    """DeepSeek-V3, every tenth layer, `tokens` a rank."""
+    """DeepSeek-V3, every tenth layer, with `tokens` per rank."""
     layers = range(3, 61, 10)
     planned, later = (
         np.array(json.loads((folder / name).read_text())["logical_count"], dtype=np.int64)[list(layers)]

@@ -4,9 +4,9 @@ from typing import Any
 
 
 def with_parts(before: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """A report with the parts of a later one in place of its own; `commands` has the command of each such part.
+    """A report in which the parts of a later one replace its own; `commands` has the command of each such part.
 
-    Raises ValueError where devices or versions differ.
+    Raises ValueError if devices or versions differ.
     """
     own = ("command", "commands", "parts")
     first, second = ({key: value for key, value in one.items() if key not in own} for one in (before, later))

@@ -40,7 +40,7 @@ LAYERS, CALLS, REPLAYS, BATCHES = 5, 20, 11, 2000
 GRID = (8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 56, 64, 80, 96, 112, 128)
 PAPER_T = {3: 25.1, 4: 29.9, 5: 35.1, 6: 40.3, 7: 44.4, 8: 48.8}
 Form: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
-"""Of hidden, ids, weights, gate_up, down."""
+"""A function of hidden, ids, weights, gate_up and down."""
 
 
 def forced(active: int, batch: int, generator: torch.Generator) -> torch.Tensor:
@@ -180,7 +180,7 @@ def padding(bench: Bench) -> dict[str, float]:
 
 
 def same_bits(bench: Bench, form: Form, batch: int, runs: int = 30) -> bool:
-    """Whether runs on the same inputs all give the same bits."""
+    """Whether all runs on the same inputs give the same bits."""
     ids = torch.rand(batch, EXPERTS, generator=bench.generator).topk(TOP_K).indices.cuda()
     given = (bench.hidden[:batch], ids, bench.weights[:batch], *bench.layers[1])
     first = form(*given)
@@ -188,7 +188,7 @@ def same_bits(bench: Bench, form: Form, batch: int, runs: int = 30) -> bool:
 
 
 def batches(bench: Bench) -> list[dict[str, Any]]:
-    """Uniform top-8 at every batch size."""
+    """One row per batch size, under uniform top-8."""
     rows = []
     for batch in (1, 2, 4, 8, 16, 32, 64):
         routings = [torch.rand(batch, EXPERTS, generator=bench.generator).topk(TOP_K).indices for _ in range(CALLS)]

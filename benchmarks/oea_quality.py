@@ -27,7 +27,7 @@ from epsim.traces.model import tokens
 
 CHUNK = 64
 ALONE = 16
-"""Tokens a batch where the domains are taken one by one."""
+"""Tokens per batch in the measurement of single domains."""
 
 
 def main() -> None:
@@ -98,7 +98,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def repetition(model: Any, mixed: torch.Tensor, arguments: argparse.Namespace, top_k: int) -> dict[str, float]:
-    """Of 16 continuations decoded as one batch: share of 4-grams that a continuation has held before."""
+    """The share of 4-grams that occurred before in the same continuation, over 16 continuations decoded as one
+    batch."""
     prompts = mixed[:16, : min(64, arguments.length)]
     routers = ["topk", *(f"oea(k0={k0})" for k0 in (1, 3, 5) if k0 < top_k), *(f"pruned(k0={k0})" for k0 in (1, 3))]
     rates = {}

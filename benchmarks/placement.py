@@ -50,7 +50,7 @@ def eplb_speed() -> list[dict[str, Any]]:
 
 
 def search_balance(folder: Path) -> list[dict[str, Any]]:
-    """Max over mean rank load, mean over layers, on each file; planned on all the other files and on one other file."""
+    """Peak / mean rank load, averaged over layers, on each file, planned on all other files or on one other file."""
     counts = {}
     for path in sorted(folder.glob("*.json")):
         recorded = torch.tensor(json.loads(path.read_text())["logical_count"], dtype=torch.float64).long()

@@ -26,7 +26,7 @@ NAMES = {"grouped layer": "layer", "two products": "products"}
 
 
 def bytes_of(reader: BatchReader, ids: torch.Tensor) -> dict[str, float]:
-    """What a batch that chooses as one reads: as much as one token with all active experts."""
+    """The bytes of a batch that chooses one set of channels: those of one token with all active experts."""
     sketch = reader.layer.sketch
     active = len(ids.unique())
     sizes = ReadBytes(sketch.hidden, sketch.intermediate, 2, reader.layer.coordinates, sketch.rank)

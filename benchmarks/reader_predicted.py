@@ -51,7 +51,8 @@ def readers(budget: float) -> dict[str, Dense | TopkChannels]:
 def layers(
     timing: LayerTiming, reader: Dense | TopkChannels, batches: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """batches [S] tokens on one GPU -> bytes [S] of routed experts and microseconds [S] of a layer of them."""
+    """Bytes [S] that the routed experts of a layer read, and their microseconds [S], for batches [S] of tokens on one
+    GPU."""
     model, experts = timing.model, timing.experts
     tokens = model.top_k * batches.double()
     active = model.num_experts * (1 - (1 - model.top_k / model.num_experts) ** batches.double())
@@ -62,17 +63,17 @@ def layers(
 
 
 def steps(timing: LayerTiming, reader: Dense | TopkChannels, batches: torch.Tensor) -> torch.Tensor:
-    """[S] microseconds of whole steps."""
+    """Microseconds [S] of whole steps."""
     return timing.step_us(layers(timing, reader, batches)[1][:, None], batches.double()[:, None], 1)
 
 
 def at_rate(timing: LayerTiming, reader: Dense | TopkChannels, rate: float) -> int:
-    """The largest batch, of up to the largest of BATCHES, whose steps are `rate` a second; 0 for none."""
+    """The largest batch (up to BATCHES[-1]) that runs at least `rate` steps per second; 0 for none."""
     return largest(steps(timing, reader, EVERY), rate)
 
 
 def largest(step_us: torch.Tensor, rate: float) -> int:
-    """step_us: of the batches of EVERY."""
+    """The same, from the microseconds of the steps of EVERY batch."""
     return int((step_us <= 1e6 / rate).long().cumprod(0).sum())
 
 

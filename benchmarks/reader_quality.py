@@ -43,7 +43,7 @@ PUBLISHED = (("Qwen3-30B-A3B", 2048, 768), ("Gemma-4-26B-A4B", 2816, 704), ("Qwe
 
 
 class Bench:
-    """The model, its layers, its text, and what has been found so far."""
+    """The model, its layers, its text, and the report so far."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.seconds = arguments, {}
@@ -86,7 +86,7 @@ class Bench:
         return Reading(self.layers, reader, **options)
 
     def payable(self, reader: Channels, num_experts: int = 0, num_ranks: int = 1) -> bool:
-        """Whether the budget pays for the screen of so many experts, by default the model's k, on so many ranks."""
+        """Whether the budget pays for the screen of num_experts experts (0 for the model's k) on num_ranks ranks."""
         sizes, number = reader.sizes(self.sizes.hidden, self.sizes.intermediate), num_experts or self.top_k
         return sizes.token(number, 0, min(number, num_ranks)) <= reader.budget * number * sizes.expert
 
@@ -143,7 +143,8 @@ class Bench:
         return self.report
 
     def pairs(self, budgets: Sequence[float], of_one: dict[float, list[float]]) -> None:
-        """Each domain and budget: top-k, the threshold calibrated for it, and top-k of what that really keeps."""
+        """For each domain and budget: top-k, the calibrated threshold, and top-k with the number that the threshold
+        keeps."""
         rows: list[dict[str, Any]] = []
         pairs: dict[str, list[Pair]] = {"loss": [], "kl": [], "as_many_loss": [], "as_many_kl": []}
         for domain, text in self.text.items():
@@ -244,7 +245,7 @@ class Bench:
             trials[f"oea(k0={k0})+reader {budget}"] = Trial(self.reading(TopkChannels(budget)), f"oea(k0={k0})", batch)
 
     def kept_and_loss(self, budgets: Sequence[float]) -> None:
-        """Whether a threshold keeps more where the next token is hard."""
+        """Whether a threshold keeps more channels if the next token is hard to predict."""
         text = self.mixed[:CHUNK, :-1]
         with torch.no_grad():
             logits = self.model(input_ids=text.to(self.model.device), use_cache=False).logits
@@ -280,7 +281,8 @@ class Bench:
         print("repetition", {name: round(value, 4) for name, value in repetition.items()})
 
     def drift(self, reading: Reading, written: torch.Tensor, names: list[str], prompt: int, k: int) -> dict[str, Any]:
-        """What a threshold keeps of k: by position, by domain, and of a late window put right after the prompt."""
+        """The share of k that a threshold keeps: by position, by domain, and for a late window moved to the prompt's
+        end."""
         kept = kept_by_token(self.model, reading, written) / k
         begins = list(range(prompt, written.shape[1], 128))
         by_position = {f"{b}": float(kept[:, b : b + 128].mean()) for b in begins}
@@ -300,7 +302,7 @@ class Bench:
         return found
 
     def continued(self, prompts: torch.Tensor, length: int, reading: Reading | None) -> torch.Tensor:
-        """[sequences, length] int64: prompts and their sampled continuations."""
+        """Prompts and their sampled continuations, [sequences, length] int64."""
         torch.manual_seed(self.arguments.seed)
         decoder = Decoder(self.model, keep, len(prompts), length, endless=True)
         with reads(reading, self.model, whole_sequences=False):

@@ -40,7 +40,7 @@ ROUNDS = 9
 
 
 def write_trace(path: Path, pairs: int, seed: int) -> None:
-    """Counts of steps whose skewed expert popularity drifts; multinomial draws of 4,096 tokens x 8."""
+    """Writes counts of steps with a skewed popularity of experts that drifts: multinomial draws of 4,096 tokens x 8."""
     from epsim.traces.store import TraceWriter
     from epsim.traces.trace import CountsBlock, TraceMeta
 
@@ -56,7 +56,7 @@ def write_trace(path: Path, pairs: int, seed: int) -> None:
 
 
 def replay_once(path: Path, stack: str, device: str) -> dict[str, Any]:
-    """Runs in a process of its own: seconds, pairs and the peak of resident memory."""
+    """Seconds, pairs and peak resident memory of one replay. Runs in its own process."""
     from epsim.placement.base import Cluster
     from epsim.policies.stack import parse_stack
     from epsim.replaying import ReplayOptions, check_device, replay
@@ -85,7 +85,7 @@ def replay_once(path: Path, stack: str, device: str) -> dict[str, Any]:
 
 
 def serve(path: Path) -> None:
-    """Replays each case that standard input names, and prints its seconds, and CPU seconds of all threads."""
+    """Replays each case from standard input, and prints its seconds and the CPU seconds of all threads."""
     from epsim.cost.layer_time import load_timing
     from epsim.placement.base import Cluster
     from epsim.policies.stack import parse_stack
@@ -111,7 +111,7 @@ def serve(path: Path) -> None:
 
 
 def compare(old: str, path: Path) -> None:
-    """Both versions on every case, alternated."""
+    """Runs every case with both versions in turn."""
     words = (__file__, "--serve", str(path))
     versions = [
         subprocess.Popen([python, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -141,7 +141,7 @@ def compare(old: str, path: Path) -> None:
 
 
 def floor_once(pairs: int) -> float:
-    """Pairs a second of the share-matrix product alone."""
+    """Pairs per second of the matrix product alone."""
     import torch
 
     shares = torch.rand(LAYERS, EXPERTS, RANKS, dtype=torch.float64)

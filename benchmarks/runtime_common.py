@@ -18,12 +18,12 @@ V3 = shape_of("deepseek-v3-layer").with_experts(224)
 """DeepSeek-V3's layer with as many experts as two ranks of deep_ep hold: 224 + 28 redundant + 2 shared slots."""
 QWEN = shape_of("qwen3-30b-a3b-layer")
 REDUNDANT = {V3.name: 28, QWEN.name: 16}
-"""Of two ranks; `redundant_on` tells for others."""
+"""For two ranks; `redundant_on` gives them for others."""
 SEED = 5
 
 
 class Bench(Machine):
-    """One rank of a benchmark: what it times is that of the slowest rank. Every rank calls the same methods."""
+    """One rank of a benchmark. Times are those of the slowest rank, and every rank calls the same methods."""
 
     @property
     def has_deep_ep(self) -> bool:
@@ -60,13 +60,14 @@ class Bench(Machine):
 
 
 def popularity(shape: LayerShape, seed: int = SEED) -> torch.Tensor:
-    """[E] float64: how much experts are liked; the busiest some 8 times the mean, as recorded layers have it."""
+    """The popularity of experts, [E] float64. As in recorded layers, the most popular one has about 8 times the
+    mean."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape.num_experts, generator=generator, dtype=torch.float64).mul(0.9).exp()
 
 
 def skewed_ids(shape: LayerShape, num_tokens: int, seed: int, device: torch.device) -> torch.Tensor:
-    """[T, k] int64: experts by popularity, drifted by a fifth from what placements were planned on."""
+    """Experts [T, k] int64 drawn by a popularity that has drifted by a fifth since placements were planned."""
     generator = torch.Generator(device).manual_seed(seed)
     drift = torch.randn(shape.num_experts, generator=torch.Generator().manual_seed(SEED + 1), dtype=torch.float64)
     liked = (popularity(shape).log() + 0.2 * drift).to(device, torch.float32)
@@ -75,7 +76,7 @@ def skewed_ids(shape: LayerShape, num_tokens: int, seed: int, device: torch.devi
 
 
 def redundant_on(size: int, shape: LayerShape) -> int:
-    """So many more copies that every rank of `size` has as many slots."""
+    """The number of redundant experts that gives all ranks equally many slots."""
     least = REDUNDANT[shape.name]
     return least + -(shape.num_experts + least) % size
 

@@ -37,7 +37,7 @@ PLAIN = "eplb"
 
 
 def slots_of(bench: Bench, shape: LayerShape) -> int:
-    """The slots of a rank, the shared expert's among them."""
+    """The slots of a rank, including the shared expert's."""
     return (shape.num_experts + redundant_on(bench.size, shape)) // bench.size + shape.has_shared
 
 
@@ -127,7 +127,7 @@ def exchange(bench: Bench) -> list[dict[str, Any]]:
 
 
 def _beside_bare(bench: Bench, one: DeepEPExchange, *given: torch.Tensor, graph: bool = False) -> dict[str, float]:
-    """Ours and deep_ep called bare in turn, the least of each: a host is never quiet."""
+    """Our exchange and plain deep_ep in turn, the least time of each, because other work disturbs a host."""
     time = bench.time_graph if graph else bench.time
     bare = ours = float("inf")
     for _ in range(3):
@@ -138,7 +138,7 @@ def _beside_bare(bench: Bench, one: DeepEPExchange, *given: torch.Tensor, graph:
 
 
 def _slots(bench: Bench, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots [T, k + 1] by an even placement's first copies, the shared expert at home; weights."""
+    """Slots [T, k + 1] of the experts' first copies and of the rank's own shared expert, and weights."""
     ids = skewed_ids(V3, num_tokens, 100 + bench.rank, bench.device)
     home = placement_of(PLAIN, V3, bench.size, redundant_on(bench.size, V3))
     physical = home.logical_to_physical()[0, :, 0].to(bench.device)[ids]

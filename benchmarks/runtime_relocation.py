@@ -20,8 +20,8 @@ from epsim.runtime.relocation import Relocation
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What a relocation moves: at most `changes` experts a rank, under steps of `tokens` tokens a rank. bounds: on the
-    bytes into and out of a rank in a step."""
+    """A relocation of at most `changes` experts per rank, during steps of `tokens` tokens per rank. bounds: limits on
+    the bytes into and out of a rank per step."""
 
     shape: LayerShape
     redundant: int
@@ -89,7 +89,7 @@ def _layer_us(layer: ExpertParallelMoE, hidden: torch.Tensor, step: int) -> tupl
 
 
 def _mostly(old: Placement, new: Placement, most: int) -> Placement:
-    """The old placement with some of the redundant slots as the new one has them: at most `most` changes a rank."""
+    """The old placement with at most `most` redundant slots per rank changed to those of the new one."""
     slots = old.physical_to_logical[0].clone()
     for rank in range(old.num_ranks):
         first, changed = rank * old.slots_per_rank, 0

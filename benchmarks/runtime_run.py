@@ -33,7 +33,7 @@ PHASES = ("route", "balance", "dispatch", "experts", "combine")
 
 
 def draw(path: Path, name: str, layers: int, tokens: int) -> None:
-    """Half of the steps are planned on."""
+    """Writes the trace of a run; placements are planned on its first half."""
     shape, rng = shape_of(name), np.random.default_rng(5)
     liked = rng.normal(0, 0.9, (layers, shape.num_experts))
     cost = shape.shared_cost

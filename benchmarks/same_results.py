@@ -67,7 +67,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def results(python: str, name: str, arguments: tuple[str, ...], trace: Path, out: Path) -> dict[str, Any]:
-    """The values of one command's results.json by path; floats as they are printed, which tells every bit."""
+    """The values of one command's results.json by path."""
     words = [str(trace) if word == "COUNTS" else word for word in arguments]
     out.mkdir(parents=True)  # where it runs: in a checkout, `-m` would take the epsim of that checkout
     command = [python, "-m", "epsim.cli", *words, "--out", str(out)]

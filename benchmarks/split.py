@@ -45,7 +45,7 @@ TIMED = {
 
 
 def optimum_of(asked: Asked, answers: dict[str, Answer], judged: dict[str, tuple[Floats, Flags]]) -> Floats:
-    """[B]: GLOP's peak where its answer is feasible, else HiGHS's, else the proven bound."""
+    """The optimum [B]: GLOP's peak if its answer is feasible, else HiGHS's, else the proven bound."""
     found = solve(asked.structure, torch.from_numpy(asked.loads), torch.from_numpy(asked.layer)).bound.numpy()
     for name in (HIGHS, GLOP):
         if name in answers:
@@ -55,14 +55,14 @@ def optimum_of(asked: Asked, answers: dict[str, Answer], judged: dict[str, tuple
 
 
 def gap_figures(gaps: Floats) -> dict[str, float | None]:
-    """gaps [N], of feasible answers."""
+    """Statistics of the gaps [N] of feasible answers."""
     if not len(gaps):
         return {"gap_mean": None, "gap_p99": None, "gap_worst": None}
     return {"gap_mean": float(gaps.mean()), "gap_p99": float(np.quantile(gaps, 0.99)), "gap_worst": float(gaps.max())}
 
 
 def measure(asked: Asked, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Floats], Floats]:
-    """(one row per solver, each solver's gaps, the relative differences of GLOP and HiGHS)."""
+    """One row per solver, each solver's gaps, and the relative differences of GLOP and HiGHS."""
     answers = {name: solver(asked) for name, solver in chosen.items()}
     judged = {
         name: baselines.judge(asked.structure, asked.loads, asked.layer, answer.split)

@@ -23,10 +23,10 @@ LANES = 32
 
 
 def judge(structure: SplitStructure, loads: Ints, layer: Ints, split: Floats) -> tuple[Floats, Flags]:
-    """loads [B, E], layer [B], a solver's split [B, P] -> (peak [B], feasible [B]).
+    """The peak [B] of a solver's split [B, P] for loads [B, E] of layers [B], and whether it is feasible [B].
 
-    Infeasible: not finite, a slot outside 0 .. its expert's load, or an expert whose slots do not add up to its load,
-    each by more than TOLERANCE of the problem's mean rank load.
+    A split is infeasible if it is not finite, if a slot is outside 0 to its expert's load, or if an expert's slots do
+    not add up to its load, each by more than TOLERANCE of the mean rank load.
     """
     slots = structure.physical_to_logical.numpy()[layer]
     finite = np.isfinite(split).all(1)
@@ -98,7 +98,8 @@ class GlopProgram(SplitProgram):
 def solve_by(
     program_of: type[GlopProgram | HighsProgram], slots: Ints, num_ranks: int, loads: Ints
 ) -> tuple[Floats, float, float]:
-    """slots [B, P], loads [B, E] -> split [B, P], seconds of all solves, seconds of building all models."""
+    """The split [B, P] for slots [B, P] and loads [B, E], the seconds of all solves, and those of building all
+    models."""
     splits, solving, building = [], 0.0, 0.0
     for own_slots, own_loads in zip(slots, loads):
         start = time.perf_counter()
@@ -183,7 +184,7 @@ class Pairs:
 
 
 def pairs_of(physical_to_logical: Ints, num_ranks: int) -> Pairs | None:
-    """[P] -> its pairs, or None where pairwise balancing does not apply: other copies, or more than 32 ranks."""
+    """The pairs of a layer's slots [P]; None if an expert has more than two copies or there are more than 32 ranks."""
     number = np.bincount(physical_to_logical)
     if num_ranks > LANES or number.max() > 2:
         return None
@@ -238,7 +239,7 @@ def balance_pairs(base: Singles, weight: Singles, ranks: Ints, sweeps: int, tole
 
 
 def split_pairs(pairs: Pairs, physical_to_logical: Ints, num_ranks: int, loads: Ints) -> Floats:
-    """loads [B, E] -> split [B, P] by `balance_pairs` with the published 64 sweeps and tolerance 1e-5."""
+    """The split [B, P] of loads [B, E] by `balance_pairs`, with the published 64 sweeps and tolerance 1e-5."""
     scale = np.maximum(loads.max(1, keepdims=True), 1).astype(np.float64)
     split = loads[:, physical_to_logical].astype(np.float64)
     split[:, pairs.slots.ravel()] = 0
@@ -253,7 +254,7 @@ def split_pairs(pairs: Pairs, physical_to_logical: Ints, num_ranks: int, loads: 
 
 
 def sampled(copies: Copies, layer: Ints, loads: Ints, fractions: Floats, rng: np.random.Generator) -> Floats:
-    """Every token of loads [B, E] draws its copy by fractions [B, P]: split [B, P], whole tokens."""
+    """The split [B, P] if every token of loads [B, E] draws its copy by fractions [B, P]; whole tokens."""
     slot = copies.slot.numpy()[layer]
     number, first = copies.number.numpy()[layer], copies.first.numpy()[layer]
     part = np.take_along_axis(fractions, slot, 1)

@@ -114,7 +114,7 @@ def measure(
 
 
 def cpu_time(structure: SplitStructure, counts: torch.Tensor) -> float:
-    """Microseconds a problem on one thread, the least of five runs."""
+    """Microseconds per problem on one thread, the least of five runs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     seconds = least_seconds(lambda: solve_batched(structure, counts), 5)
@@ -123,7 +123,7 @@ def cpu_time(structure: SplitStructure, counts: torch.Tensor) -> float:
 
 
 Problem: TypeAlias = tuple[str, int, SplitStructure, torch.Tensor, torch.Tensor]
-"""Name, tokens a rank, structure, counts, and counts of batches that are like each other."""
+"""Name, tokens per rank, structure, counts, and counts of similar batches."""
 
 
 def sample_problems() -> Iterator[Problem]:

@@ -27,7 +27,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProblemSet:
-    """kind: real, pairs or hard. tokens: of a rank and batch, 0 for batches as recorded. counts [S, L, E] int64."""
+    """kind: real, pairs or hard. tokens: per rank and batch, 0 for recorded batches. counts [S, L, E] int64."""
 
     kind: str
     name: str
@@ -48,7 +48,7 @@ def marginals(recordings: Path, rng: np.random.Generator) -> tuple[list[Floats],
 
 
 def planned_by_eplb(weight: npt.NDArray[np.generic], num_ranks: int, redundant: int) -> SplitStructure:
-    """weight [L, E] that EPLB plans on."""
+    """The structure of EPLB's placement for weight [L, E]."""
     num_experts = weight.shape[1]
     slots, _, _ = rebalance_experts(torch.from_numpy(weight), num_experts + redundant, 1, 1, num_ranks)
     return prepare(slots, num_ranks, num_experts)
@@ -71,7 +71,7 @@ def sample_counts() -> Ints:
 
 
 def recorded_problems(recordings: Path) -> Iterator[ProblemSet]:
-    """Batches as recorded, on EPLB's placement for their first half; of the recordings only those that are there."""
+    """Recorded batches on EPLB's placement for their first half, of the recordings that exist."""
     found = {"sample": (sample_counts(), ((8, 32), (16, 16), (16, 32), (32, 32)))}
     smartmoe = recordings / "smartmoe-gpt/smartmoe_gpt_24L32E_global_counts_501iters.npz"
     if smartmoe.exists():

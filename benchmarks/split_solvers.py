@@ -23,9 +23,9 @@ from epsim.policies.copies import Copies
 from epsim.policies.ipm import LplbIpm
 
 ALONE = 30
-"""Problems that a time alone is the median of, at most."""
+"""The most problems for the median time of a single problem."""
 REPEATS, LARGE_BATCH = 10, 50_000
-"""Problems of a GPU's batch, a tenth for the largest ones."""
+"""Problems in a batch on a GPU; a tenth for the largest problems."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class Asked:
 
     @property
     def num_problems(self) -> int:
-        """Of the whole set."""
+        """The number of problems in the whole set."""
         return self.problems.counts.shape[0] * self.problems.counts.shape[1]
 
     @cached_property
@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def few(self) -> int:
-        """How many of the problems a method gets whose work grows with the cube of their size."""
+        """The number of problems for methods whose work grows with the cube of the size."""
         return len(self.pick) if self.structure.num_physical < 512 else min(4, len(self.pick))
 
     @cached_property
@@ -119,7 +119,7 @@ def _few(asked: Asked) -> Flags:
 
 
 def _alone(run: Callable[[int], object], num: int) -> float:
-    """Microseconds: the median over problems of the second of two calls each."""
+    """Microseconds of a single problem: the median over problems of the faster of two calls."""
     return 1e6 * float(np.median([least_seconds(partial(run, i), 2) for i in range(min(num, ALONE))]))
 
 
@@ -171,7 +171,7 @@ def _ours_gpu(asked: Asked) -> Answer:
 
 
 def _programs(solve_all: Callable[[Ints, int, Ints], tuple[Floats, float, float]], asked: Asked) -> Answer:
-    """By `solve_by`, one problem after the other."""
+    """The answer of a `solve_by`, which solves one problem after the other."""
     split, solving, building = solve_all(asked.slots, asked.structure.num_ranks, asked.loads)
     per_problem = 1e6 / len(split)
     times = {"alone": solving * per_problem, "with_model": (solving + building) * per_problem}

@@ -32,7 +32,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64)
 BUDGET = 0.178
 PLAIN, OEA = Rule(((1, TOP_K),)), Rule(((2, 4),))
 Form: TypeAlias = Callable[[torch.Tensor, torch.Tensor, int], Any]
-"""Of x, logits and the number of the layer."""
+"""A function of x, logits and the number of the layer."""
 
 
 def torch_routing(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ def measure(stacks: Stacks, draw: str, batch: int) -> dict[str, Any]:
 
 
 def same(stacks: Stacks) -> float:
-    """The largest difference of plain routing by the kernel and by torch, over batches, in weights of the experts."""
+    """The largest difference between expert weights of plain routing by the kernel and by torch, over batches."""
     far = 0.0
     for batch in BATCHES:
         _, logits = stacks.inputs("uniform", batch)[0]

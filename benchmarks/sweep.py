@@ -30,7 +30,7 @@ RANKS = (16, 32, 64, 128, 256, 512, 1024)
 
 
 def write_source(path: Path) -> None:
-    """Counts with lognormal popularity: what the grid's traces are drawn from."""
+    """Writes counts with lognormal popularity, from which the grid's traces are drawn."""
     from epsim.traces.store import TraceWriter
     from epsim.traces.trace import CountsBlock, TraceMeta
 
@@ -102,7 +102,7 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 def serial(grid: Path, out: Path) -> list[dict[str, Any]]:
-    """`one_by_one` in a process of its own, with the threads of one worker."""
+    """`one_by_one` in its own process, with the threads of one worker."""
     limits = dict.fromkeys(("EPSIM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
     command = [sys.executable, __file__, "--serial", str(grid), str(out)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, **limits})

@@ -28,7 +28,7 @@ TOKENS, TOP_K, BLOCK = 65536, 8, 50
 
 
 def draw(folder: Path, target: Path, num_steps: int, drift: float) -> None:
-    """Writes a trace of counts: each step's mixture of the recordings, multinomial draws of whole tokens' choices."""
+    """Writes a trace of counts: multinomial draws from a mixture of the recordings that changes by step."""
     sources = [open_trace([file], ImportOptions(model="DeepSeek-V3")) for file in sorted(folder.glob("*.json"))]
     if not sources:
         raise SystemExit(f"{folder}: no recordings")

@@ -51,7 +51,7 @@ class Batches:
 
 
 def drawn(weights: torch.Tensor, number: int, top_k: int, source: torch.Generator) -> torch.Tensor:
-    """weights [E], on the generator's device -> [number, k], without replacement (Gumbel's top-k)."""
+    """Draws [number, k] experts by weights [E], without replacement (Gumbel's top-k), on the generator's device."""
     noise = torch.rand(number, len(weights), generator=source, device=source.device).clamp_(1e-9, 1 - 1e-7)
     return (weights.log().float() - torch.log(-torch.log(noise))).topk(top_k, dim=1).indices
 

@@ -31,20 +31,20 @@ class Gate:
 
 
 def call_gate(what: str, ratios: Sequence[float]) -> Gate:
-    """Gate 1, from predicted over measured times."""
+    """Gate 1. ratios: predicted / measured times."""
     figures = _errors(ratios)
     holds = figures["median"] <= MEDIAN and figures["p95"] <= P95
     return Gate(1, what, len(ratios), figures, f"median {MEDIAN:.0%}, p95 {P95:.0%}", holds)
 
 
 def layer_gate(what: str, ratios: Sequence[float], note: str = "") -> Gate:
-    """Gate 2, from predicted over measured times."""
+    """Gate 2. ratios: predicted / measured times."""
     figures = _errors(ratios)
     return Gate(2, what, len(ratios), figures, f"median {LAYER:.0%}", figures["median"] <= LAYER, note)
 
 
 def ranking_gate(what: str, batches: Sequence[Sequence[tuple[float, float]]], note: str = "") -> Gate:
-    """Gate 3, from the (predicted, measured) times of the stacks of each batch."""
+    """Gate 3. batches: for each batch the (predicted, measured) times of its stacks."""
     pairs, share = ordered(batches)
     return Gate(3, what, pairs, {"ordered": share}, f"{ORDERED:.0%} of pairs", share >= ORDERED, note)
 

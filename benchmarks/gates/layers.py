@@ -40,13 +40,13 @@ from epsim.traces.trace import TokenBlock
 TILES = (64, 128, 256)
 BATCHES, PASSES = 4, 5
 ROW_US = 6000.0
-"""Replays in a row take about as long."""
+"""The approximate time of the replays in a row."""
 TOKENS = (4096, 1024, 128)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A source's tokens in a layer of `shape`; texts: the stacks."""
+    """The tokens of a source in a layer of `shape`, under the stacks `texts`."""
 
     source: Source
     shape: LayerShape
@@ -55,8 +55,8 @@ class Case:
 
 
 def cases(folder: Path | None, wide: LayerShape, size: int, most: int) -> Iterator[Case]:
-    """The most telling first. DeepSeek-V3's 256 experts on two ranks are as many as deep_ep holds, without the shared
-    expert and without copies."""
+    """The most important cases first. On two ranks deep_ep has room for DeepSeek-V3's 256 experts, but not for copies
+    or the shared expert."""
     own = tuple(text for text in STACKS if not parse_stack(text).shared.dispatches)
     tokens = sample(wide)
     yield Case(tokens, tokens.shape, 16, STACKS)
@@ -70,7 +70,7 @@ def cases(folder: Path | None, wide: LayerShape, size: int, most: int) -> Iterat
 
 
 def measured(host: Host, case: Case, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-    """A row for each number of tokens. Collective."""
+    """One row for each number of tokens. Collective."""
     bench, source = host.bench, dataclasses.replace(case.source, shape=case.shape)
     exchange = "deep_ep" if host.on_gpu else "torch"
     model, job, _ = made(host, source, case.texts, exchange, case.redundant, {max(tokens): 1})
@@ -100,7 +100,8 @@ def measured(host: Host, case: Case, tokens: tuple[int, ...]) -> Iterator[dict[s
 def _times(
     host: Host, job: Job, layers: list[ExpertParallelMoE], block: TokenBlock, number: int
 ) -> tuple[list[list[list[float]]], dict[str, float]]:
-    """[stack][batch][pass] microseconds of the slowest rank; and of the last stack's phases on the first batch."""
+    """Microseconds of the slowest rank, [stack][batch][pass], and those of the last stack's phases on the first
+    batch."""
     bench, shape = host.bench, job.shape
     batches = [tokens_of(block, step, job, host.place).ids[:, 0].contiguous() for step in range(BATCHES)]
     ids, hidden = batches[0].clone(), torch.randn(number, shape.hidden, device=bench.device).to(host.dtype)
@@ -123,7 +124,7 @@ def _times(
 def _phases(
     layer: ExpertParallelMoE, hidden: torch.Tensor, ids: torch.Tensor
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each by itself, on what the others gave it. `exchange` is dispatch and combine."""
+    """The phases, each with its real input. `exchange` is dispatch and combine."""
     layer(hidden, step=0, forced_ids=ids)
     assert layer.record is not None
     weights = layer.record.weights
@@ -151,7 +152,7 @@ def _part(host: Host, call: Callable[[], Any]) -> float:
 
 
 def _captured(host: Host, call: Callable[[], Any]) -> Any:
-    """A graph of one call, or on a CPU the call."""
+    """A CUDA graph of one call; on a CPU the call itself."""
     return host.bench.capture(call) if host.on_gpu else call
 
 
@@ -161,15 +162,15 @@ def _release(graph: Any) -> None:
 
 
 def _row_us(host: Host, graph: Any, calls: int) -> float:
-    """Microseconds a call on this rank, of so many in a row. Collective."""
+    """Microseconds per call on this rank, of `calls` in a row. Collective."""
     run = graph.replay if host.on_gpu else graph
     dist.barrier()
     return host.bench.in_a_row_us([run] * calls) / calls
 
 
 def loads(job: Job, place: int, block: TokenBlock) -> dict[str, Any]:
-    """Of each batch and rank: assignments, active experts, tokens of the shared expert; rows between ranks; tiles of
-    routed experts, by the rows of a tile. Draws are those of step 0, which the graphs were captured with."""
+    """For each batch and rank: assignments, active experts, tokens of the shared expert, rows between ranks, and tiles
+    of routed experts by the rows of a tile. Random draws are those of step 0, with which graphs are captured."""
     of_job = job.stacks[place]
     names = ("routed", "active", "shared_tokens", "rank_rows")
     found: dict[str, Any] = {"tiles": {str(tile): [] for tile in TILES}} | {name: [] for name in names}
@@ -187,7 +188,7 @@ def loads(job: Job, place: int, block: TokenBlock) -> dict[str, Any]:
 
 
 def _alone(block: TokenBlock, number: int) -> TokenBlock:
-    """A batch as step 0."""
+    """One batch of the block, as step 0."""
     there = block.token_step == number
     step = np.zeros(int(there.sum()), dtype=block.token_step.dtype)
     return TokenBlock(np.zeros(1, dtype=block.steps.dtype), step, block.source_rank[there], block.expert_ids[there])

@@ -36,8 +36,8 @@ SPREADS = (0.0, 0.3, 0.5, 0.9)
 
 
 def slices(machine: Machine, path: Path, seconds: float, models: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Batch by batch, small ones first. Of a batch, every rank under every stack is captured, and all of them run in
-    turn, PASSES times over, so that a drift of the device touches all stacks alike; medians over the passes."""
+    """Batch by batch, small ones first. Every rank of a batch is captured under every stack. These graphs run in turn,
+    PASSES times, so that a drift of the device affects all stacks equally. Times are medians over the passes."""
     found = np.load(path)
     specs = {load_model(name).name: load_model(name) for name in models}
     batches: dict[Any, list[tuple[int, dict[str, Any]]]] = {}

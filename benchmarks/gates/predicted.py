@@ -20,8 +20,8 @@ from gates.gate import CALIBRATED, Gate, call_gate, layer_gate, ranking_gate
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A stack's layer on some batches. us [batches]: the median over passes of each; apart [batches]: the largest over
-    the smallest pass, less one; predicted: of each batch, [batches, 1]."""
+    """A stack's layer on some batches. us [batches]: medians over passes; apart [batches]: largest / smallest pass - 1;
+    predicted: times [batches, 1]."""
 
     row: dict[str, Any]
     stack: str
@@ -35,7 +35,7 @@ class Case:
 
 
 def timing_of(row: dict[str, Any], folder: str) -> LayerTiming:
-    """As a run of the runtime predicts its layers."""
+    """The time model with which `epsim run` predicts such layers."""
     shape = LayerShape(**row["shape"])
     ranks = len(row["stacks"][0]["routed"][0])
     meta = TraceMeta("tokens", 1, shape.num_experts, shape.top_k, ranks, shape.shared_cost, shape.name)
@@ -43,7 +43,7 @@ def timing_of(row: dict[str, Any], folder: str) -> LayerTiming:
 
 
 def load_of(row: dict[str, Any], stack: dict[str, Any], tile: int) -> Load:
-    """What a replay of the batches would give: [batches, 1, ranks]."""
+    """The loads that a replay of the batches would give: [batches, 1, ranks]."""
 
     def given(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)[:, None]

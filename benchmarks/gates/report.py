@@ -49,7 +49,7 @@ class Model:
         self.experts = ExpertsTime(calibration.hardware, self.spec, table)
 
     def us(self, loads: Sequence[Sequence[float]], rows: Sequence[float] | None = None) -> np.ndarray[Any, Any]:
-        """loads: of each rank's slots, rows: that it received -> microseconds a rank."""
+        """Microseconds of each rank. loads: of each rank's slots; rows: that each rank received."""
         counts = torch.tensor(loads, dtype=torch.float64)
         tiles = (counts / self.experts.tile).ceil().sum(1)
         received = None if rows is None else torch.tensor(rows, dtype=torch.float64)
@@ -76,7 +76,7 @@ def expert_gates(measured: dict[str, Any], models: dict[str, Model]) -> Iterator
 
 
 def slices_ranking(measured: dict[str, Any], models: dict[str, Model]) -> Gate:
-    """Gate 3, on the slowest rank's experts."""
+    """Gate 3, for the experts of the slowest rank."""
     batches: dict[Any, list[tuple[float, float]]] = {}
     for case in measured["slices"]:
         key = (bool(case["apart"]), case["model"], case["ranks"], case["layer"], case["tokens"])
@@ -104,8 +104,8 @@ def _noise(measured: dict[str, Any]) -> str:
 
 
 def exchange_gates(folder: Path) -> Iterator[Gate]:
-    """Every other size of the calibration's tables, predicted from the others: dispatch and combine together, since
-    combine is measured as what both take beyond dispatch alone."""
+    """Every other size of the calibration's tables, predicted from the others. Dispatch and combine are added, because
+    combine was measured as the time of both minus that of dispatch."""
     for path in sorted(folder.glob("exchange-*-deep_ep-*.json")):
         table = read_table(path)
         assert isinstance(table, ExchangeTable)

@@ -19,7 +19,7 @@ RANKS = (1, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A policy to measure. family: its group in tables; router: as in a stack; ranks: that hold the experts."""
+    """A policy to measure. family: its group in tables; router: as in a stack; ranks: how many hold the experts."""
 
     family: str
     router: str
@@ -85,7 +85,7 @@ def measure(
 def active_without_policy(
     model: Any, text: torch.Tensor, batch_sizes: Sequence[int], chunk: int = 64
 ) -> dict[int, float]:
-    """{batch size: active experts per layer under the model's own choice}."""
+    """Active experts per layer under the model's own choice, by batch size."""
     found = {}
     for batch_size in batch_sizes:
         meter = Meter(keep)

@@ -8,7 +8,7 @@ from quality.figures import standard_error
 from quality.frontier import Point, loss_at
 
 SURE = 2.0
-"""A difference counts if it exceeds so many standard errors."""
+"""A difference counts if it exceeds this many standard errors."""
 
 
 @dataclass(frozen=True, slots=True)

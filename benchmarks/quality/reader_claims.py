@@ -23,8 +23,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same score under two keep rules on the same text: names, and how much more the second loses, in nats a
-    token, or in KL; positive is a win for the first (top-k)."""
+    """The same score under two keep rules on the same text. difference: how much more the second loses, in nats per
+    token or in KL; positive if the first (top-k) is better."""
 
     domain: str
     budget: float
@@ -45,13 +45,13 @@ def pair(domain: str, budget: float, topk: Figures, threshold: Figures, by: str 
 
 
 def tally(pairs: Sequence[Pair]) -> dict[str, int]:
-    """{"win", "tie", "loss"} of the first rule."""
+    """How often the first rule wins, ties and loses."""
     results = [one.result for one in pairs]
     return {name: results.count(name) for name in ("win", "tie", "loss")}
 
 
 def spearman(x: Floats, y: Floats) -> float:
-    """Rank correlation of [n] and [n]; equal values share their mean rank."""
+    """The rank correlation of x [n] and y [n]; equal values share their mean rank."""
     return float(np.corrcoef(_ranks(x), _ranks(y))[0, 1])
 
 

@@ -55,8 +55,8 @@ GRAPHED, HOSTED = 8, 7
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is run here. tokens: of a rank, to steps, all of them as graphs too; checked: tokens of a rank whose outputs
-    are compared."""
+    """The sizes of the measurement. tokens, decode: {tokens per rank: steps}; those of `tokens` run as graphs too.
+    checked: tokens per rank whose outputs are compared."""
 
     wide: LayerShape
     small: LayerShape
@@ -74,7 +74,7 @@ ON_GPU = Sizes(
     V3, QWEN, ("deepseek-v3-bf16", "qwen3-30b-a3b"), (32, 16, 8, 0), {4096: 16, 1024: 24, 128: 48},
     {16: 32, 4: 32, 1: 32}, 16, 24, 0.01,
 )  # fmt: skip
-"""docs/time.md and runtime/README.md: bfloat16 outputs are 0.43% from float64."""
+"""The tolerance is 1%: bfloat16 outputs differ by 0.43% from float64 (runtime/README.md)."""
 ON_CPU = Sizes(
     TINY, dataclasses.replace(TINY, name="tiny-routed", num_experts=32, top_k=8, shared_intermediate=0),
     ("epsim-small", "epsim-small"), (4, 0), {8: 6}, {4: 6}, 8, 8, 1e-5,
@@ -104,7 +104,7 @@ class Host:
         return Place(self.bench.rank, self.bench.size, dist.group.WORLD, self.bench.device, self.dtype)
 
     def goes_on(self, until: float) -> bool:
-        """Rank 0's clock decides. Collective."""
+        """Whether there is time left, by rank 0's clock. Collective."""
         left = torch.tensor([float(time.monotonic() < until)], device=self.bench.device)
         dist.broadcast(left, 0)
         return bool(left)
@@ -131,7 +131,7 @@ def routed(host: Host, until: float) -> Iterator[dict[str, Any]]:
 
 
 def same(source: Source) -> Source:
-    """Rank 0's on every rank: generators of other devices may draw otherwise. Collective."""
+    """Rank 0's source, on every rank, because generators of other devices may draw other values. Collective."""
     sent: list[Any] = [source if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent, 0)
     return sent[0]
@@ -208,7 +208,7 @@ def made(
 def _measured(
     host: Host, job: Job, model: RandomLayers, clock: JobClock, blocks: list[Any], timing: LayerTiming | None
 ) -> Measured | None:
-    """On rank 0. The folder is this rank's own."""
+    """The run's measurement, on rank 0; None on the others. Every rank writes into its own folder."""
     bench = host.bench
     folder = Path(tempfile.mkdtemp())
     telemetry = TelemetryWriter(folder, bench.rank, bench.size, {})
@@ -224,8 +224,8 @@ def _measured(
 
 
 def _outputs(host: Host, source: Source, job: Job, model: RandomLayers) -> list[float]:
-    """Of each stack, how far outputs are from the reference, the farthest rank's: the norm of the difference over that
-    of the reference. A stack with a router policy is compared with what its own experts should give. Collective."""
+    """The error of each stack's output on the worst rank: the norm of the difference from the reference over the norm
+    of the reference. For a router policy the reference uses the experts that it chose. Collective."""
     number, shape = min(host.sizes.checked, job.max_tokens), source.shape
     block = source.block(host.bench.size, number, 1)
     generator = torch.Generator().manual_seed(SEED + host.bench.rank)
@@ -253,8 +253,8 @@ def _outputs(host: Host, source: Source, job: Job, model: RandomLayers) -> list[
 
 
 def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list[float] | None] | None:
-    """Microseconds of each stack's layer as a CUDA graph, one for each of GRAPHED steps, the slowest rank's median;
-    None for one that cannot be captured. Collective."""
+    """Microseconds of each stack's layer as a CUDA graph, for each of GRAPHED steps, on the slowest rank. None for a
+    stack that cannot be captured. Collective."""
     if job.exchange != "deep_ep":
         return None
     bench, shape, (block,) = host.bench, job.shape, job.blocks(0)
@@ -283,7 +283,7 @@ def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list
 
 
 def exchange_of(host: Host, name: str, shape: LayerShape, model: RandomLayers, tokens: int) -> Exchange:
-    """An exchange for batches of so many tokens; on a GPU of fixed size, so that a layer with it can be captured."""
+    """An exchange for `tokens` tokens per rank; on a GPU of fixed size, so that a layer with it can be captured."""
     return choose_exchange(
         name, group=None, device=host.bench.device, dtype=host.dtype, hidden=shape.hidden,
         slots_per_rank=model.layers[0][0].balancer.slots_per_rank, columns=shape.top_k + shape.has_shared,
@@ -292,8 +292,8 @@ def exchange_of(host: Host, name: str, shape: LayerShape, model: RandomLayers, t
 
 
 def _host_us(host: Host, job: Job, model: RandomLayers) -> float:
-    """Microseconds that the slowest rank's host takes to begin the first stack's experts on the first step, the device
-    being idle: nothing waits in them. Collective."""
+    """Microseconds that the slowest rank's host needs to launch the first stack's experts on the first step, while the
+    device is idle. Collective."""
     (layer,), (block,) = model.layers[0], job.blocks(0)
     tokens = tokens_of(block, 0, job, host.place)
     hidden = torch.zeros(len(tokens.ids), job.shape.hidden, device=host.bench.device, dtype=host.dtype)
@@ -312,7 +312,7 @@ def _host_us(host: Host, job: Job, model: RandomLayers) -> float:
 
 
 def _timing(host: Host, shape: LayerShape, exchange: str, model_name: str) -> tuple[LayerTiming | None, dict[str, str]]:
-    """By the tables of this host; the exchange's of the very implementation and model."""
+    """The time model with the tables of this host, and what it uses for the exchange."""
     if not (host.calibration / HARDWARE).is_file():
         return None, {"timing": "no tables of this host: nothing is predicted"}
     size = host.bench.size

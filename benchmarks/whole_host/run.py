@@ -43,7 +43,7 @@ GRACE = 20.0
 START = 150.0
 """Seconds until the first part must have begun."""
 MOST_SECONDS = 30.0
-"""From a rank's death to the end of all others."""
+"""The most seconds from a rank's death to the end of all others."""
 KILLED_AT = STEPS * 3 // 4
 
 
@@ -62,7 +62,7 @@ class Run:
         return self.end - time.monotonic()
 
     def written(self) -> float:
-        """When a rank last told something."""
+        """The time of the last row that was written."""
         return max((path.stat().st_mtime for path in self.work.glob("*.json")), default=0.0)
 
     def save(self) -> None:
@@ -91,8 +91,8 @@ class Run:
         return words if self.recordings is None else [*words, "--recordings", str(self.recordings)]
 
     def together(self, parts: list[str], reserve: float) -> str | None:
-        """One launch for all of the parts; the one that it broke off in, None where none did. reserve: seconds that are
-        left in the end."""
+        """Runs all parts in one launch. Returns the part in which it stopped, or None. reserve: seconds to leave at the
+        end."""
         now, log = self.work / "now", self.work / "log"
         now.unlink(missing_ok=True)
         begun, late, saved = time.time(), False, self.written()
@@ -121,7 +121,7 @@ class Run:
         return broken
 
     def kill(self) -> None:
-        """The last rank dies inside a dispatch: what is said of it, and what is left."""
+        """Kills the last rank inside a dispatch, and checks the message and the steps that are kept."""
         on_gpu = torch.cuda.is_available()
         shape, tokens = ("deepseek-v3-layer", 128 * self.ranks) if on_gpu else ("tiny", 4 * self.ranks)
         trace, out = self.work / "trace.parquet", self.work / "killed"
@@ -153,7 +153,7 @@ class Run:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Launchers end their ranks when they are told to stop; those ranks are in sessions of their own."""
+    """Terminates the launcher, which then ends its ranks: they are in other sessions."""
     process.terminate()
     try:
         process.wait(GRACE)

@@ -63,8 +63,8 @@ def fitted(base: LayerShape, num_experts: int, top_k: int) -> LayerShape:
 
 
 def sources(folder: Path | None, base: LayerShape, per_step: int, steps: int, device: torch.device) -> Iterator[Source]:
-    """The most important first. folder: holds deepseek-v3-sglang/ and gpt-oss-20b/, or one of them. per_step, steps:
-    the largest run's tokens of all ranks. device: draws."""
+    """The most important sources first. folder: holds deepseek-v3-sglang/ and gpt-oss-20b/, or one of them. per_step,
+    steps: the largest run's tokens of all ranks, and steps. device: where tokens are drawn."""
     v3 = None if folder is None else folder / "deepseek-v3-sglang"
     if v3 is not None and v3.is_dir():
         yield deepseek(v3, base, per_step, steps, device)

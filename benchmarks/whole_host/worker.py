@@ -31,19 +31,19 @@ from whole_host.cases import ON_CPU, ON_GPU, Host, layers, routed
 from whole_host.sources import fitted
 
 SHARES = {"calibrate": 20.0, "layers-deep_ep": 32.0, "layers-torch": 20.0, "oea": 10.0, "relocation": 6.0, "kill": 12.0}
-"""Of the time. What a part leaves is the others'."""
+"""Each part's share of the time. The other parts get the time that a part leaves."""
 RECORDED = ((32, 4), (64, 8))
 """Experts and top-k of gpt-oss-20b's and the sample's recorded tokens."""
 
 
 def share(part: str, left: list[str], seconds: float) -> float:
-    """Seconds for a part of those that are left, itself among them."""
+    """The seconds for a part. left: the parts that remain, including this one."""
     return seconds * SHARES[part] / sum(SHARES[one] for one in left)
 
 
 def tables(host: Host, until: float) -> Iterator[dict[str, Any]]:
-    """Exchange and collectives at every power of two of ranks, the routers of the layers that run; of experts the
-    project has tables."""
+    """Measures exchange and collectives for every power of two of ranks, and the layers' routers. Tables of experts are
+    the project's."""
     machine, known = host.bench, CALIBRATED / "hardware.toml"
     if machine.rank == 0 and machine.name in known.read_text():
         own = shutil.ignore_patterns("exchange-*", "hardware.toml")  # of this host, once something was measured on it
