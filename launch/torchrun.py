@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,8 @@ def run_torchrun(options: RunOptions) -> ResultsData:
     )
     faults = for_watch(store, 0)
     lookout = Lookout(faults, num_ranks, options.folder / TELEMETRY)
-    killer = threading.Thread(target=_end_those_that_cannot, args=(lookout, faults, num_ranks), daemon=True)
+    over = threading.Event()
+    killer = threading.Thread(target=_end_those_that_cannot, args=(lookout, faults, num_ranks, over))
     killer.start()
     arguments = ["-m", "epsim.launch.worker", *options.arguments()]
     try:
@@ -82,15 +82,21 @@ def run_torchrun(options: RunOptions) -> ResultsData:
         print(f"epsim: {fault.line}", file=sys.stderr)
         sys.exit(fault.code)
     finally:
+        # A thread that still uses the store while Python shuts down aborts the process.
+        over.set()
+        killer.join()
         logging.disable(logging.NOTSET)
     return read_results(options.folder / RESULTS)
 
 
-def _end_those_that_cannot(lookout: Lookout, faults: Any, num_ranks: int) -> None:
-    """Kills workers that cannot react to a fault, because they are stopped (SIGSTOP) or stuck inside a driver."""
+def _end_those_that_cannot(lookout: Lookout, faults: Any, num_ranks: int, over: threading.Event) -> None:
+    """Kills workers that cannot react to a fault, because they are stopped (SIGSTOP) or stuck inside a driver. Returns
+    early if the workers are over."""
     while lookout.look() is None:
-        time.sleep(INTERVAL)
-    time.sleep(GRACE)
+        if over.wait(INTERVAL):
+            return
+    if over.wait(GRACE):
+        return
     for beat in read_beats(faults, num_ranks).values():
         if _parent_of(beat.pid) == os.getpid():
             os.kill(beat.pid, signal.SIGKILL)
