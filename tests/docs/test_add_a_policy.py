@@ -89,6 +89,8 @@ def test_greedy(tmp_path: Path) -> None:
     # Loads 1, 4, 8, 3, without copies.
     planned = greedy(recent=1).plan(history, Cluster(num_ranks=2))
     assert planned.physical_to_logical.tolist() == [[2, 0, 1, 3]]
+    with pytest.raises(ValueError, match=r"greedy: recent=-1: give 0 or more"):
+        greedy(recent=-1)
 
 
 def test_min_share(tmp_path: Path) -> None:
