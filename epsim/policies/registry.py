@@ -64,14 +64,16 @@ def kinds() -> dict[str, dict[str, type[Policy]]]:
     another policy has.
     """
     policies: dict[str, dict[str, type[Policy]]] = {base.kind: {} for base in BASES}
+    names: set[str] = set()
     for policy in SHIPPED:
         policies[policy.kind][policy.name] = policy
+        names.update((policy.name, *policy.aliases))
     for entry in entry_points(group=GROUP):
         policy = _loaded(entry)
-        names = {name for known in policies.values() for old in known.values() for name in (old.name, *old.aliases)}
         if twice := names & {policy.name, *policy.aliases}:
             raise ValueError(f"{_told(entry)}: there is another policy named {min(twice)!r}: uninstall the package")
         policies[policy.kind][policy.name] = policy
+        names.update((policy.name, *policy.aliases))
     return policies
 
 
