@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from epsim.files import whole_file
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PLACES = ("--recordings", "--batches", "--cache", "--out")
@@ -54,6 +52,8 @@ def _shown(value: Any) -> str:
 
 def write(path: Path, report: dict[str, Any], row_a_line: bool = False) -> None:
     """Writes the report as JSON, whole or not at all, and makes its folder. row_a_line: for files of many rows."""
+    from epsim.files import whole_file  # not above: replay.py --against imports this file beside an older epsim
+
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1)
     if row_a_line:
