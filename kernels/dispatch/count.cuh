@@ -48,9 +48,9 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
   u32 below = (1u << lane) - 1;
   int experts = a.experts, num = a.tokens * a.top_k;
   char *at = reinterpret_cast<char *>(shared_memory);
-  u32 *total = take<u32>(at, experts + 1), *base = take<u32>(at, experts + 1), *seen = take<u32>(at, experts + 1);
-  Cell *cells = take<Cell>(at, COUNT_WARPS * experts), *mine = cells + warp * experts;
-  let_next_begin();
+  u32 *total = allocate<u32>(at, experts + 1), *base = allocate<u32>(at, experts + 1), *seen = allocate<u32>(at, experts + 1);
+  Cell *cells = allocate<Cell>(at, COUNT_WARPS * experts), *mine = cells + warp * experts;
+  allow_next_kernel();
   if (thread == 0) total[experts] = 0;
   for (int e = thread; e <= experts; e += COUNT_THREADS) seen[e] = 0;
   for (int r = block * COUNT_THREADS + thread; r < a.ranks; r += COUNT_BLOCKS * COUNT_THREADS) a.routed[r] = 0;

@@ -39,11 +39,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_consta
   u32 word = word_at(begin + local);  // loaded while the ends are computed
   bool fills = a.shared == VISITED || a.shared == EVERY;
   u64 key = a.follow == SAMPLED || fills ? rank_key(a) : 0;
-  Ends ends = place_ends(a, at);
+  Ends ends = allocate_ends(a, at);
   find_ends(a, ends);
-  Water water = place_water(a, at);
-  int *visited = take<int>(at, THREADS);
-  i64 *weight = take<i64>(at, THREADS);
+  Water water = allocate_water(a, at);
+  int *visited = allocate<int>(at, THREADS);
+  i64 *weight = allocate<i64>(at, THREADS);
   if (fills) {
     find_loads(a, ends, water);
     find_weights(a, water);

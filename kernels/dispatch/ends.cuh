@@ -8,11 +8,11 @@ struct Ends {
   u32 shift;           // the shift of this rank's offsets
 };
 
-__device__ Ends place_ends(const Arguments &a, char *&at) {
+__device__ Ends allocate_ends(const Arguments &a, char *&at) {
   Ends ends;
-  ends.end = take<u32>(at, a.slots), ends.part = take<u32>(at, a.slots);
-  ends.experts = take<u32>(at, a.experts), ends.own = take<u32>(at, a.experts);
-  ends.slot = take<u16>(at, a.slots);
+  ends.end = allocate<u32>(at, a.slots), ends.part = allocate<u32>(at, a.slots);
+  ends.experts = allocate<u32>(at, a.experts), ends.own = allocate<u32>(at, a.experts);
+  ends.slot = allocate<u16>(at, a.slots);
   ends.shift = (static_cast<u32>(a.rank) << BITS) / a.ranks;
   return ends;
 }
@@ -35,7 +35,7 @@ __device__ u32 part_of(const Arguments &a, const Copy &copy) {
 // synchronised at the end.
 __device__ void find_ends(const Arguments &a, const Ends &ends) {
   if (a.follow == STATIC) {
-    wait_for_earlier();
+    wait_for_previous_kernel();
     return;
   }
   for (int e = threadIdx.x; e < a.experts; e += THREADS) {
@@ -43,7 +43,7 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
     ends.own[e] = static_cast<u32>(a.own[e]);
   }
   for (int p = threadIdx.x; p < a.slots; p += THREADS) ends.slot[p] = a.copies[p].slot;
-  wait_for_earlier();
+  wait_for_previous_kernel();
   for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
     if (copy.number <= 1)  // 0 for an empty slot

@@ -5,7 +5,7 @@ const int WARPS = THREADS / 32;
 // loads = the sum of rows over ranks. A block holds 32 experts, and its warps take turns over the ranks.
 extern "C" __global__ void __launch_bounds__(THREADS) total(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
-  i64 *part = take<i64>(at, THREADS);
+  i64 *part = allocate<i64>(at, THREADS);
   int lane = threadIdx.x % 32, line = threadIdx.x / 32, e = blockIdx.x * 32 + lane;
   i64 sum = 0;
   if (e <= a.experts)
@@ -18,16 +18,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) total(const __grid_constan
   a.loads[e] = sum;
 }
 
-__device__ int least(int a, int b) { return b < a ? b : a; }
-__device__ int most(int a, int b) { return b > a ? b : a; }
-__device__ int overlap(int a, int a_end, int b, int b_end) { return most(least(a_end, b_end) - most(a, b), 0); }
+__device__ int minimum(int a, int b) { return b < a ? b : a; }
+__device__ int maximum(int a, int b) { return b > a ? b : a; }
+__device__ int overlap(int a, int a_end, int b, int b_end) { return maximum(minimum(a_end, b_end) - maximum(a, b), 0); }
 
 __device__ int warp_sum_before(int value, int lane) {
   int sum = value;
 #pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    int lower = __shfl_up_sync(ALL, sum, by);
-    if (lane >= by) sum += lower;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    int lower = __shfl_up_sync(ALL, sum, distance);
+    if (lane >= distance) sum += lower;
   }
   return sum;
 }
@@ -41,11 +41,11 @@ __device__ void running_sums(int *const (&sums)[MANY], int num, int lane) {
 #pragma unroll
     for (int i = 0; i < MANY; ++i) sum[i] = value[i] = base + lane < num ? sums[i][base + lane] : 0;
 #pragma unroll
-    for (int by = 1; by < 32; by *= 2)
+    for (int distance = 1; distance < 32; distance *= 2)
 #pragma unroll
       for (int i = 0; i < MANY; ++i) {
-        int lower = __shfl_up_sync(ALL, sum[i], by);
-        if (lane >= by) sum[i] += lower;
+        int lower = __shfl_up_sync(ALL, sum[i], distance);
+        if (lane >= distance) sum[i] += lower;
       }
 #pragma unroll
     for (int i = 0; i < MANY; ++i) {
@@ -62,12 +62,12 @@ __device__ void running_sums(int *const (&sums)[MANY], int num, int lane) {
 extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_constant__ Arguments a) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * WARPS + warp, ranks = a.ranks;
   char *at = reinterpret_cast<char *>(shared_memory);
-  int *sums = take<int>(at, WARPS * 5 * (ranks + 1)) + warp * 5 * (ranks + 1);
+  int *sums = allocate<int>(at, WARPS * 5 * (ranks + 1)) + warp * 5 * (ranks + 1);
   int *room = sums, *tokens_1 = room + ranks + 1, *room_1 = tokens_1 + ranks + 1;  // after the tokens of the rank itself
   int *tokens_2 = room_1 + ranks + 1, *room_2 = tokens_2 + ranks + 1;              // after the tokens of the node
   bool some = e < a.experts && a.first[e + 1] - a.first[e] > 1;
-  let_next_begin();
-  wait_for_earlier();
+  allow_next_kernel();
+  wait_for_previous_kernel();
   if (!some) return;
   int first = a.first[e], last = a.first[e + 1];
   const i64 *split = static_cast<const i64 *>(a.split);
@@ -81,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   __syncwarp();
   for (int r = lane; r < ranks; r += 32) {
     int tokens = tokens_1[r];
-    tokens_1[r] = most(tokens - room[r], 0);
-    room_1[r] = most(room[r] - tokens, 0);
+    tokens_1[r] = maximum(tokens - room[r], 0);
+    room_1[r] = maximum(room[r] - tokens, 0);
   }
   __syncwarp();
   running_sums({room, tokens_1, room_1}, ranks, lane);
@@ -90,16 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
     int start = a.node[r], end = a.node[ranks + r];
     int tokens_end = tokens_1[r + 1] - tokens_1[start], room_end = room_1[r + 1] - room_1[start];
     int tokens = tokens_1[r + 1] - tokens_1[r], space = room_1[r + 1] - room_1[r];
-    tokens_2[r] = least(tokens, most(tokens_end - (room_1[end] - room_1[start]), 0));
-    room_2[r] = least(space, most(room_end - (tokens_1[end] - tokens_1[start]), 0));
+    tokens_2[r] = minimum(tokens, maximum(tokens_end - (room_1[end] - room_1[start]), 0));
+    room_2[r] = minimum(space, maximum(room_end - (tokens_1[end] - tokens_1[start]), 0));
   }
   __syncwarp();
   running_sums({tokens_2, room_2}, ranks, lane);
 
   // The intervals of this rank's tokens in the order of its node and in the order of all ranks.
   int rank = a.rank, start = a.node[rank], end = a.node[ranks + rank];
-  int near = tokens_1[rank] - tokens_1[start], near_end = tokens_1[rank + 1] - tokens_1[start];
-  int far = tokens_2[rank], far_end = tokens_2[rank + 1], before = 0, room_before = 0;
+  int in_node = tokens_1[rank] - tokens_1[start], in_node_end = tokens_1[rank + 1] - tokens_1[start];
+  int in_group = tokens_2[rank], in_group_end = tokens_2[rank + 1], before = 0, room_before = 0;
   for (int base = first; base < last; base += 32) {
     int p = base + lane, taken = 0, space = p < last ? static_cast<int>(split[a.copies[p].slot]) : 0;
     int upper = warp_sum_before(space, lane);
@@ -111,10 +111,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
       if (r == rank) taken += overlap(low, high, 0, all - left_1);
       if (r >= start && r < end) {
         int shift = all - left_1 - (room_1[r] - room_1[start]);
-        taken += overlap(low, least(high, all - left_2), most(near + shift, all - left_1), near_end + shift);
+        taken += overlap(low, minimum(high, all - left_2), maximum(in_node + shift, all - left_1), in_node_end + shift);
       }
       int shift = all - left_2 - room_2[r];
-      taken += overlap(low, high, most(far + shift, all - left_2), far_end + shift);
+      taken += overlap(low, high, maximum(in_group + shift, all - left_2), in_group_end + shift);
     }
     room_before += __shfl_sync(ALL, upper, 31);
     int sum = warp_sum_before(taken, lane);
@@ -127,10 +127,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
 // and some source ranks.
 extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
-  Ends ends = place_ends(a, at);
-  let_next_begin();
+  Ends ends = allocate_ends(a, at);
+  allow_next_kernel();
   find_ends(a, ends);
-  int begin = blockIdx.y * SOURCES, stop = least(begin + SOURCES, a.ranks), p = blockIdx.x * THREADS + threadIdx.x;
+  int begin = blockIdx.y * SOURCES, stop = minimum(begin + SOURCES, a.ranks), p = blockIdx.x * THREADS + threadIdx.x;
   u64 *routed = reinterpret_cast<u64 *>(a.routed);
   if (a.follow == STATIC) {
     for (int r = begin; r < stop && p < a.experts; ++r) {

@@ -43,7 +43,7 @@ struct Arguments {
 };
 
 template <class T>
-__device__ T *take(char *&at, int count) {
+__device__ T *allocate(char *&at, int count) {
   T *here = reinterpret_cast<T *>(at);
   at += (count * sizeof(T) + 15) / 16 * 16;
   return here;

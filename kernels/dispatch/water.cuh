@@ -8,11 +8,11 @@ struct Water {
 
 __device__ i64 rounded_up(i64 tokens, i64 cost) { return -((-tokens * cost) >> COST_BITS); }
 
-__device__ Water place_water(const Arguments &a, char *&at) {
+__device__ Water allocate_water(const Arguments &a, char *&at) {
   Water water;
-  water.load = take<i64>(at, a.ranks), water.weight = take<i64>(at, a.ranks), water.end = take<i64>(at, a.ranks);
-  water.total = take<i64>(at, 1);
-  water.fallback = take<int>(at, 1);
+  water.load = allocate<i64>(at, a.ranks), water.weight = allocate<i64>(at, a.ranks), water.end = allocate<i64>(at, a.ranks);
+  water.total = allocate<i64>(at, 1);
+  water.fallback = allocate<int>(at, 1);
   return water;
 }
 
@@ -43,9 +43,9 @@ __device__ void find_loads(const Arguments &a, const Ends &ends, const Water &wa
 __device__ i64 warp_sum_before(i64 value, int lane) {
   i64 sum = value;
 #pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    i64 lower = __shfl_up_sync(ALL, sum, by);
-    if (lane >= by) sum += lower;
+  for (int distance = 1; distance < 32; distance *= 2) {
+    i64 lower = __shfl_up_sync(ALL, sum, distance);
+    if (lane >= distance) sum += lower;
   }
   return sum;
 }
@@ -72,10 +72,10 @@ __device__ void find_weights(const Arguments &a, const Water &water) {
       sum += load;
       if (load < least_load) least_load = load, lightest = r;
     }
-    for (int by = 16; by; by /= 2) {
-      sum += __shfl_xor_sync(ALL, sum, by);
-      i64 load = __shfl_xor_sync(ALL, least_load, by);
-      int rank = __shfl_xor_sync(ALL, lightest, by);
+    for (int distance = 16; distance; distance /= 2) {
+      sum += __shfl_xor_sync(ALL, sum, distance);
+      i64 load = __shfl_xor_sync(ALL, least_load, distance);
+      int rank = __shfl_xor_sync(ALL, lightest, distance);
       if (lighter(load, rank, least_load, lightest)) least_load = load, lightest = rank;
     }
     i64 waiting = a.global ? a.loads[a.experts] : a.own[a.experts];

@@ -106,7 +106,7 @@ __device__ __forceinline__ long long row_of(const Arguments &a, int expert) {
 __device__ __forceinline__ int own_units(int units) { return units * 7 / 10 / gridDim.x; }
 
 // The i-th active expert in this block's order. Blocks start at different experts, so that they read different weights.
-__device__ __forceinline__ int turned(int i, int active) {
+__device__ __forceinline__ int in_block_order(int i, int active) {
     return (i + (int)(blockIdx.x * active / gridDim.x)) % active;
 }
 
@@ -135,7 +135,7 @@ __device__ void produce(const Arguments &a, Shared &shared, int lane) {
     at.next();
     for (int strip = blockIdx.x; strip < STRIPS; strip += gridDim.x)
         for (int i = 0; i < routing.active; ++i) {
-            const int expert = routing.expert[turned(i, routing.active)];
+            const int expert = routing.expert[in_block_order(i, routing.active)];
             const u16 *from = a.down + (row_of(a, expert) * HIDDEN + strip * 16 + lane) * INTER;
             for (int first = 0; first < INTER; first += LONGEST)
                 copy(shared, at, from + first, smaller(LONGEST, INTER - first) * 2, pitch(INTER), lane, policy, 0);
@@ -246,7 +246,7 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
         float4 *mine = partial + (turn * WARPS + warp) * PARTIAL + lane;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) mine[tile * 32] = sum[tile];
-        meet(COMPUTING);
+        sync_threads(COMPUTING);
         for (int cell = warp * 32 + lane; cell < (pairs + 7) / 8 * 32; cell += COMPUTING) {
             float4 whole = partial[turn * WARPS * PARTIAL + cell];
 #pragma unroll
@@ -259,15 +259,15 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
             if (pair + 1 < pairs)
                 to[INTER] = rounded(whole.y / (1 + __expf(-whole.y)) * whole.w * routing.weight[start + pair + 1]);
         }
-        if (TURNS == 1) meet(COMPUTING);
+        if (TURNS == 1) sync_threads(COMPUTING);
         turn = (turn + 1) % TURNS;
     }
     release(shared, at, lane);
 }
 
 // A barrier of all blocks: writes before it are visible to all blocks after it.
-__device__ void half_way(const Arguments &a) {
-    meet(COMPUTING);
+__device__ void wait_for_all_blocks(const Arguments &a) {
+    sync_threads(COMPUTING);
     if (threadIdx.x == 0) {
         __threadfence();
         const u64 before = atomicAdd(a.arrived, 1ull), goal = (before / gridDim.x + 1) * gridDim.x;
@@ -277,7 +277,7 @@ __device__ void half_way(const Arguments &a) {
         }
         __threadfence();
     }
-    meet(COMPUTING);
+    sync_threads(COMPUTING);
 }
 
 __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int warp, int lane) {
@@ -287,7 +287,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
     const int items = routing.active * CHUNKS, g = lane / 4, t = lane % 4;
     uint4 ahead[AHEAD][KEPT][STEPS];
     auto chunk_of = [&](int item, int tile, uint4 (&values)[STEPS]) {
-        const int place = turned(item / CHUNKS, routing.active), chunk = item % CHUNKS;
+        const int place = in_block_order(item / CHUNKS, routing.active), chunk = item % CHUNKS;
         const int pair = routing.start[place] + tile * 8 + g;
         const u16 *from = a.activated + (long long)pair * INTER + chunk * LONGEST + t * 8;
         fetch(pair < routing.start[place + 1] ? from : nullptr, blocks_of(INTER, chunk), warp, values);
@@ -307,7 +307,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
             for (int i = 0; i < AHEAD; ++i) {
                 const int item = first + i;
                 if (item >= items) break;
-                const int place = turned(item / CHUNKS, routing.active);
+                const int place = in_block_order(item / CHUNKS, routing.active);
                 const int start = routing.start[place], pairs = routing.start[place + 1] - start;
                 uint4 low[STEPS], high[STEPS];
                 wait(shared.full[at.stage], at.parity);
@@ -341,7 +341,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
                 release(shared, at, lane);
                 prefetch(item + AHEAD, ahead[i]);
             }
-        meet(COMPUTING);
+        sync_threads(COMPUTING);
         for (int cell = warp * 32 + lane; cell < a.tokens * 16; cell += COMPUTING) {
             float whole = 0;
 #pragma unroll
@@ -349,7 +349,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
                 whole += sums[(other * TOKENS + cell / 16) * SUM_PITCH + cell % 16];
             a.output[(long long)(cell / 16) * HIDDEN + strip * 16 + cell % 16] = rounded(whole);
         }
-        meet(COMPUTING);
+        sync_threads(COMPUTING);
     }
 }
 
@@ -385,10 +385,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     for (int i = threadIdx.x; i < EXPERTS; i += THREADS) routing.mask[i] = 0;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) {
-            start(shared.full[i], 1);
-            start(shared.empty[i], WARPS);
+            init_barrier(shared.full[i], 1);
+            init_barrier(shared.empty[i], WARPS);
         }
-        started();
+        fence_barrier_init();
     }
     __syncthreads();
     for (int i = threadIdx.x; i < pairs; i += THREADS)
@@ -403,9 +403,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
             const int at = routing.start[routing.place[expert]] + __popcll(routing.mask[expert] & ((1ull << token) - 1));
             routing.token[at] = token, routing.weight[at] = a.weights[i];
         }
-    meet(COMPUTING);
+    sync_threads(COMPUTING);
     Cursor at;
     first_half(a, shared, at, warp, lane);
-    half_way(a);
+    wait_for_all_blocks(a);
     if (blockIdx.x < STRIPS) second_half(a, shared, at, warp, lane);
 }

@@ -8,12 +8,12 @@ typedef unsigned long long u64;
 __device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Initializes a barrier in shared memory. `arrivals` arrivals, and the bytes that they announce, complete a phase.
-__device__ __forceinline__ void start(u64 &barrier, int arrivals) {
+__device__ __forceinline__ void init_barrier(u64 &barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
 }
 
 // Makes initialized barriers visible to the copy engine.
-__device__ __forceinline__ void started() {
+__device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -48,7 +48,7 @@ __device__ __forceinline__ void copy_in(void *to, const void *from, u32 bytes, u
 }
 
 // A barrier of the block's first `threads` threads.
-__device__ __forceinline__ void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+__device__ __forceinline__ void sync_threads(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 __device__ __forceinline__ u64 newest(const u64 *at) {
     u64 now;

@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     extern __shared__ __align__(128) u8 memory[];
     u32(&count)[256] = *(u32(*)[256])memory;
     int(&cell)[WARPS + 2] = *(int(*)[WARPS + 2])(memory + sizeof count);
-    wait_for_last();
+    wait_for_previous_kernel();
     constexpr int EACH = BINS / THREADS, OWN_SCORES = over(INTER, THREADS);
     u32 own[EACH], score[OWN_SCORES];
     const int place = blockIdx.x, active = a.state->active;
@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
         const int channel = i * THREADS + threadIdx.x;
         score[i] = channel < INTER ? a.scores[place * INTER + channel] : ~0u;
     }
-    let_next_begin();
+    allow_next_kernel();
     if (place >= active) return;
     const int wanted = a.kept_of[active];
     if (wanted <= 0 || wanted >= active * INTER) {
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) enlist(const __grid_consta
     int *before = (int *)(bits + WORDS);  // [WORDS + 1]: kept channels of earlier words
     u32 &base = *(u32 *)(before + WORDS + 1);
     const int place = blockIdx.x, lane = threadIdx.x % 32;
-    wait_for_last();
+    wait_for_previous_kernel();
     const int expert = a.expert[place];
     const u64 least = a.state->least;
     bool kept[over(PADDED, THREADS)];
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) enlist(const __grid_consta
         const u32 all = __ballot_sync(~0u, kept[i]);
         if (lane == 0 && channel < PADDED) bits[channel / 32] = all;
     }
-    let_next_begin();
+    allow_next_kernel();
     if (expert < 0) return;
     __syncthreads();
     for (int word = threadIdx.x; word <= WORDS; word += THREADS) {

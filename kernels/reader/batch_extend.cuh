@@ -37,10 +37,10 @@ __device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &
 }
 
 // Waits until all of this warp's items but the last `stages - 2` are copied.
-__device__ __forceinline__ void rows_there(int stages) {
-    if (stages == 2) copies_there<0>();
-    else if (stages == 3) copies_there<1>();
-    else copies_there<2>();
+__device__ __forceinline__ void wait_for_rows(int stages) {
+    if (stages == 2) wait_for_copies<0>();
+    else if (stages == 3) wait_for_copies<1>();
+    else wait_for_copies<2>();
     __syncwarp();
 }
 
@@ -50,8 +50,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_con
     u8 *stages = memory + warp * a.stages * EXTENDING;
     Extending &shared = *(Extending *)(memory + WARPS * a.stages * EXTENDING);
     float4 *partial = (float4 *)(&shared + 1);
-    let_next_begin();
-    wait_for_last();
+    allow_next_kernel();
+    wait_for_previous_kernel();
     const int all = a.state->units;
     const int begin = (int)((long long)all * blockIdx.x / gridDim.x), end = (int)((long long)all * (blockIdx.x + 1) / gridDim.x);
     for (int base = begin; base < end; base += LISTED) {
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_con
             const bool another = place != last;
             if (another) last = place, start = a.start[place], pairs = a.start[place + 1] - start;
             const int tiles = over(pairs, 8);
-            rows_there(a.stages);
+            wait_for_rows(a.stages);
             fetch_rows(a, shared, stages, item + a.stages - 1, items);
             const u8 *stage = stages + item % a.stages * EXTENDING + t * 16;
 #pragma unroll 1

@@ -141,8 +141,8 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
 
 extern "C" __global__ void __launch_bounds__(PREPARING) prepare(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
-    wait_for_last();
+    wait_for_previous_kernel();
     if (blockIdx.x == BLOCKS) sort_pairs(a, memory);
     else choose_coordinates(a, memory, blockIdx.x);
-    let_next_begin();
+    allow_next_kernel();
 }

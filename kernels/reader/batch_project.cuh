@@ -53,7 +53,7 @@ __device__ void project_strip(const Arguments &a, u8 *memory, int place, int str
                 if (one) low = *(const uint4 *)(values + step * 32);
                 if (two) high = *(const uint4 *)(values + 8 * PADDED + step * 32);
             }
-            copies_there<DEPTH - 2>();
+            wait_for_copies<DEPTH - 2>();
             __syncwarp();
             fetch(item + DEPTH - 1);
             const u8 *stage = stages + item % DEPTH * 4096 + t * 1024 + (g ^ t * 2) * 16;
@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(PROJECTING, 3) project(const __grid
     extern __shared__ __align__(128) u8 memory[];
     constexpr int ROLES = STRIPS + (RANK > 0);
     const int place = blockIdx.x / ROLES, strip = blockIdx.x % ROLES - (RANK > 0);
-    let_next_begin();
-    wait_for_last();
+    allow_next_kernel();
+    wait_for_previous_kernel();
     if (a.expert[place] < 0) return;
     if (strip < 0) restore(a, (float *)memory, place);
     else project_strip(a, memory, place, strip);
@@ -144,12 +144,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_consta
     int *place = (int *)(mapped + FINISHED * 32);  // [FINISHED, columns]
     const int strip = blockIdx.x % BLOCKS, first = blockIdx.x / BLOCKS * FINISHED;
     const int own = threadIdx.x / 128, column = strip * 128 + threadIdx.x % 128;
-    let_next_begin();
+    allow_next_kernel();
     u32 basis[16];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
         *(uint4 *)(basis + i * 4) = RANK > 0 ? ((const uint4 *)a.basis)[column * 4 + i] : make_uint4(0, 0, 0, 0);
-    wait_for_last();
+    wait_for_previous_kernel();
     for (int i = threadIdx.x; i < FINISHED * a.columns; i += THREADS)
         place[i] = first + i / a.columns < a.tokens ? a.place[first * a.columns + i] : -1;
     __syncthreads();

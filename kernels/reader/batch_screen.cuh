@@ -124,12 +124,12 @@ __device__ __forceinline__ void screen_tokens(
     for (int turn = 0; turn < AHEAD - 1; ++turn) copier.fetch(shared, turn);
 #pragma unroll 1
     for (int turn = 0; turn < BLOCKS; ++turn) {
-        copies_there<AHEAD - 2>();
+        wait_for_copies<AHEAD - 2>();
         __syncthreads();
         copier.fetch(shared, turn + AHEAD - 1);
         if (working) screen_block<TILES>(shared.stage[turn % AHEAD], group, lane, sum);
     }
-    copies_there<0>();
+    wait_for_copies<0>();
     __syncthreads();
     if (!working) return;
 #pragma unroll
@@ -156,7 +156,7 @@ __device__ __forceinline__ void screen_tokens(
 template <int TILES> __device__ __forceinline__ void screen_share(const Arguments &a, u8 *memory) {
     Screening<TILES * 8> &shared = *(Screening<TILES * 8> *)memory;
     const int place = blockIdx.x / SHARES, share = blockIdx.x % SHARES;
-    wait_for_last();
+    wait_for_previous_kernel();
     const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
     if (expert < 0) return;
     for (int i = threadIdx.x; i < BLOCKS * COORDINATES; i += SCREENING)
@@ -166,7 +166,7 @@ template <int TILES> __device__ __forceinline__ void screen_share(const Argument
 #pragma unroll 1
     for (int first = 0; first < pairs; first += TILES * 8)
         screen_tokens<TILES>(a, shared, expert, share, start + first, min(pairs - first, TILES * 8), total);
-    let_next_begin();
+    allow_next_kernel();
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
         total[i] += __shfl_xor_sync(~0u, total[i], 1);

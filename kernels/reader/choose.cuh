@@ -178,7 +178,7 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     const int at = channel_of(lane / 2, lane % 2, warp, 0) / 32;
     const bool has = lane < EACH * 2 && at < WORDS;
     if (has) shared.bits[at] = word;
-    before_copies();  // Rows are copied over the memory of bins and rivals.
+    fence_before_copies();  // Rows are copied over the memory of bins and rivals.
     if (count() != wanted) {
         // Of the channels equal to the last one, only the lower are kept.
         const int last = 65535 - (int)(least & 65535);

@@ -1,8 +1,8 @@
 // Inline PTX for instructions of the readers that CUDA C++ lacks, or offers only in its own headers.
 
 // For a kernel that may begin before the previous one has ended.
-__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // sum [16, 8] += a [16, 16] b [16, 8] in fp16, spread over a warp. Subnormal values are kept.
 __device__ __forceinline__ void multiply_halves(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -46,15 +46,15 @@ __device__ __forceinline__ void copy_16(void *to, const void *from) {
 __device__ __forceinline__ void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits for this thread's groups, except the last LATER.
-template <int LATER> __device__ __forceinline__ void copies_there() {
+template <int LATER> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
 
 // Waits for all of this thread's copies.
-__device__ __forceinline__ void copied() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_all_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Orders the copy engine's writes after the threads' earlier accesses to shared memory.
-__device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A number and its launch in one word, so that a reader knows whether the number has arrived.
 __device__ __forceinline__ u64 tagged(u32 bits, u32 tag) { return (u64)tag << 32 | bits; }

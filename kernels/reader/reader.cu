@@ -170,12 +170,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_con
     const u32 blocks = gridDim.x, tokens = a.tokens, tasks = tokens * A_TOKEN;
     const int begin = tasks * blockIdx.x / blocks, end = tasks * (blockIdx.x + 1) / blocks;
     if (threadIdx.x < GATHERING * 2) {
-        start(shared.full[threadIdx.x / 2][threadIdx.x % 2], 1);
-        started();
+        init_barrier(shared.full[threadIdx.x / 2][threadIdx.x % 2], 1);
+        fence_barrier_init();
     }
     clear_bins(shared);
-    wait_for_last();
-    let_next_begin();
+    wait_for_previous_kernel();
+    allow_next_kernel();
     const u64 ended = get_tagged(a.ended);
     screen(a, shared, begin, end, ended, warp, lane);
     const bool alone = a.tokens > (int)blocks;  // A block has whole tokens, or else a part of one.

@@ -223,8 +223,8 @@ __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int b
                 if (!AHEAD) expert = expert_next, scored.ask(a, task, expert);
             } else if (task >= begin && expert >= 0) {
                 const int token = task / A_TOKEN;
-                if (AHEAD && !late) copies_there<1>();
-                else copies_there<0>();
+                if (AHEAD && !late) wait_for_copies<1>();
+                else wait_for_copies<0>();
                 __syncwarp();
 #pragma unroll 1
                 for (int block = warp; block < BLOCKS; block += WARPS)

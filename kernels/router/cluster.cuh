@@ -1,21 +1,21 @@
 // Operations between blocks of a cluster, and between kernels that follow each other.
 
 // Waits until the previous kernel has ended and its writes are visible.
-__device__ __forceinline__ void wait_for_last() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel launch; it waits as above.
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 
 // A barrier of the cluster: writes before it are visible to all threads after it.
-__device__ __forceinline__ void meet_begin() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 
-__device__ __forceinline__ void meet_end() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Ors bits into the word at the same address in another block's shared memory.
-__device__ __forceinline__ void add_to(unsigned &word, int block, unsigned bits) {
+__device__ __forceinline__ void or_into_block(unsigned &word, int block, unsigned bits) {
     const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
     asm volatile(
         "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n red.shared::cluster.or.b32 [there], %2;\n}"
@@ -23,14 +23,14 @@ __device__ __forceinline__ void add_to(unsigned &word, int block, unsigned bits)
 }
 
 // Adds a number to the word at the same address in another block's shared memory.
-__device__ __forceinline__ void sum_to(unsigned &word, int block, unsigned more) {
+__device__ __forceinline__ void add_into_block(unsigned &word, int block, unsigned more) {
     const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
     asm volatile(
         "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n red.shared::cluster.add.u32 [there], %2;\n}"
         ::"r"(here), "r"(block), "r"(more) : "memory");
 }
 
-__device__ __forceinline__ void sum_to(unsigned long long &word, int block, unsigned long long more) {
+__device__ __forceinline__ void add_into_block(unsigned long long &word, int block, unsigned long long more) {
     const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
     asm volatile(
         "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n red.shared::cluster.add.u64 [there], %2;\n}"
@@ -38,13 +38,13 @@ __device__ __forceinline__ void sum_to(unsigned long long &word, int block, unsi
 }
 #else
 #define CLUSTERED
-__device__ __forceinline__ void meet_begin() {}
+__device__ __forceinline__ void cluster_arrive() {}
 
-__device__ __forceinline__ void meet_end() {}
+__device__ __forceinline__ void cluster_wait() {}
 
-__device__ __forceinline__ void add_to(unsigned &, int, unsigned) {}
+__device__ __forceinline__ void or_into_block(unsigned &, int, unsigned) {}
 
-__device__ __forceinline__ void sum_to(unsigned &, int, unsigned) {}
+__device__ __forceinline__ void add_into_block(unsigned &, int, unsigned) {}
 
-__device__ __forceinline__ void sum_to(unsigned long long &, int, unsigned long long) {}
+__device__ __forceinline__ void add_into_block(unsigned long long &, int, unsigned long long) {}
 #endif

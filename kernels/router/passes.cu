@@ -84,25 +84,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED demand(const __g
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, block = blockIdx.x % CLUSTER;
     const i64 batch = blockIdx.x / CLUSTER, first = batch * a.tokens;
     const int rows = rows_of(a);
-    wait_for_last();
-    let_next_begin();
+    wait_for_previous_kernel();
+    allow_next_kernel();
     if (threadIdx.x == 0) s.size = 0;
     for (int i = threadIdx.x; i < EXPERTS; i += blockDim.x) s.want[i] = 0;
     for (int i = threadIdx.x; i < rows * EXPERTS; i += blockDim.x) s.count[0][i] = 0;
     __syncthreads();
-    meet_begin();
+    cluster_arrive();
     for (int at = block * warps + warp; at < a.tokens; at += CLUSTER * warps) tally(a, first + at, s, lane);
     __syncthreads();
-    meet_end();
+    cluster_wait();
     if (block) {
-        if (threadIdx.x == 0) sum_to(s.size, 0, s.size);
+        if (threadIdx.x == 0) add_into_block(s.size, 0, s.size);
         for (int i = threadIdx.x; i < EXPERTS; i += blockDim.x)
-            if (s.want[i]) sum_to(s.want[i], 0, s.want[i]);
+            if (s.want[i]) add_into_block(s.want[i], 0, s.want[i]);
         for (int i = threadIdx.x; i < rows * EXPERTS; i += blockDim.x)
-            if (s.count[0][i]) sum_to(s.count[0][i], 0, s.count[0][i]);
+            if (s.count[0][i]) add_into_block(s.count[0][i], 0, s.count[0][i]);
     }
-    meet_begin();
-    meet_end();
+    cluster_arrive();
+    cluster_wait();
     if (block) return;
     const bool sized = a.kind <= RANKS;
     const int line = a.experts + sized, lines = rows + (a.kind == RANKS);
@@ -170,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) answer(const __grid_consta
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const i64 batch = blockIdx.x / a.blocks, first = batch * a.tokens;
     const int begin = blockIdx.x % a.blocks * warps + warp;
-    wait_for_last();
-    let_next_begin();
+    wait_for_previous_kernel();
+    allow_next_kernel();
     Token token;
     if (begin < a.tokens) load(a, first + begin, lane, token);
     const int k0 = decide(a, batch, s);

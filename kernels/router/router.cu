@@ -56,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED oea(const __grid
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x % CLUSTER;
     const i64 first = (i64)(blockIdx.x / CLUSTER) * a.tokens;
     const int begin = block * WARPS + warp;
-    wait_for_last();
-    let_next_begin();
+    wait_for_previous_kernel();
+    allow_next_kernel();
     if (threadIdx.x < OWN) shared.part[threadIdx.x] = shared.loaded[threadIdx.x] = 0;
     Token token;
     if (ONE && begin < a.tokens) load(a, first + begin, lane, token);
@@ -66,17 +66,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED oea(const __grid
     for (int i = 0; i < a.steps; ++i)
         if (size >= a.size[i]) k0 = a.k0[i];
     __syncthreads();
-    meet_begin();
+    cluster_arrive();
     for (int at = begin; at < a.tokens; at += CLUSTER * WARPS) {
         if (!ONE) load(a, first + at, lane, token);
         guarantee(a, token, first + at, k0, shared.part, lane);
     }
     __syncthreads();
     if (CLUSTER > 1) {
-        meet_end();
-        if (threadIdx.x < CLUSTER * OWN) add_to(shared.loaded[threadIdx.x % OWN], threadIdx.x / OWN, shared.part[threadIdx.x % OWN]);
-        meet_begin();
-        meet_end();
+        cluster_wait();
+        if (threadIdx.x < CLUSTER * OWN) or_into_block(shared.loaded[threadIdx.x % OWN], threadIdx.x / OWN, shared.part[threadIdx.x % OWN]);
+        cluster_arrive();
+        cluster_wait();
     }
     const u32 *loaded = CLUSTER > 1 ? shared.loaded : shared.part;
     for (int at = begin; at < a.tokens; at += CLUSTER * WARPS) {

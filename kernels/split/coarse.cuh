@@ -25,53 +25,53 @@ __device__ int over(const Problem &p, int a, int n) { return over(a, n, p.invers
 
 // The new part of the lane's copy, in a wave of experts with three to OTHERS + 1 copies, or with more.
 template <int OTHERS>
-__device__ int pour_few(const Cell &cell, int rest) {
+__device__ int pour_few(const Cell &cell, int base_load) {
   u32 volume = 0;  // the load needed to raise lower ranks to this rank's level
   bool lowest = true;
-  int theirs[OTHERS];
+  int other_load[OTHERS];
 #pragma unroll
   for (int i = 0; i < OTHERS; ++i) {
     u32 other = cell.others >> 8 * i;
-    theirs[i] = __shfl_sync(ALL, rest, other);
-    if (other & ABSENT) theirs[i] = HUGE_UNITS;
-    volume += max(rest - theirs[i], 0);
-    lowest = lowest && theirs[i] >= rest + static_cast<int>(other >> 6 & 1);
+    other_load[i] = __shfl_sync(ALL, base_load, other);
+    if (other & ABSENT) other_load[i] = HUGE_UNITS;
+    volume += max(base_load - other_load[i], 0);
+    lowest = lowest && other_load[i] >= base_load + static_cast<int>(other >> 6 & 1);
   }
   bool wet = volume < static_cast<u32>(cell.need);
   u32 all_wet = __ballot_sync(ALL, wet);
-  int num = wet, total = cell.need + (wet ? rest : 0);
+  int num = wet, total = cell.need + (wet ? base_load : 0);
 #pragma unroll
   for (int i = 0; i < OTHERS; ++i) {
     u32 other = cell.others >> 8 * i;
     bool too = all_wet >> (other & 31) & 1 && !(other & ABSENT);
     num += too;
-    total += too ? theirs[i] : 0;
+    total += too ? other_load[i] : 0;
   }
   u32 inverse = num & 1 ? (num == 1 ? ALL : ALL / 3) : (num == 2 ? ALL / 2 : ALL / 4);
   int level = over(total, num, inverse);
-  return wet ? level - rest + (lowest ? total - level * num : 0) : 0;
+  return wet ? level - base_load + (lowest ? total - level * num : 0) : 0;
 }
 
-__device__ int pour_wave(const Problem &p, const Cell &cell, int rest, int members, int lane) {
+__device__ int pour_wave(const Problem &p, const Cell &cell, int base_load, int members, int lane) {
   u32 volume = 0, left = cell.mask;
   bool lowest = cell.mask != 0;
 #pragma unroll 4
   for (int i = 0; i < members; ++i, left &= left - 1) {
-    int j = lowest_bit(left), theirs = __shfl_sync(ALL, rest, j);
-    if (!left) theirs = HUGE_UNITS;
-    volume = min(volume + max(rest - theirs, 0), static_cast<u32>(HUGE_UNITS));
-    lowest = lowest && (theirs > rest || (theirs == rest && j >= lane));
+    int j = lowest_bit(left), other_load = __shfl_sync(ALL, base_load, j);
+    if (!left) other_load = HUGE_UNITS;
+    volume = min(volume + max(base_load - other_load, 0), static_cast<u32>(HUGE_UNITS));
+    lowest = lowest && (other_load > base_load || (other_load == base_load && j >= lane));
   }
   bool wet = cell.mask && volume < static_cast<u32>(cell.need);
   left = __ballot_sync(ALL, wet) & cell.mask;
   int num = __popc(left), total = cell.need;
 #pragma unroll 4
   for (int i = 0; i < members; ++i, left &= left - 1) {
-    int theirs = __shfl_sync(ALL, rest, lowest_bit(left));
-    if (left) total += theirs;
+    int other_load = __shfl_sync(ALL, base_load, lowest_bit(left));
+    if (left) total += other_load;
   }
   int level = num ? over(p, total, num) : 0;
-  return (wet ? level - rest : 0) + (lowest ? total - level * num : 0);
+  return (wet ? level - base_load : 0) + (lowest ? total - level * num : 0);
 }
 
 __device__ void sweep(Problem &p, int &load, int lane) {
@@ -83,26 +83,26 @@ __device__ void sweep(Problem &p, int &load, int lane) {
   for (int w = 0; w < p.pair_waves; ++w) {
     now = next;
     if (mine) next = at[p.ranks];
-    int rest = load - now.part, theirs = __shfl_sync(ALL, rest, now.others);
+    int base_load = load - now.part, other_load = __shfl_sync(ALL, base_load, now.others);
     // The first of two copies takes half, rounded down; the second, where 0x40 is set, takes half, rounded up.
     int odd = now.need + static_cast<int>(now.others >> 6 & 1);
-    int part = min(max((theirs - rest + odd) >> 1, 0), now.need);
-    load = rest + part;
+    int part = min(max((other_load - base_load + odd) >> 1, 0), now.need);
+    load = base_load + part;
     if (mine) at->part = part;
     at += p.ranks;
   }
   int next_members = p.members[p.pair_waves];
 #pragma unroll 1
   for (int w = p.pair_waves; w < p.waves; ++w) {
-    int members = next_members, rest = load - next.part, part;
+    int members = next_members, base_load = load - next.part, part;
     now = next;
     if (mine) next = at[p.ranks];
     next_members = p.members[w + 1];
     if (members <= 3)
-      part = pour_few<2>(now, rest);
+      part = pour_few<2>(now, base_load);
     else
-      part = members == 4 ? pour_few<3>(now, rest) : pour_wave(p, now, rest, members, lane);
-    load = rest + part;
+      part = members == 4 ? pour_few<3>(now, base_load) : pour_wave(p, now, base_load, members, lane);
+    load = base_load + part;
     if (mine) at->part = part;
     at += p.ranks;
   }
@@ -118,8 +118,8 @@ __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
   if (halves) load = __shfl_sync(ALL, load, rank);
 #pragma unroll 4
   for (int i = 0; i < p.ranks; i += step) {
-    int j = i + begin, theirs = __shfl_sync(ALL, load, j), held = __shfl_sync(ALL, fixed, j);
-    bool more = j < p.ranks && (theirs > load || (theirs == load && j <= rank));
+    int j = i + begin, other_load = __shfl_sync(ALL, load, j), held = __shfl_sync(ALL, fixed, j);
+    bool more = j < p.ranks && (other_load > load || (other_load == load && j <= rank));
     inside |= static_cast<u32>(more) << j;
     captive += more ? held : 0;
   }
@@ -139,12 +139,12 @@ __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
 
 // A rank's position in the trees of ranks that partly used copies connect: its depth (0 for a root), its parent, by a
 // copy in the wave `edge`, and the tree's mean load. earlier: the ranks before it with the same parent and edge.
-struct Leaf {
+struct TreeNode {
   int depth, parent, edge, mean;
   u32 earlier;
 };
 
-__device__ Leaf plant(Problem &p, int load, int lane) {
+__device__ TreeNode build_trees(Problem &p, int load, int lane) {
   bool mine = lane < p.ranks;
   int column = mine ? lane : 0;
   u32 near = 0, *used_here = p.partly_used + column;
@@ -160,7 +160,7 @@ __device__ Leaf plant(Problem &p, int load, int lane) {
     if (mine) *used_here = used;
     here += p.ranks, used_here += p.ranks;
   }
-  Leaf leaf = {0, lane, 0, load, 0};
+  TreeNode node = {0, lane, 0, load, 0};
   u32 seen = __ballot_sync(ALL, !(near & ~(1u << lane)));  // not connected to another rank
   while (~seen) {
     // A tree is flat, and its paths are short, if its root is the rank with the most neighbours.
@@ -170,40 +170,40 @@ __device__ Leaf plant(Problem &p, int load, int lane) {
       seen |= now;
       u32 over = near & now;
       bool fresh = over && !(seen >> lane & 1);
-      if (fresh) leaf.parent = lowest_bit(over), leaf.depth = depth;
+      if (fresh) node.parent = lowest_bit(over), node.depth = depth;
       now = __ballot_sync(ALL, fresh);
     }
-    u32 those = seen & ~before;
-    bool among = those >> lane & 1;
-    int total = __reduce_add_sync(ALL, among ? load : 0), mean = over(p, total, __popc(those));
-    if (among) leaf.mean = mean;
+    u32 tree = seen & ~before;
+    bool among = tree >> lane & 1;
+    int total = __reduce_add_sync(ALL, among ? load : 0), mean = over(p, total, __popc(tree));
+    if (among) node.mean = mean;
   }
 #pragma unroll 4
   for (int w = p.waves - 1; w >= 0; --w) {
     used_here -= p.ranks;
-    if (mine && *used_here >> leaf.parent & 1) leaf.edge = w;
+    if (mine && *used_here >> node.parent & 1) node.edge = w;
   }
   // Only an expert with more than two copies connects a rank to several others.
-  if (__ballot_sync(ALL, leaf.depth && leaf.edge >= p.pair_waves))
-    leaf.earlier = __match_any_sync(ALL, leaf.depth ? leaf.edge << 5 | leaf.parent : -1 - lane) & ((1u << lane) - 1);
-  return leaf;
+  if (__ballot_sync(ALL, node.depth && node.edge >= p.pair_waves))
+    node.earlier = __match_any_sync(ALL, node.depth ? node.edge << 5 | node.parent : -1 - lane) & ((1u << lane) - 1);
+  return node;
 }
 
 // The flows along the trees, computed by depth, from the leaves to the roots.
-__device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
-  int deepest = __reduce_max_sync(ALL, static_cast<u32>(leaf.depth));
-  int most_earlier = __reduce_max_sync(ALL, static_cast<u32>(__popc(leaf.earlier)));
-  int *from = &p.cells[leaf.edge * p.ranks + leaf.parent].part, *to = from + 4 * (lane - leaf.parent);
+__device__ void level_out(Problem &p, const TreeNode &node, int &load, int lane) {
+  int deepest = __reduce_max_sync(ALL, static_cast<u32>(node.depth));
+  int most_earlier = __reduce_max_sync(ALL, static_cast<u32>(__popc(node.earlier)));
+  int *from = &p.cells[node.edge * p.ranks + node.parent].part, *to = from + 4 * (lane - node.parent);
   p.loads[lane] = load;
   __syncwarp();
   for (int depth = deepest; depth; --depth) {
-    bool moves = leaf.depth == depth;
-    int held = p.loads[lane], amount = moves ? held - leaf.mean : 0, drawn = 0, left = 0;
+    bool moves = node.depth == depth;
+    int held = p.loads[lane], amount = moves ? held - node.mean : 0, drawn = 0, left = 0;
     if (moves) left = amount < 0 ? *from : *to;  // other pointers may be invalid
-    u32 ahead = leaf.earlier;
+    u32 ahead = node.earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
-      int theirs = __shfl_sync(ALL, amount, lowest_bit(ahead));
-      if (ahead && theirs < 0) drawn = min(drawn - theirs, HUGE_UNITS);
+      int other_load = __shfl_sync(ALL, amount, lowest_bit(ahead));
+      if (ahead && other_load < 0) drawn = min(drawn - other_load, HUGE_UNITS);
     }
     __syncwarp();
     amount = amount < 0 ? max(amount, min(drawn - left, 0)) : min(amount, left);
@@ -211,7 +211,7 @@ __device__ void level_out(Problem &p, const Leaf &leaf, int &load, int lane) {
       *to -= amount;
       p.loads[lane] = held - amount;
       atomicAdd(from, amount);
-      atomicAdd(p.loads + leaf.parent, amount);
+      atomicAdd(p.loads + node.parent, amount);
     }
     __syncwarp();
   }
@@ -225,15 +225,15 @@ __device__ u32 spare_of(const Problem &p, double tol) {
 
 // The work of the other warps in the search: the second warp computes bounds while the first builds trees or sweeps.
 template <int WARPS>
-__device__ void offer_bounds(Problem &p, int fixed, int warp, int lane) {
+__device__ void compute_bounds(Problem &p, int fixed, int warp, int lane) {
   while (true) {
-    meet_all<WARPS>();
+    sync_problem<WARPS>();
     if (*p.ended) return;
     if (warp == 1) {
-      Captive found = level_sets(p, p.loads[lane], fixed, lane);
-      if (lane == 0) *p.offered = found;
+      Captive candidate = level_sets(p, p.loads[lane], fixed, lane);
+      if (lane == 0) *p.new_bound = candidate;
     }
-    meet_all<WARPS>();
+    sync_problem<WARPS>();
   }
 }
 
@@ -249,43 +249,43 @@ __device__ Searched search(Problem &p, int &load, int fixed, double tol, int lim
     top = __reduce_max_sync(ALL, static_cast<u32>(load));
     return top > cap;
   };
-  auto take = [&](const Captive &found) {
-    if (found.bound > captive.bound) captive = found, cap = found.bound + __umulhi(found.bound, spare);
+  auto improve_bound = [&](const Captive &candidate) {
+    if (candidate.bound > captive.bound) captive = candidate, cap = candidate.bound + __umulhi(candidate.bound, spare);
   };
   while (above()) {
     bool ends = sweeps >= limit;
     bool levels = sweeps >= unlevelled && (sweeps <= LEVELLED || sweeps % 2) && !ends;
     bool looks = sweeps || levels, aside = WARPS > 1 && looks && !ends;
-    Captive found = {0, 0, -1};
-    Leaf leaf;
+    Captive candidate = {0, 0, -1};
+    TreeNode node;
     if (aside) {
       p.loads[lane] = load;
-      meet_all<WARPS>();
+      sync_problem<WARPS>();
     } else if (looks) {
-      found = level_sets(p, load, fixed, lane);
+      candidate = level_sets(p, load, fixed, lane);
     }
-    if (levels) leaf = plant(p, load, lane);
+    if (levels) node = build_trees(p, load, lane);
     if (levels || ends) {
       if (aside) {
-        meet_all<WARPS>();
-        found = *p.offered;
+        sync_problem<WARPS>();
+        candidate = *p.new_bound;
       }
-      take(found);
+      improve_bound(candidate);
       if (top <= cap || ends) break;
-      level_out(p, leaf, load, lane);
+      level_out(p, node, load, lane);
       if (!above()) break;
     }
     sweep(p, load, lane);
     ++sweeps;
     if (aside && !levels) {
-      meet_all<WARPS>();
-      found = *p.offered;
+      sync_problem<WARPS>();
+      candidate = *p.new_bound;
     }
-    take(found);
+    improve_bound(candidate);
   }
   if (WARPS > 1) {
     if (lane == 0) *p.ended = 1;
-    meet_all<WARPS>();
+    sync_problem<WARPS>();
   }
   return {captive, sweeps, top};
 }
@@ -306,9 +306,9 @@ __device__ int warm_part(const Problem &p, int k, int need, int copy) {
   float scale = need / total;
   auto units_of = [&](int c) { return static_cast<int>((evenly ? 1.0f : part_of(c)) * scale); };
   if (copy != largest) return units_of(copy);
-  int rest = need;
+  int base_load = need;
 #pragma unroll 1
   for (int c = first; c < last; ++c)
-    if (c != largest) rest -= units_of(c);
-  return rest;
+    if (c != largest) base_load -= units_of(c);
+  return base_load;
 }

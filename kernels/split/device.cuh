@@ -4,7 +4,7 @@
 extern __shared__ uint4 shared_memory[];
 
 // After this call, what the previous kernel wrote can be read. All threads must call it.
-__device__ void wait_for_earlier() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Lets the next kernel be launched. It must wait itself before it reads.
-__device__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

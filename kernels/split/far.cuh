@@ -5,9 +5,9 @@
 // Processes rank u of the queue: calls found(lanes of new ranks, this lane's rank, from) for each expert that leads to
 // new ranks (32 of its ranks at a time), after marking these as seen and adding them to the queue. Only copies with a
 // load above `tiny` are followed, and only to copies for which leads(copy) is true.
-template <class Leads, class Found>
+template <class Leads, class Visit>
 __device__ void expand_far(Problem &p, int u, int source, double tiny, int mark, int &tail, int lane, Leads leads,
-                           Found found) {
+                           Visit visit) {
   u32 below = (1u << lane) - 1;
   int end = p.rank_start[u + 1];
   for (int base = p.rank_start[u]; base < end; base += 32) {
@@ -32,15 +32,15 @@ __device__ void expand_far(Problem &p, int u, int source, double tiny, int mark,
           v = p.copy_rank[d];
           fresh = p.seen[v] != mark && leads(d);
         }
-        u32 those = __ballot_sync(ALL, fresh);
+        u32 lanes = __ballot_sync(ALL, fresh);
         if (fresh) {
           p.seen[v] = mark;
           p.root[v] = source, p.from[v] = from, p.to[v] = d;
-          p.queue[tail + __popc(those & below)] = v;
+          p.queue[tail + __popc(lanes & below)] = v;
         }
-        tail += __popc(those);
+        tail += __popc(lanes);
         __syncwarp();
-        found(fresh, v);
+        visit(fresh, v);
       }
     }
   }
@@ -52,13 +52,13 @@ __device__ int push_far(Problem &p, double cap, double slack, double tiny, int m
   for (int base = 0; base < p.ranks; base += 32) {
     int r = base + lane;
     bool above = r < p.ranks && p.load[r] > cap + slack;
-    u32 those = __ballot_sync(ALL, above);
+    u32 lanes = __ballot_sync(ALL, above);
     if (above) {
       p.seen[r] = mark;
       p.root[r] = r;
-      p.queue[tail + __popc(those & ((1u << lane) - 1))] = r;
+      p.queue[tail + __popc(lanes & ((1u << lane) - 1))] = r;
     }
-    tail += __popc(those);
+    tail += __popc(lanes);
   }
   __syncwarp();
   bool pushed = false;
@@ -69,9 +69,9 @@ __device__ int push_far(Problem &p, double cap, double slack, double tiny, int m
       u32 wanting = __ballot_sync(ALL, fresh && cap - p.load[to] > slack);
       for (; wanting; wanting &= wanting - 1) {
         int v = __shfl_sync(ALL, to, __ffs(wanting) - 1);
-        double amount = least(cap - p.load[v], p.load[source] - cap);
+        double amount = minimum(cap - p.load[v], p.load[source] - cap);
         if (amount <= 0.0) break;
-        for (int w = v; w != source; w = p.copy_rank[p.from[w]]) amount = least(amount, p.x[p.from[w]]);
+        for (int w = v; w != source; w = p.copy_rank[p.from[w]]) amount = minimum(amount, p.x[p.from[w]]);
         if (amount <= 0.0) continue;
         pushed = true;
         __syncwarp();
@@ -120,13 +120,13 @@ __device__ void level_out_far(Problem &p, int mark, int lane) {
           above = p.copy_rank[c];
         }
         for (int i = 0; i < 32 && next - i > begin; ++i) {
-          int leaf = __shfl_sync(ALL, v, i), from = __shfl_sync(ALL, c, i), to = __shfl_sync(ALL, d, i);
+          int child = __shfl_sync(ALL, v, i), from = __shfl_sync(ALL, c, i), to = __shfl_sync(ALL, d, i);
           int parent = __shfl_sync(ALL, above, i);
           if (lane) continue;
-          double amount = most(least(p.load[leaf] - mean, p.x[to]), -p.x[from]);
+          double amount = maximum(minimum(p.load[child] - mean, p.x[to]), -p.x[from]);
           p.x[to] -= amount;
           p.x[from] += amount;
-          p.load[leaf] -= amount;
+          p.load[child] -= amount;
           p.load[parent] += amount;
         }
       }
@@ -139,8 +139,8 @@ __device__ void level_out_far(Problem &p, int mark, int lane) {
 __device__ double captive_load_far(const Problem &p, int mark, int lane) {
   double captive = 0.0;
   auto add = [&](bool inside, double load) {
-    for (u32 those = __ballot_sync(ALL, inside); those; those &= those - 1)
-      captive += __shfl_sync(ALL, load, __ffs(those) - 1);
+    for (u32 lanes = __ballot_sync(ALL, inside); lanes; lanes &= lanes - 1)
+      captive += __shfl_sync(ALL, load, __ffs(lanes) - 1);
   };
   for (int base = 0; base < p.ranks; base += 32) {
     int r = base + lane;

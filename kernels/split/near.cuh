@@ -3,7 +3,7 @@
 
 // A lane's position in the search tree: its index in the queue, and the fields of flow.Search.
 struct Reached {
-  int place, root, parent, from, to;
+  int position, root, parent, from, to;
 };
 
 // Fills reach: for each copy with a load above `tiny`, in the order of rank_copy, the ranks of its expert (from `over`,
@@ -25,10 +25,10 @@ __device__ u32 find_neighbours(Problem &p, const u32 *over, double tiny, int lan
 
 // Processes rank u of the queue: calls found(new ranks, root) for each expert that leads to new ranks, in the CPU's
 // order.
-template <class Found>
-__device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &leaf, int lane, Found found) {
+template <class Visit>
+__device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &node, int lane, Visit visit) {
   u32 below = (1u << lane) - 1;
-  int root = __shfl_sync(ALL, leaf.root, u);
+  int root = __shfl_sync(ALL, node.root, u);
   int end = p.rank_start[u + 1];
   for (int base = p.rank_start[u]; base < end; base += 32) {
     u32 reach = 0;
@@ -46,47 +46,47 @@ __device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &l
       if (!fresh) continue;
       int from = __shfl_sync(ALL, c, owner), expert = __shfl_sync(ALL, k, owner);
       if (fresh >> lane & 1) {
-        leaf.place = tail + __popc(fresh & below);
-        leaf.root = root, leaf.parent = u, leaf.from = from;
-        leaf.to = p.copy_start[expert] + __popc(p.mask[expert] & below);
+        node.position = tail + __popc(fresh & below);
+        node.root = root, node.parent = u, node.from = from;
+        node.to = p.copy_start[expert] + __popc(p.mask[expert] & below);
       }
       seen |= fresh;
       tail += __popc(fresh);
-      found(fresh, root);
+      visit(fresh, root);
     }
   }
 }
 
 // flow.push. Returns whether load was pushed. seen: the ranks above the bound on entry, the ranks reached on return.
 __device__ bool push(Problem &p, double &load, double cap, double slack, double tiny, u32 &seen, int lane) {
-  Reached leaf = {__popc(seen & ((1u << lane) - 1)), lane, lane, 0, 0};
+  Reached node = {__popc(seen & ((1u << lane) - 1)), lane, lane, 0, 0};
   int tail = __popc(seen);
   bool pushed = false;
   u32 near = find_neighbours(p, p.mask, tiny, lane);
   while (true) {
     // The next rank of the queue is the first one that reaches a new rank. x changes only where all ranks are reached.
-    double source_load = __shfl_sync(ALL, load, leaf.root);
+    double source_load = __shfl_sync(ALL, load, node.root);
     bool open = (seen >> lane & 1) && (near & ~seen) && source_load > cap;
-    u32 first = __reduce_min_sync(ALL, open ? static_cast<u32>(leaf.place << 5 | lane) : ALL);
+    u32 first = __reduce_min_sync(ALL, open ? static_cast<u32>(node.position << 5 | lane) : ALL);
     if (first == ALL) break;
-    expand(p, first & 31, seen, tail, leaf, lane, [&](u32 fresh, int source) {
+    expand(p, first & 31, seen, tail, node, lane, [&](u32 fresh, int source) {
       u32 wanting = __ballot_sync(ALL, (fresh >> lane & 1) && cap - load > slack);
       while (wanting) {
         int v = __ffs(wanting) - 1;
         wanting &= wanting - 1;
-        double amount = least(cap - __shfl_sync(ALL, load, v), __shfl_sync(ALL, load, source) - cap);
+        double amount = minimum(cap - __shfl_sync(ALL, load, v), __shfl_sync(ALL, load, source) - cap);
         if (amount <= 0.0) break;
         u32 path = 0;
-        for (int w = v; w != source; w = __shfl_sync(ALL, leaf.parent, w)) {
-          amount = least(amount, p.x[__shfl_sync(ALL, leaf.from, w)]);
+        for (int w = v; w != source; w = __shfl_sync(ALL, node.parent, w)) {
+          amount = minimum(amount, p.x[__shfl_sync(ALL, node.from, w)]);
           path |= 1u << w;
         }
         if (amount <= 0.0) continue;
         pushed = true;
         __syncwarp();
         if (path >> lane & 1) {
-          p.x[leaf.from] -= amount;
-          p.x[leaf.to] += amount;
+          p.x[node.from] -= amount;
+          p.x[node.to] += amount;
         }
         if (lane == source) load -= amount;
         if (lane == v) load += amount;
@@ -106,27 +106,27 @@ __device__ void level_out_near(Problem &p, double &load, int lane) {
   __syncwarp();
   u32 near = find_neighbours(p, p.used, 0.0, lane);
   u32 everyone = ALL >> (32 - p.ranks), seen = 0;
-  Reached leaf = {0, lane, lane, -1, 0};
+  Reached node = {0, lane, lane, -1, 0};
   int tail = 0, begin = 0, end = 0;
   while (seen != everyone) {
-    int top = __ffs(~seen) - 1, first_place = tail;
+    int top = __ffs(~seen) - 1, first_position = tail;
     u32 before = seen;
-    if (lane == top) leaf.place = tail;
+    if (lane == top) node.position = tail;
     seen |= 1u << top;
     ++tail;
     while (true) {
       bool open = (seen >> lane & 1) && (near & ~seen);
-      u32 first = __reduce_min_sync(ALL, open ? static_cast<u32>(leaf.place << 5 | lane) : ALL);
+      u32 first = __reduce_min_sync(ALL, open ? static_cast<u32>(node.position << 5 | lane) : ALL);
       if (first == ALL) break;
-      expand(p, first & 31, seen, tail, leaf, lane, [](u32, int) {});
+      expand(p, first & 31, seen, tail, node, lane, [](u32, int) {});
     }
-    if ((seen & ~before) >> lane & 1) begin = first_place, end = tail;
+    if ((seen & ~before) >> lane & 1) begin = first_position, end = tail;
   }
   // From here on, lane i holds the i-th rank of the queue.
   bool mine = lane < p.ranks;
   if (mine) {
-    p.queue[leaf.place] = lane;
-    p.load[leaf.place] = load;
+    p.queue[node.position] = lane;
+    p.load[node.position] = load;
   }
   __syncwarp();
   double mean = 0.0;
@@ -136,13 +136,13 @@ __device__ void level_out_near(Problem &p, double &load, int lane) {
   int rank = mine ? p.queue[lane] : lane;
   double here = mine ? p.load[lane] : 0.0;
   mean = __shfl_sync(ALL, mean, rank);
-  int from = __shfl_sync(ALL, leaf.from, rank), to = __shfl_sync(ALL, leaf.to, rank);
-  int parent = __shfl_sync(ALL, leaf.place, __shfl_sync(ALL, leaf.parent, rank));
+  int from = __shfl_sync(ALL, node.from, rank), to = __shfl_sync(ALL, node.to, rank);
+  int parent = __shfl_sync(ALL, node.position, __shfl_sync(ALL, node.parent, rank));
   bool moves = mine && from >= 0;
   double from_part = moves ? p.x[from] : 0.0, to_part = moves ? p.x[to] : 0.0;
 #pragma unroll 4
   for (int i = tail - 1; i > 0; --i) {
-    double amount = moves ? most(least(here - mean, to_part), -from_part) : 0.0;
+    double amount = moves ? maximum(minimum(here - mean, to_part), -from_part) : 0.0;
     amount = __shfl_sync(ALL, amount, i);
     int above = __shfl_sync(ALL, parent, i), giver = __shfl_sync(ALL, from, i);
     if (lane == i) here -= amount, to_part -= amount;
@@ -156,7 +156,7 @@ __device__ void level_out_near(Problem &p, double &load, int lane) {
     if (__ffs(mates) - 1 == lane) p.x[from] = from_part;
     p.x[to] = to_part;
   }
-  load = __shfl_sync(ALL, here, leaf.place);
+  load = __shfl_sync(ALL, here, node.position);
   if (!mine) load = 0.0;
   __syncwarp();
 }

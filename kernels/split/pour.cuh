@@ -26,7 +26,7 @@ __device__ void pour_pairs(Problem &p, int lane) {
       double a = p.load[u] - now.first, b = p.load[v] - now.second;
       double part = (b - a + now.need) * 0.5;
       if (p.whole) part = floor(part);
-      part = least_bits(most_bits(part, 0.0), now.need);
+      part = minimum_by_bits(maximum_by_bits(part, 0.0), now.need);
       double other = now.need - part;
       p.load[u] = a + part, p.load[v] = b + other;
       p.x[2 * now.k] = part, p.x[2 * now.k + 1] = other;
@@ -41,22 +41,22 @@ __device__ void pour_pairs(Problem &p, int lane) {
 template <int MOST>
 __device__ void pour(Problem &p, int first, int count, double need) {
   const double infinite = __longlong_as_double(0x7ff0000000000000ll);
-  double rest_of[MOST];
+  double base_load[MOST];
   int rank[MOST];
 #pragma unroll
   for (int j = 0; j < MOST; ++j) rank[j] = p.copy_rank[first + (j < count ? j : 0)];
 #pragma unroll
   for (int j = 0; j < MOST; ++j) {
     double here = p.load[rank[j]] - p.x[first + (j < count ? j : 0)];
-    rest_of[j] = j < count ? here : infinite;
+    base_load[j] = j < count ? here : infinite;
   }
-  double total = need, low = rest_of[0];
+  double total = need, low = base_load[0];
   int lowest = 0;
 #pragma unroll
   for (int j = 0; j < MOST; ++j) {
-    total += j < count ? rest_of[j] : 0.0;
-    bool lower = rest_of[j] < low;
-    lowest = lower ? j : lowest, low = lower ? rest_of[j] : low;
+    total += j < count ? base_load[j] : 0.0;
+    bool lower = base_load[j] < low;
+    lowest = lower ? j : lowest, low = lower ? base_load[j] : low;
   }
   int wet = count;
   double level = divide(p, total, wet);
@@ -65,8 +65,8 @@ __device__ void pour(Problem &p, int first, int count, double need) {
     total = need;
 #pragma unroll
     for (int j = 0; j < MOST; ++j) {
-      bool below = rest_of[j] < level;
-      total += below ? rest_of[j] : 0.0;
+      bool below = base_load[j] < level;
+      total += below ? base_load[j] : 0.0;
       under += below;
     }
     if (under >= wet || under == 0) break;
@@ -74,17 +74,17 @@ __device__ void pour(Problem &p, int first, int count, double need) {
     level = divide(p, total, wet);
   }
   if (p.whole) level = floor(level);
-  double rest = need;
+  double remaining = need;
 #pragma unroll
   for (int j = 0; j < MOST; ++j) {
-    double part = j != lowest && rest_of[j] < level ? least(level - rest_of[j], rest) : 0.0;
-    rest -= part;
+    double part = j != lowest && base_load[j] < level ? minimum(level - base_load[j], remaining) : 0.0;
+    remaining -= part;
     if (j >= count || j == lowest) continue;
     p.x[first + j] = part;
-    p.load[rank[j]] = rest_of[j] + part;
+    p.load[rank[j]] = base_load[j] + part;
   }
-  p.x[first + lowest] = rest;
-  p.load[p.copy_rank[first + lowest]] = low + rest;
+  p.x[first + lowest] = remaining;
+  p.load[p.copy_rank[first + lowest]] = low + remaining;
 }
 
 __device__ void pour_many(Problem &p, int first, int last, double need) {
@@ -111,17 +111,17 @@ __device__ void pour_many(Problem &p, int first, int last, double need) {
     level = divide(p, total, wet);
   }
   if (p.whole) level = floor(level);
-  double rest = need;
+  double remaining = need;
   for (int c = first; c < last; ++c) {
     double here = p.load[p.copy_rank[c]];
     if (c == lowest || !(here < level)) continue;
-    double part = least(level - here, rest);
+    double part = minimum(level - here, remaining);
     p.x[c] = part;
     p.load[p.copy_rank[c]] = here + part;
-    rest -= part;
+    remaining -= part;
   }
-  p.x[lowest] = rest;
-  p.load[p.copy_rank[lowest]] += rest;
+  p.x[lowest] = remaining;
+  p.load[p.copy_rank[lowest]] += remaining;
 }
 
 __device__ void water_fill(Problem &p, int lane) {
@@ -148,7 +148,7 @@ __device__ void rescale(Problem &p, int lane) {
     int first = p.copy_start[k], last = p.copy_start[k + 1], largest = first;
     double need = p.demand[k], total = 0.0;
     for (int c = first; c < last; ++c) {
-      p.x[c] = most(p.x[c], 0.0);
+      p.x[c] = maximum(p.x[c], 0.0);
       total += p.x[c];
       if (p.x[c] > p.x[largest]) largest = c;
     }
@@ -157,13 +157,13 @@ __device__ void rescale(Problem &p, int lane) {
       total = last - first;
       largest = first;
     }
-    double scale = total == need ? 1.0 : need / total, rest = need;
+    double scale = total == need ? 1.0 : need / total, remaining = need;
     for (int c = first; c < last; ++c) {
       if (c == largest) continue;
-      p.x[c] = least(p.x[c] * scale, rest);
-      rest -= p.x[c];
+      p.x[c] = minimum(p.x[c] * scale, remaining);
+      remaining -= p.x[c];
     }
-    p.x[largest] = rest;
+    p.x[largest] = remaining;
   }
   __syncwarp();
 }
@@ -177,10 +177,10 @@ __device__ double add_copies(Problem &p, int lane) {
 #pragma unroll 4
     for (int i = p.rank_start[r]; i < end; ++i) here += p.x[p.rank_copy[i]];
     p.load[r] = here;
-    top = most(top, here);
+    top = maximum(top, here);
   }
   __syncwarp();
-  return warp_most(top);
+  return warp_maximum(top);
 }
 
 __device__ void split_evenly(Problem &p, int lane) {
@@ -197,7 +197,7 @@ __device__ double add_even(const Problem &p, int lane) {
       int c = p.rank_copy[i];
       here += p.demand[p.copy_expert[c]] * p.share[c];
     }
-    top = most(top, here);
+    top = maximum(top, here);
   }
-  return warp_most(top);
+  return warp_maximum(top);
 }

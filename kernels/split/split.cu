@@ -141,7 +141,7 @@ __device__ double add_experts(const Problem &p) {
   return total;
 }
 
-struct Found {
+struct Result {
   double peak;
   Bound bound;
   int sweeps;
@@ -149,10 +149,10 @@ struct Found {
 };
 
 // cpu.far_split.
-__device__ Found far_split(Problem &p, const Arguments &a, double total, const double *start, const double (&ahead)[2],
+__device__ Result far_split(Problem &p, const Arguments &a, double total, const double *start, const double (&ahead)[2],
                            int lane) {
   if (start) {
-    place_start<1>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, lane);
+    write_start<1>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, lane);
     __syncwarp();
     rescale(p, lane);
   } else if (p.whole) {
@@ -164,8 +164,8 @@ __device__ Found far_split(Problem &p, const Arguments &a, double total, const d
   add_copies(p, lane);
   for (int sweep = 0; sweep < NUM_SWEEPS; ++sweep) water_fill(p, lane);
   double fullest = 0.0;
-  for (int r = lane; r < p.ranks; r += 32) fullest = most(fullest, p.fixed[r]);
-  fullest = warp_most(fullest);
+  for (int r = lane; r < p.ranks; r += 32) fullest = maximum(fullest, p.fixed[r]);
+  fullest = warp_maximum(fullest);
   Bound bound = {total, p.ranks};
   if (fullest * p.ranks > total) bound = {fullest, 1};
   return {add_copies(p, lane), bound, NUM_SWEEPS, true};
@@ -173,23 +173,23 @@ __device__ Found far_split(Problem &p, const Arguments &a, double total, const d
 
 // Pushes load if the bound is not reached, and takes the even split if that is better. One warp.
 template <bool FAR>
-__device__ int finish(Problem &p, const Arguments &a, Found &found, int lane) {
+__device__ int finish(Problem &p, const Arguments &a, Result &result, int lane) {
   int rounds = 0;
-  Bound &bound = found.bound;
+  Bound &bound = result.bound;
   double mean = bound.numerator / bound.size;
-  if (p.whole ? (found.peak - 1.0) * bound.size >= bound.numerator : found.peak > mean * (1 + a.tol)) {
+  if (p.whole ? (result.peak - 1.0) * bound.size >= bound.numerator : result.peak > mean * (1 + a.tol)) {
     double tiny_part = static_cast<double>(p.ranks) / (2 * a.n.slots);
-    rounds = close_gap<FAR>(p, bound, a.tol, tiny_part, a.limit - found.sweeps, lane);
+    rounds = close_gap<FAR>(p, bound, a.tol, tiny_part, a.limit - result.sweeps, lane);
     if (rounds) {
       if (FAR && !p.whole) water_fill(p, lane);
-      found.peak = add_copies(p, lane);
+      result.peak = add_copies(p, lane);
     }
   }
-  if (!p.whole && (found.look_at_even || rounds)) {
+  if (!p.whole && (result.look_at_even || rounds)) {
     double even_peak = add_even(p, lane);
-    if (found.peak > even_peak) {
+    if (result.peak > even_peak) {
       split_evenly(p, lane);
-      found.peak = even_peak;
+      result.peak = even_peak;
     }
   }
   return rounds;
@@ -203,23 +203,23 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   Problem p;
   char *at = shared + n.staged;
   int even_copies = (n.copies + 1) / 2 * 2;
-  p.values = p.x = take<double>(at, even_copies + n.experts + 1);
+  p.values = p.x = allocate<double>(at, even_copies + n.experts + 1);
   double *expert_load = p.x + even_copies;
   i64 *expert_bits = reinterpret_cast<i64 *>(expert_load);
-  p.fixed = take<double>(at, n.ranks);
-  p.load = take<double>(at, n.ranks);
-  p.demand = take<double>(at, n.replicated);
+  p.fixed = allocate<double>(at, n.ranks);
+  p.load = allocate<double>(at, n.ranks);
+  p.demand = allocate<double>(at, n.replicated);
   if (!FAR) {
     p.inverse = nullptr;
-    p.experts = take<uint2>(at, n.replicated);
-    p.loads = take<int>(at, 32);
-    p.fixed_units = take<int>(at, 32);
-    p.warm_loads = take<int>(at, 32);
-    p.totals = take<u64>(at, WIDE);
-    p.even_top = take<int>(at, 2);
+    p.experts = allocate<uint2>(at, n.replicated);
+    p.loads = allocate<int>(at, 32);
+    p.fixed_units = allocate<int>(at, 32);
+    p.warm_loads = allocate<int>(at, 32);
+    p.totals = allocate<u64>(at, WIDE);
+    p.even_top = allocate<int>(at, 2);
     p.ended = p.even_top + 1;
-    p.searched = take<Searched>(at, 1);
-    p.offered = take<Captive>(at, 1);
+    p.searched = allocate<Searched>(at, 1);
+    p.new_bound = allocate<Captive>(at, 1);
     if (thread < 32) p.loads[thread] = 0, p.fixed_units[thread] = 0, p.warm_loads[thread] = 0;
     if (thread == 0) *p.ended = 0;
     at = shared + (at - shared + 15) / 16 * 16;
@@ -227,16 +227,16 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     p.used = reinterpret_cast<u32 *>(at);
     p.reach = p.used + n.replicated;
     p.queue = reinterpret_cast<u16 *>(p.loads);
-    p.cells = take<Cell>(at, (n.waves + 1) * n.ranks);
-    p.partly_used = take<u32>(at, n.waves * n.ranks);
+    p.cells = allocate<Cell>(at, (n.waves + 1) * n.ranks);
+    p.partly_used = allocate<u32>(at, n.waves * n.ranks);
   } else {
-    p.inverse = take<double>(at, NUM_INVERSES);
+    p.inverse = allocate<double>(at, NUM_INVERSES);
     for (int i = lane; i < NUM_INVERSES; i += 32) p.inverse[i] = 1.0 / i;
-    p.queue = take<u16>(at, n.ranks);
-    p.root = take<u16>(at, n.ranks);
-    p.from = take<u16>(at, n.ranks);
-    p.to = take<u16>(at, n.ranks);
-    p.seen = take<int>(at, n.ranks);
+    p.queue = allocate<u16>(at, n.ranks);
+    p.root = allocate<u16>(at, n.ranks);
+    p.from = allocate<u16>(at, n.ranks);
+    p.to = allocate<u16>(at, n.ranks);
+    p.seen = allocate<int>(at, n.ranks);
   }
   p.whole = a.whole;
   p.ranks = n.ranks;
@@ -245,8 +245,8 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   // cache, when the earlier kernel has ended.
   i64 before = table_of(a, __ldcg(a.layer + b));
   stage_table<WARPS>(a, before, shared, thread);
-  wait_for_earlier();
-  let_next_begin();
+  wait_for_previous_kernel();
+  allow_next_kernel();
   i64 layer = __ldcg(a.layer + b);
   const double *start = a.start ? a.start + static_cast<i64>(b) * n.slots : nullptr;
   double ahead[2] = {0.0, 0.0};
@@ -256,11 +256,11 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   int status = layer < 0 || layer >= a.layers ? BAD_LAYER : OK;
   layer = table_of(a, layer);
   bool bad = stage_loads<WARPS>(a, b, before, layer, shared, expert_bits, FAR ? nullptr : p.totals, thread);
-  place_table<FAR>(p, shared, a.tables + layer * a.table_bytes, n);
+  bind_table<FAR>(p, shared, a.tables + layer * a.table_bytes, n);
 
   auto as_load = [&](i64 bits) { return a.integral ? static_cast<double>(bits) : __longlong_as_double(bits); };
   double total;
-  int places = 0;
+  int shift = 0;
   bool exact = false;  // whether loads are exact in units
   auto add_fixed = [&]() {
     for (int k = thread; k < p.replicated; k += THREADS) p.demand[k] = as_load(expert_bits[p.expert[k]]);
@@ -276,7 +276,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
         }
         p.fixed[r] = here;
       }
-    meet_all<WARPS>();
+    sync_problem<WARPS>();
   };
   if (!FAR && a.integral) {  // integer sums do not depend on their order
     u64 sum = 0;
@@ -288,8 +288,8 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     total = add_experts(p);
   }
   if (!FAR) {
-    places = places_of(p, total);
-    exact = a.integral && places >= 0;
+    shift = shift_of(p, total);
+    exact = a.integral && shift >= 0;
     if (a.integral && !exact) add_fixed();
   }
   if (status == OK) status = bad || total != total ? BAD_LOAD : total >= a.too_large ? TOO_LARGE : OK;
@@ -305,36 +305,36 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     return;
   }
 
-  Found found;
-  int rounds = 0, scribe = 0;
+  Result result;
+  int rounds = 0, writer = 0;
   if (FAR) {
-    found = far_split(p, a, total, start, ahead, lane);
-    rounds = finish<FAR>(p, a, found, lane);
+    result = far_split(p, a, total, start, ahead, lane);
+    rounds = finish<FAR>(p, a, result, lane);
   } else {
-    Searched searched = near_split<WARPS>(p, a, places, expert_bits, start, ahead, thread);
-    place_parts<WARPS>(p, places, exact, thread);
-    double inverse = power_of_two(-places);
-    found.peak = searched.top * inverse;
-    found.bound = {searched.captive.load * inverse, __popc(searched.captive.inside)};
-    found.sweeps = searched.sweeps;
-    found.look_at_even = *p.even_top <= searched.top + n.slots;
+    Searched searched = near_split<WARPS>(p, a, shift, expert_bits, start, ahead, thread);
+    write_parts<WARPS>(p, shift, exact, thread);
+    double inverse = power_of_two(-shift);
+    result.peak = searched.top * inverse;
+    result.bound = {searched.captive.load * inverse, __popc(searched.captive.inside)};
+    result.sweeps = searched.sweeps;
+    result.look_at_even = *p.even_top <= searched.top + n.slots;
     // Nearly always true: the peak is within the tolerance, by a margin of 1/32 of it, and better than the even split.
-    bool settled = exact && (p.whole ? searched.top <= searched.captive.bound : !found.look_at_even) &&
+    bool settled = exact && (p.whole ? searched.top <= searched.captive.bound : !result.look_at_even) &&
                    searched.top <= searched.captive.bound + __umulhi(searched.captive.bound, spare_of(p, a.tol));
     if (settled) {
-      scribe = THREADS - 1;
+      writer = THREADS - 1;
     } else {
       if (exact) add_fixed();
       if (thread < 32) {
         if (!exact) {
-          found.bound.numerator = captive_load(p, searched.captive.inside, lane);
-          found.peak = add_copies(p, lane);
+          result.bound.numerator = captive_load(p, searched.captive.inside, lane);
+          result.peak = add_copies(p, lane);
         } else {
           add_copies(p, lane);
         }
-        rounds = finish<FAR>(p, a, found, lane);
+        rounds = finish<FAR>(p, a, result, lane);
       }
-      meet_all<WARPS>();
+      sync_problem<WARPS>();
     }
   }
   i64 out = static_cast<i64>(b) * n.slots;
@@ -343,18 +343,18 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   for (int s = thread; a.split && s < n.slots; s += THREADS)
     if (!(p.source[s] & TWIN)) write(a.split, out + s, value(p.source[s]), p.whole);
   for (int i = thread; a.split && i < p.twins; i += THREADS) {
-    int s = p.twin[3 * i], place = p.twin[3 * i + 1], mates = p.twin[3 * i + 2];
+    int s = p.twin[3 * i], index = p.twin[3 * i + 1], mates = p.twin[3 * i + 2];
     double part = value(p.source[s] & ~TWIN);
-    part = p.whole ? floor((part + (mates - 1 - place)) / mates) : part / mates;
+    part = p.whole ? floor((part + (mates - 1 - index)) / mates) : part / mates;
     write(a.split, out + s, part, p.whole);
   }
   // Written by the last warp, which has the fewest slots to write, unless the first warp changed the result.
-  if (thread == scribe) {
-    double mean = found.bound.numerator / found.bound.size;
-    a.peak[b] = found.peak;
-    a.bound[b] = least(mean, found.peak);
-    write(a.numerator, b, found.bound.numerator, a.integral);
-    a.size[b] = found.bound.size, a.sweeps[b] = found.sweeps + rounds, a.status[b] = OK;
+  if (thread == writer) {
+    double mean = result.bound.numerator / result.bound.size;
+    a.peak[b] = result.peak;
+    a.bound[b] = minimum(mean, result.peak);
+    write(a.numerator, b, result.bound.numerator, a.integral);
+    a.size[b] = result.bound.size, a.sweeps[b] = result.sweeps + rounds, a.status[b] = OK;
   }
 }
 

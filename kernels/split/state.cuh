@@ -23,7 +23,7 @@ struct Sizes {
 };
 
 template <int WARPS>
-__device__ void meet_all() {
+__device__ void sync_problem() {
   if (WARPS > 1)
     __syncthreads();
   else
@@ -57,7 +57,7 @@ struct Problem {
   u16 *queue, *root, *from, *to;
   int *seen, *loads, *fixed_units, *warm_loads, *even_top, *ended;
   u64 *totals;
-  Captive *offered;
+  Captive *new_bound;
   Searched *searched;
   Cell *cells;
   uint2 *experts;  // the expert's ranks, and its load in units
@@ -85,54 +85,54 @@ struct Bound {
 };
 
 template <class T, class At>
-__device__ T *take(At *&at, int count) {
+__device__ T *allocate(At *&at, int count) {
   T *here = reinterpret_cast<T *>(at);
   at += (count * sizeof(T) + 7) / 8 * 8;
   return here;
 }
 
 template <bool FAR>
-__device__ void place_table(Problem &p, const char *staged, const char *table, const Sizes &n) {
+__device__ void bind_table(Problem &p, const char *staged, const char *table, const Sizes &n) {
   const char *at = staged;
-  const u16 *counts = take<const u16>(at, 8);
+  const u16 *counts = allocate<const u16>(at, 8);
   p.replicated = counts[0], p.copies = counts[1], p.paired = counts[2];
   p.waves = counts[3], p.pair_waves = counts[4], p.twins = counts[5];
-  p.mask = take<const u32>(at, n.replicated);
-  p.expert = take<const u16>(at, n.replicated);
-  p.copy_start = take<const u16>(at, n.replicated + 1);
-  p.source = take<const u16>(at, n.slots);
-  p.twin = take<const u16>(at, 3 * n.twins);
+  p.mask = allocate<const u32>(at, n.replicated);
+  p.expert = allocate<const u16>(at, n.replicated);
+  p.copy_start = allocate<const u16>(at, n.replicated + 1);
+  p.source = allocate<const u16>(at, n.slots);
+  p.twin = allocate<const u16>(at, 3 * n.twins);
   if (FAR) {
-    p.fixed_start = take<const u16>(at, n.ranks + 1);
-    p.fixed_expert = take<const u16>(at, n.fixed);
-    p.wave_start = take<const u16>(at, n.waves + 1);
+    p.fixed_start = allocate<const u16>(at, n.ranks + 1);
+    p.fixed_expert = allocate<const u16>(at, n.fixed);
+    p.wave_start = allocate<const u16>(at, n.waves + 1);
   } else {
-    p.until = take<const double>(at, n.copies);
-    p.inverse_units = take<const u32>(at, NUM_INVERSES);
-    p.wave_mask = take<const u32>(at, n.waves * n.ranks);
-    p.wave_copy = take<const u32>(at, n.waves * n.ranks);
-    p.wave_others = take<const u32>(at, n.waves * n.ranks);
-    p.fixed_row = take<const u16>(at, n.rows * n.ranks);
-    p.fixed_rank = take<const u8>(at, n.rows * n.ranks);
-    p.members = take<const u16>(at, n.waves + 1);
+    p.until = allocate<const double>(at, n.copies);
+    p.inverse_units = allocate<const u32>(at, NUM_INVERSES);
+    p.wave_mask = allocate<const u32>(at, n.waves * n.ranks);
+    p.wave_copy = allocate<const u32>(at, n.waves * n.ranks);
+    p.wave_others = allocate<const u32>(at, n.waves * n.ranks);
+    p.fixed_row = allocate<const u16>(at, n.rows * n.ranks);
+    p.fixed_rank = allocate<const u8>(at, n.rows * n.ranks);
+    p.members = allocate<const u16>(at, n.waves + 1);
     at = table + n.staged;
   }
-  p.share = take<const double>(at, n.copies);
-  p.copy_rank = take<const u16>(at, n.copies);
-  p.copy_expert = take<const u16>(at, n.copies);
-  p.rank_start = take<const u16>(at, n.ranks + 1);
-  p.rank_copy = take<const u16>(at, n.copies);
+  p.share = allocate<const double>(at, n.copies);
+  p.copy_rank = allocate<const u16>(at, n.copies);
+  p.copy_expert = allocate<const u16>(at, n.copies);
+  p.rank_start = allocate<const u16>(at, n.ranks + 1);
+  p.rank_copy = allocate<const u16>(at, n.copies);
 }
 
-__device__ double least(double a, double b) { return b < a ? b : a; }
-__device__ double most(double a, double b) { return b > a ? b : a; }
+__device__ double minimum(double a, double b) { return b < a ? b : a; }
+__device__ double maximum(double a, double b) { return b > a ? b : a; }
 
 // For numbers of which at least one is not negative: their bits have the same order, and integers compare faster.
-__device__ double least_bits(double a, double b) { return __double_as_longlong(b) < __double_as_longlong(a) ? b : a; }
-__device__ double most_bits(double a, double b) { return __double_as_longlong(b) > __double_as_longlong(a) ? b : a; }
+__device__ double minimum_by_bits(double a, double b) { return __double_as_longlong(b) < __double_as_longlong(a) ? b : a; }
+__device__ double maximum_by_bits(double a, double b) { return __double_as_longlong(b) > __double_as_longlong(a) ? b : a; }
 
 // The largest value of the lanes. Values are not negative, so their bits have the same order.
-__device__ double warp_most(double value) {
+__device__ double warp_maximum(double value) {
   i64 bits = __double_as_longlong(value);
   u32 high = static_cast<u32>(bits >> 32), top = __reduce_max_sync(ALL, high);
   u32 low = __reduce_max_sync(ALL, high == top ? static_cast<u32>(bits) : 0u);

@@ -2,7 +2,7 @@
 
 // Sets x to another batch's split of the copies. ahead: the parts of the thread's first slots, already loaded.
 template <int WARPS>
-__device__ void place_start(Problem &p, const double *start, const double (&ahead)[2], int slots, int even_copies,
+__device__ void write_start(Problem &p, const double *start, const double (&ahead)[2], int slots, int even_copies,
                             int thread) {
   auto place = [&](int s, double part) {
     if (s < slots && p.source[s] < even_copies) p.x[p.source[s]] = part;
@@ -14,39 +14,39 @@ __device__ void place_start(Problem &p, const double *start, const double (&ahea
 #pragma unroll 4
   for (int s = thread + (WARPS > 1 ? 64 * WARPS : 0); s < slots; s += 32 * WARPS) place(s, start[s]);
   if (!p.twins) return;
-  meet_all<WARPS>();
+  sync_problem<WARPS>();
   if (thread == 0)
     for (int pass = 0; pass < 2; ++pass)
       for (int i = 0; i < p.twins; ++i) {
         int s = p.twin[3 * i], from = p.source[s] & ~TWIN;
         if (from < even_copies) p.x[from] = pass ? p.x[from] + start[s] : 0.0;
       }
-  meet_all<WARPS>();
+  sync_problem<WARPS>();
 }
 
 // By how many bits loads are shifted so that their total has 30 bits.
-__device__ int places_of(const Problem &p, double total) {
-  int places = 0;
+__device__ int shift_of(const Problem &p, double total) {
+  int shift = 0;
   if (total > 0.0) {
-    places = min(max(1052 - static_cast<int>(__double_as_longlong(total) >> 52), -1000), 1000);
-    if (p.whole) places = min(places, 0);
+    shift = min(max(1052 - static_cast<int>(__double_as_longlong(total) >> 52), -1000), 1000);
+    if (p.whole) shift = min(shift, 0);
   }
-  return places;
+  return shift;
 }
 
-__device__ double power_of_two(int places) { return __longlong_as_double(static_cast<i64>(1023 + places) << 52); }
+__device__ double power_of_two(int shift) { return __longlong_as_double(static_cast<i64>(1023 + shift) << 52); }
 
 // cpu.near_split without the final check in float64. Lane r of the first warp holds rank r. The other warps take part
 // in the conversions, and the second warp also in the search.
 template <int WARPS>
-__device__ Searched near_split(Problem &p, const Arguments &a, int places, const i64 *expert_load, const double *start,
+__device__ Searched near_split(Problem &p, const Arguments &a, int shift, const i64 *expert_load, const double *start,
                                const double (&ahead)[2], int thread) {
   const int THREADS = 32 * WARPS;
-  double unit = power_of_two(places);
-  bool exact = a.integral && places >= 0;
+  double unit = power_of_two(shift);
+  bool exact = a.integral && shift >= 0;
   int lane = thread & 31;
   auto in_units = [&](i64 bits) {
-    if (a.integral) return static_cast<int>(places >= 0 ? bits << places : bits >> -places);
+    if (a.integral) return static_cast<int>(shift >= 0 ? bits << shift : bits >> -shift);
     return static_cast<int>(__longlong_as_double(bits) * unit);
   };
   if (exact) {
@@ -76,8 +76,8 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
     }
     p.cells[i] = cell;
   }
-  if (start) place_start<WARPS>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
-  meet_all<WARPS>();
+  if (start) write_start<WARPS>(p, start, ahead, a.n.slots, (a.n.copies + 1) / 2 * 2, thread);
+  sync_problem<WARPS>();
   int fixed = 0, load = 0, even_top = 0, unlevelled = COLD;
   if (thread < 64 || start) fixed = p.fixed_units[lane];
   if (thread < 32 || start) {
@@ -94,7 +94,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
       warm_units[i] = warm_part(p, p.wave_copy[i] >> 16, cell.need, p.wave_copy[i] & 0xffff);
       atomicAdd(p.warm_loads + (cell.others >> 24), static_cast<int>(warm_units[i]));
     }
-    meet_all<WARPS>();
+    sync_problem<WARPS>();
     int warm = fixed + p.warm_loads[lane], total = __reduce_add_sync(ALL, load), mean = over(p, total, p.ranks);
     int above = static_cast<int>(__reduce_max_sync(ALL, static_cast<u32>(warm))) - mean, even_above = even_top - mean;
     if (above < even_above) {
@@ -104,23 +104,23 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int places, const
       for (int i = thread; i < p.waves * p.ranks; i += THREADS)
         if (p.cells[i].mask) p.cells[i].part = warm_units[i];
     }
-    meet_all<WARPS>();
+    sync_problem<WARPS>();
   }
   if (thread < 32) {
     int limit = min(a.limit, p.whole ? MOST_WHOLE : MOST_SWEEPS);
-    Searched found = search<WARPS>(p, load, fixed, a.tol, limit, unlevelled, lane);
-    if (lane == 0) *p.searched = found;
+    Searched searched = search<WARPS>(p, load, fixed, a.tol, limit, unlevelled, lane);
+    if (lane == 0) *p.searched = searched;
   } else if (WARPS > 1) {
-    offer_bounds<WARPS>(p, fixed, thread / 32, lane);
+    compute_bounds<WARPS>(p, fixed, thread / 32, lane);
   }
-  meet_all<WARPS>();
+  sync_problem<WARPS>();
   return *p.searched;
 }
 
 // Sets x from the cells, and adds the part that the integer units lose.
 template <int WARPS>
-__device__ void place_parts(Problem &p, int places, bool exact, int thread) {
-  double inverse = power_of_two(-places);
+__device__ void write_parts(Problem &p, int shift, bool exact, int thread) {
+  double inverse = power_of_two(-shift);
   for (int i = thread; i < p.waves * p.ranks; i += 32 * WARPS) {
     u32 mask = p.cells[i].mask, copy = p.wave_copy[i];
     if (!mask) continue;
@@ -129,5 +129,5 @@ __device__ void place_parts(Problem &p, int places, bool exact, int thread) {
       part += p.demand[copy >> 16] - static_cast<int>(p.experts[copy >> 16].y) * inverse;
     p.x[copy & 0xffff] = part;
   }
-  meet_all<WARPS>();
+  sync_problem<WARPS>();
 }

@@ -47,8 +47,8 @@ static void wait(State for_whom, int line) {
 #define __syncthreads() wait(AT_BLOCK, __LINE__)
 #define cluster_arrive() wait(AT_CLUSTER, __LINE__)  // a stricter order than the device's
 #define cluster_wait()
-#define wait_for_earlier()
-#define let_next_begin()
+#define wait_for_previous_kernel()
+#define allow_next_kernel()
 static unsigned block_of_cluster() { return current / blockDim.x; }
 
 static unsigned read_of_block(const unsigned *mine, unsigned block) {

@@ -1,20 +1,20 @@
 // What stands for kernels/router/cluster.cuh on the host: a cluster is the launch's blocks.
 
 #define CLUSTERED
-static void wait_for_last() {}
-static void let_next_begin() {}
-static void meet_begin() {
+static void wait_for_previous_kernel() {}
+static void allow_next_kernel() {}
+static void cluster_arrive() {
     if (CLUSTER > 1) ++fibers[current].begun, ++everyone.there;
 }
-static void meet_end() {
+static void cluster_wait() {
     const int goal = fibers[current].begun * fibers.size();
     while (CLUSTER > 1 && everyone.there < goal) give_way();
 }
-static void add_to(unsigned &word, int other, unsigned bits) {
+static void or_into_block(unsigned &word, int other, unsigned bits) {
     const long offset = (unsigned char *)&word - block_memory();
     *(unsigned *)((unsigned char *)blocks[other].memory.data() + offset) |= bits;
 }
-template <typename T> static void sum_to(T &word, int other, T more) {
+template <typename T> static void add_into_block(T &word, int other, T more) {
     const long offset = (unsigned char *)&word - block_memory();
     *(T *)((unsigned char *)blocks[other].memory.data() + offset) += more;
 }

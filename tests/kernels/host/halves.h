@@ -7,8 +7,8 @@ struct float2 { float x, y; };
 static float2 make_float2(float x, float y) { return {x, y}; }
 struct int4 { int x, y, z, w; };
 
-static void wait_for_last() {}
-static void let_next_begin() {}
+static void wait_for_previous_kernel() {}
+static void allow_next_kernel() {}
 static float from_half(u16 bits) {
     const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
     if (exponent == 31) return mantissa ? NAN : bits >> 15 ? -INFINITY : INFINITY;
@@ -54,7 +54,7 @@ static void copy_16(void *to, const void *from) {
     own_copies().groups.back().push_back([=] { memcpy(to, from, 16); });
 }
 static void end_group() { own_copies().groups.emplace_back(); }
-template <int LATER> static void copies_there() {
+template <int LATER> static void wait_for_copies() {
     auto &groups = own_copies().groups;
     // The last is open.
     while ((int)groups.size() > LATER + 1) {
@@ -62,8 +62,8 @@ template <int LATER> static void copies_there() {
         groups.erase(groups.begin());
     }
 }
-static void copied() { end_group(), copies_there<0>(); }
-static void before_copies() {}
+static void wait_for_all_copies() { end_group(), wait_for_copies<0>(); }
+static void fence_before_copies() {}
 static u64 tagged(u32 bits, u32 tag) { return (u64)tag << 32 | bits; }
 static void put_tagged(u64 *at, u32 bits, u32 tag) { *at = tagged(bits, tag); }
 static void put_two_tagged(u64 *at, float one, float other, u32 tag) {

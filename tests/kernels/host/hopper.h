@@ -10,8 +10,8 @@ static void settle(u64 &barrier) {
     const u64 all = barrier >> 16 & 0xff;
     if ((barrier >> 8 & 0xff) == 0 && barrier >> 32 == 0) barrier = ((barrier & 1) ^ 1) | all << 8 | all << 16;
 }
-static void start(u64 &barrier, int arrivals) { barrier = (u64)arrivals << 8 | (u64)arrivals << 16; }
-static void started() {}
+static void init_barrier(u64 &barrier, int arrivals) { barrier = (u64)arrivals << 8 | (u64)arrivals << 16; }
+static void fence_barrier_init() {}
 static void wait(u64 &barrier, u32 parity) { while ((barrier & 1) == parity) give_way(); }
 static void arrive(u64 &barrier) { barrier -= 1 << 8, settle(barrier); }
 static void arrive_expecting(u64 &barrier, u32 bytes) { barrier += (u64)bytes << 32, arrive(barrier); }
@@ -23,7 +23,7 @@ static void copy_in(void *to, const void *from, u32 bytes, u64 &barrier, u64) {
         barrier -= (u64)bytes << 32, settle(barrier);
     });
 }
-static void meet(int threads) { meet_of(block().part, threads); }
+static void sync_threads(int threads) { meet_of(block().part, threads); }
 static u64 newest(const u64 *at) { give_way(); return *at; }
 static float wide(u32 bits, int which) { return __int_as_float(which ? bits & 0xffff0000u : bits << 16); }
 static u16 rounded(float value) {

@@ -140,8 +140,8 @@ static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c);
 static unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned long long>(a) * b >> 32; }
 static void atomicOr(unsigned *at, unsigned bits) { *at |= bits; }
 static void atomicAdd(int *at, int amount) { *at += amount; }
-#define wait_for_earlier()
-#define let_next_begin()
+#define wait_for_previous_kernel()
+#define allow_next_kernel()
 
 template <class T>
 static T __ldcg(const T *at) {
