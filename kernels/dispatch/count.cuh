@@ -113,6 +113,6 @@ extern "C" __global__ void __cluster_dims__(COUNT_BLOCKS, 1, 1) __launch_bounds_
   for (int e = thread; e <= experts; e += COUNT_THREADS) {
     if (e % COUNT_BLOCKS != block) continue;
     a.counts[e] = seen[e];
-    a.own[e] = seen[e];
+    a.rank_counts[e] = seen[e];
   }
 }

@@ -12,7 +12,7 @@ from epsim.kernels.split.launch import compiled, macros, with_headers
 
 MOST_EXPERTS, MOST_SLOTS, MOST_ASSIGNMENTS = 1 << 10, (1 << 16) - 1, 1 << 22
 """The largest sizes that fit the words and tables of dispatch.cu."""
-BUFFERS = ("counts", "own", "words", "ends", "routed", "step", "physical", "shared_rank", "slots_out")
+BUFFERS = ("counts", "rank_counts", "words", "ends", "routed", "step", "physical", "shared_rank", "slots_out")
 POINTERS = ("ids", "rows", "loads", "split", *BUFFERS, "first", "copies", "nearest", "node")
 NUMBERS = ("tokens", "top_k", "experts", "slots", "ranks", "rank", "follow", "shared", "global", "plus_local")
 ARGUMENTS = np.dtype(

@@ -26,7 +26,7 @@ __device__ int slot_of(const Arguments &a, const Ends &ends, u64 key, u32 word, 
   u32 first = ends.experts[expert] & 0xffff, number = ends.experts[expert] >> 16, point = index;
   if (number == 1) return ends.slot[first];
   if (a.follow == SAMPLED) point = static_cast<u32>(draw(a, key, token, j, BITS));
-  if (a.follow == SYSTEMATIC) point = point_of(index, offset(ends.shift, expert), ends.own[expert]);
+  if (a.follow == SYSTEMATIC) point = point_of(index, offset(ends.shift, expert), ends.rank_tokens[expert]);
   return slot_at(ends, first, number, point);
 }
 
@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_consta
   if (fills) {
     find_loads(a, ends, water);
     find_weights(a, water);
-    fills = a.own[a.experts] >= FEW_TOKENS;
+    fills = a.rank_counts[a.experts] >= FEW_TOKENS;
   }
   int on_rank = slots_per_rank(a);
   for (; begin < a.tokens; begin += step) {

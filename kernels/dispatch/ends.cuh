@@ -3,7 +3,7 @@
 
 struct Ends {
   u32 *end, *part;     // [slots], in order of copies: the upper end of each copy's interval, and the copy's part
-  u32 *experts, *own;  // [experts]: first copy | copies << 16; the number of this rank's tokens
+  u32 *experts, *rank_tokens;  // [experts]: first copy | copies << 16; the number of this rank's tokens
   u16 *slot;           // [slots], in order of copies
   u32 shift;           // the shift of this rank's offsets
 };
@@ -11,7 +11,7 @@ struct Ends {
 __device__ Ends allocate_ends(const Arguments &a, char *&at) {
   Ends ends;
   ends.end = allocate<u32>(at, a.slots), ends.part = allocate<u32>(at, a.slots);
-  ends.experts = allocate<u32>(at, a.experts), ends.own = allocate<u32>(at, a.experts);
+  ends.experts = allocate<u32>(at, a.experts), ends.rank_tokens = allocate<u32>(at, a.experts);
   ends.slot = allocate<u16>(at, a.slots);
   ends.shift = (static_cast<u32>(a.rank) << BITS) / a.ranks;
   return ends;
@@ -40,14 +40,14 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
   }
   for (int e = threadIdx.x; e < a.experts; e += THREADS) {
     ends.experts[e] = a.first[e] | static_cast<u32>(a.first[e + 1] - a.first[e]) << 16;
-    ends.own[e] = static_cast<u32>(a.own[e]);
+    ends.rank_tokens[e] = static_cast<u32>(a.rank_counts[e]);
   }
   for (int p = threadIdx.x; p < a.slots; p += THREADS) ends.slot[p] = a.copies[p].slot;
   wait_for_previous_kernel();
   for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
     if (copy.number <= 1)  // 0 for an empty slot
-      ends.end[p] = copy.number == 0 ? 0 : a.follow == GATHERED ? static_cast<u32>(a.own[copy.expert]) : ONE;
+      ends.end[p] = copy.number == 0 ? 0 : a.follow == GATHERED ? static_cast<u32>(a.rank_counts[copy.expert]) : ONE;
     else if (a.follow == GATHERED)
       ends.end[p] = a.ends[p];
     else

@@ -24,7 +24,7 @@ struct Arguments {
   i64 *loads;          // [experts + 1]: sums of `rows` over ranks
   const void *split;   // [slots]: float64, or int64 if gathered; null for an even split
   i64 *counts;         // [experts + 1]: this rank's tokens by expert, then the number of tokens with any expert
-  i64 *own;            // [experts + 1]: a copy of `counts` for later launches
+  i64 *rank_counts;            // [experts + 1]: a copy of `counts` for later launches
   u32 *words;          // [tokens, top_k]: expert << 22 | the token's index among this rank's tokens of the expert
   u32 *ends;           // [slots]: if gathered, the running sums of this rank's quotas of an expert, by copy
   i64 *routed;         // [ranks]: the assignments that each rank serves

@@ -29,11 +29,11 @@ __device__ void find_loads(const Arguments &a, const Ends &ends, const Water &wa
       atomicAdd(&load[s / slots_per_rank(a)], static_cast<u64>(static_cast<const i64 *>(a.split)[s]));
   } else if (a.follow == STATIC) {
     for (int e = threadIdx.x; e < a.experts; e += THREADS)
-      atomicAdd(&load[a.nearest[a.rank * a.experts + e] / slots_per_rank(a)], static_cast<u64>(a.own[e]));
+      atomicAdd(&load[a.nearest[a.rank * a.experts + e] / slots_per_rank(a)], static_cast<u64>(a.rank_counts[e]));
   } else {
     for (int p = threadIdx.x; p < a.slots; p += THREADS) {
       Copy copy = a.copies[p];
-      i64 number = quota(a, ends, p, copy, ends.shift, ends.own[copy.expert]);
+      i64 number = quota(a, ends, p, copy, ends.shift, ends.rank_tokens[copy.expert]);
       atomicAdd(&load[copy.slot / slots_per_rank(a)], static_cast<u64>(number));
     }
   }
@@ -65,7 +65,7 @@ __device__ void find_weights(const Arguments &a, const Water &water) {
     for (int r = lane; r < a.ranks; r += 32) {
       i64 load = water.load[r];
       if (a.plus_local && (a.global || r == a.rank)) {
-        const i64 *counts = a.global ? a.rows + static_cast<i64>(r) * (a.experts + 1) : a.own;
+        const i64 *counts = a.global ? a.rows + static_cast<i64>(r) * (a.experts + 1) : a.rank_counts;
         load += rounded_up(counts[a.experts], a.cost);
       }
       water.load[r] = load;
@@ -78,7 +78,7 @@ __device__ void find_weights(const Arguments &a, const Water &water) {
       int rank = __shfl_xor_sync(ALL, lightest, distance);
       if (lighter(load, rank, least_load, lightest)) least_load = load, lightest = rank;
     }
-    i64 waiting = a.global ? a.loads[a.experts] : a.own[a.experts];
+    i64 waiting = a.global ? a.loads[a.experts] : a.rank_counts[a.experts];
     i64 line = (sum + rounded_up(waiting, a.cost) + a.ranks - 1) / a.ranks, before = 0;
     for (int base = 0; base < a.ranks; base += 32) {
       int r = base + lane;

@@ -60,7 +60,7 @@ struct Routing {
     float weight[PAIRS];   // The weight of each sorted pair.
     u16 expert[EXPERTS];   // The active experts, ascending.
     u16 start[EXPERTS + 1];// The first sorted pair of each active expert.
-    u16 place[EXPERTS];    // The index of an expert among the active ones.
+    u16 active_index[EXPERTS];    // The index of an expert among the active ones.
     u8 token[PAIRS];
     int active;
 };
@@ -114,7 +114,7 @@ __device__ void produce(const Arguments &a, Shared &shared, int lane) {
     const u64 policy = read_once();
     const Routing &routing = shared.routing;
     Cursor at;
-    const int units = routing.active * UNITS, own = own_units(units), drawn = own * gridDim.x;
+    const int units = routing.active * UNITS, own = own_units(units), num_assigned = own * gridDim.x;
     const int row = lane < 8 ? lane : INTER + lane - 8;
     for (int i = 0;; ++i) {
         int unit = blockIdx.x * own + i;
@@ -123,7 +123,7 @@ __device__ void produce(const Arguments &a, Shared &shared, int lane) {
             wait(shared.empty[at.stage], at.parity ^ 1);
             u64 number = 0;
             if (lane == 0) number = atomicAdd(a.arrived + 1, 1ull);
-            unit = drawn + (int)__shfl_sync(~0u, number, 0);
+            unit = num_assigned + (int)__shfl_sync(~0u, number, 0);
             if (unit >= units) break;
         }
         const int expert = routing.expert[unit / UNITS];
@@ -192,7 +192,7 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
     constexpr int STEPS = steps(HIDDEN), CHUNKS = chunks(HIDDEN);
     const Routing &routing = shared.routing;
     float4 *partial = (float4 *)shared.scratch;
-    int place = -1, start = 0, pairs = 0, turn = 0;
+    int active_index = -1, start = 0, pairs = 0, buffer = 0;
     uint4 held[HELD][KEPT][STEPS];
     auto row = [&](int tile) -> const u16 * {
         const int pair = tile * 8 + lane / 4;
@@ -206,9 +206,9 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
         wait(shared.full[at.stage], at.parity);
         const int unit = shared.unit[at.stage];
         if (unit < 0) break;
-        if (unit / UNITS != place) {
-            place = unit / UNITS;
-            start = routing.start[place], pairs = routing.start[place + 1] - start;
+        if (unit / UNITS != active_index) {
+            active_index = unit / UNITS;
+            start = routing.start[active_index], pairs = routing.start[active_index + 1] - start;
             if (RESIDENT)
 #pragma unroll
                 for (int chunk = 0; chunk < HELD; ++chunk)
@@ -243,24 +243,24 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
             release(shared, at, lane);
         }
         // Sums over the warps' parts; row g is gate and row g + 8 is up of the same column.
-        float4 *mine = partial + (turn * WARPS + warp) * PARTIAL + lane;
+        float4 *mine = partial + (buffer * WARPS + warp) * PARTIAL + lane;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) mine[tile * 32] = sum[tile];
         sync_threads(COMPUTING);
         for (int cell = warp * 32 + lane; cell < (pairs + 7) / 8 * 32; cell += COMPUTING) {
-            float4 whole = partial[turn * WARPS * PARTIAL + cell];
+            float4 total = partial[buffer * WARPS * PARTIAL + cell];
 #pragma unroll
-            for (int other = 1; other < WARPS; ++other)
-                whole = add(whole, partial[(turn * WARPS + other) * PARTIAL + cell]);
+            for (int other_warp = 1; other_warp < WARPS; ++other_warp)
+                total = add(total, partial[(buffer * WARPS + other_warp) * PARTIAL + cell]);
             const int pair = cell / 32 * 8 + lane % 4 * 2;
             u16 *to = a.activated + (long long)(start + pair) * INTER + unit % UNITS * 8 + lane / 4;
             if (pair < pairs)
-                to[0] = rounded(whole.x / (1 + __expf(-whole.x)) * whole.z * routing.weight[start + pair]);
+                to[0] = rounded(total.x / (1 + __expf(-total.x)) * total.z * routing.weight[start + pair]);
             if (pair + 1 < pairs)
-                to[INTER] = rounded(whole.y / (1 + __expf(-whole.y)) * whole.w * routing.weight[start + pair + 1]);
+                to[INTER] = rounded(total.y / (1 + __expf(-total.y)) * total.w * routing.weight[start + pair + 1]);
         }
         if (TURNS == 1) sync_threads(COMPUTING);
-        turn = (turn + 1) % TURNS;
+        buffer = (buffer + 1) % TURNS;
     }
     release(shared, at, lane);
 }
@@ -287,10 +287,10 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
     const int items = routing.active * CHUNKS, g = lane / 4, t = lane % 4;
     uint4 ahead[AHEAD][KEPT][STEPS];
     auto chunk_of = [&](int item, int tile, uint4 (&values)[STEPS]) {
-        const int place = in_block_order(item / CHUNKS, routing.active), chunk = item % CHUNKS;
-        const int pair = routing.start[place] + tile * 8 + g;
+        const int active_index = in_block_order(item / CHUNKS, routing.active), chunk = item % CHUNKS;
+        const int pair = routing.start[active_index] + tile * 8 + g;
         const u16 *from = a.activated + (long long)pair * INTER + chunk * LONGEST + t * 8;
-        fetch(pair < routing.start[place + 1] ? from : nullptr, blocks_of(INTER, chunk), warp, values);
+        fetch(pair < routing.start[active_index + 1] ? from : nullptr, blocks_of(INTER, chunk), warp, values);
     };
     auto prefetch = [&](int item, uint4 (&values)[KEPT][STEPS]) {
         if (item < items)
@@ -307,8 +307,8 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
             for (int i = 0; i < AHEAD; ++i) {
                 const int item = first + i;
                 if (item >= items) break;
-                const int place = in_block_order(item / CHUNKS, routing.active);
-                const int start = routing.start[place], pairs = routing.start[place + 1] - start;
+                const int active_index = in_block_order(item / CHUNKS, routing.active);
+                const int start = routing.start[active_index], pairs = routing.start[active_index + 1] - start;
                 uint4 low[STEPS], high[STEPS];
                 wait(shared.full[at.stage], at.parity);
                 read(shared.stage[at.stage], pitch(INTER), blocks_of(INTER, item % CHUNKS), warp, lane, low, high);
@@ -343,11 +343,11 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
             }
         sync_threads(COMPUTING);
         for (int cell = warp * 32 + lane; cell < a.tokens * 16; cell += COMPUTING) {
-            float whole = 0;
+            float total = 0;
 #pragma unroll
-            for (int other = 0; other < WARPS; ++other)
-                whole += sums[(other * TOKENS + cell / 16) * SUM_PITCH + cell % 16];
-            a.output[(long long)(cell / 16) * HIDDEN + strip * 16 + cell % 16] = rounded(whole);
+            for (int other_warp = 0; other_warp < WARPS; ++other_warp)
+                total += sums[(other_warp * TOKENS + cell / 16) * SUM_PITCH + cell % 16];
+            a.output[(long long)(cell / 16) * HIDDEN + strip * 16 + cell % 16] = rounded(total);
         }
         sync_threads(COMPUTING);
     }
@@ -361,18 +361,18 @@ __device__ void list_active(const Arguments &a, Routing &routing, int lane) {
         const u64 mask = routing.mask[expert];
         const int own = __popcll(mask);
         const u32 found = __ballot_sync(~0u, own > 0);
-        int upto = own;
+        int inclusive = own;
 #pragma unroll
-        for (int far = 1; far < 32; far *= 2) {
-            const int other = __shfl_up_sync(~0u, upto, far);
-            if (lane >= far) upto += other;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other_warp = __shfl_up_sync(~0u, inclusive, distance);
+            if (lane >= distance) inclusive += other_warp;
         }
         if (own) {
-            const int place = active + __popc(found & ((1u << lane) - 1));
-            routing.expert[place] = expert, routing.place[expert] = place, routing.start[place] = pairs + upto - own;
+            const int active_index = active + __popc(found & ((1u << lane) - 1));
+            routing.expert[active_index] = expert, routing.active_index[expert] = active_index, routing.start[active_index] = pairs + inclusive - own;
         }
         if (a.counts && blockIdx.x == 0 && expert < a.experts) a.counts[expert] = own;
-        active += __popc(found), pairs += __shfl_sync(~0u, upto, 31);
+        active += __popc(found), pairs += __shfl_sync(~0u, inclusive, 31);
     }
     if (lane == 0) routing.active = active, routing.start[active] = pairs;
 }
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     for (int i = threadIdx.x; i < pairs; i += COMPUTING)
         if (a.ids[i] >= 0) {
             const int expert = a.ids[i], token = i / a.columns;
-            const int at = routing.start[routing.place[expert]] + __popcll(routing.mask[expert] & ((1ull << token) - 1));
+            const int at = routing.start[routing.active_index[expert]] + __popcll(routing.mask[expert] & ((1ull << token) - 1));
             routing.token[at] = token, routing.weight[at] = a.weights[i];
         }
     sync_threads(COMPUTING);

@@ -18,9 +18,9 @@
 #include "values.cuh"
 
 struct State {
-    u64 least;       // The order from which a channel is kept.
+    u64 last_kept;       // The order from which a channel is kept.
     int active;      // Experts with tokens.
-    u32 rivals;      // Channels in the bin of the last kept channel.
+    u32 candidates;      // Channels in the bin of the last kept channel.
     u32 arrived;     // Blocks of `choose` that have listed their rivals.
     u32 room;        // How many of the rivals are kept.
     u32 units;       // Units of `extend`.
@@ -46,11 +46,11 @@ struct Arguments {
     int *start;                 // [experts + 1]: the first sorted pair of each
     int *token;                 // [pairs]: the token of each sorted pair
     float *weight;              // [pairs]
-    int *place;                 // [tokens, columns]: index of the sorted pair; -1 for none
+    int *pair_of;                 // [tokens, columns]: index of the sorted pair; -1 for none
     float *amounts;             // [pairs, INTER]: w p
     u32 *scores;                // [experts, INTER]: bits of sums of scores, by active expert
     u32 *bins;                  // [BINS]: channels by their scores' upper bits
-    u64 *rivals;                // [experts INTER]
+    u64 *candidates;                // [experts INTER]
     u16 *channels;              // [experts, INTER]: kept channels by active expert, ascending
     int *number;                // [experts]: how many are kept
     u32 *bits;                  // [experts, WORDS]: the same as bits
@@ -82,8 +82,8 @@ __device__ __forceinline__ u32 ordered(float value) {
 }
 
 // The order of channels: by score, then the lower channel first; all are distinct.
-__device__ __forceinline__ u64 rank_of(u32 score, int place, int channel) {
-    return (u64)score << 32 | (0xffffffffu - (u32)(place * INTER + channel));
+__device__ __forceinline__ u64 rank_of(u32 score, int active_index, int channel) {
+    return (u64)score << 32 | (0xffffffffu - (u32)(active_index * INTER + channel));
 }
 
 #include "batch_prepare.cuh"

@@ -7,16 +7,16 @@ template <typename F>
 __device__ __forceinline__ void find_group(F &&from_top, int wanted, int (&cell)[WARPS + 2], int &group, int &before) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int own = from_top(threadIdx.x);
-    int upto = own;
+    int inclusive = own;
 #pragma unroll
-    for (int far = 1; far < 32; far *= 2) {
-        const int other = __shfl_up_sync(~0u, upto, far);
-        if (lane >= far) upto += other;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, inclusive, distance);
+        if (lane >= distance) inclusive += other;
     }
-    if (lane == 31) cell[warp] = upto;
+    if (lane == 31) cell[warp] = inclusive;
     __syncthreads();
-    for (int other = 0; other < warp; ++other) upto += cell[other];
-    if (upto >= wanted && upto - own < wanted) cell[WARPS] = threadIdx.x, cell[WARPS + 1] = upto - own;
+    for (int other = 0; other < warp; ++other) inclusive += cell[other];
+    if (inclusive >= wanted && inclusive - own < wanted) cell[WARPS] = threadIdx.x, cell[WARPS + 1] = inclusive - own;
     __syncthreads();
     group = cell[WARPS], before = cell[WARPS + 1];
     __syncthreads();
@@ -24,7 +24,7 @@ __device__ __forceinline__ void find_group(F &&from_top, int wanted, int (&cell)
 
 // The room-th of the rivals, found 8 bits at a time, by one block.
 __device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WARPS + 2], u64 prefix) {
-    const int rivals = __ldcg(&a.state->rivals);
+    const int candidates = __ldcg(&a.state->candidates);
     int room = __ldcg(&a.state->room), left = 32 + FINE;
 #pragma unroll 1
     while (left > 0) {
@@ -32,9 +32,9 @@ __device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WAR
         left -= width;
         count[threadIdx.x] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < rivals; i += THREADS) {
-            const u64 rival = __ldcg(a.rivals + i);
-            if (rival >> above == prefix) atomicAdd(count + (rival >> left & ((1u << width) - 1)), 1u);
+        for (int i = threadIdx.x; i < candidates; i += THREADS) {
+            const u64 candidate = __ldcg(a.candidates + i);
+            if (candidate >> above == prefix) atomicAdd(count + (candidate >> left & ((1u << width) - 1)), 1u);
         }
         __syncthreads();
         int group, before;
@@ -44,7 +44,7 @@ __device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WAR
         if ((int)count[255 - group] == room) break;  // All remaining rivals are kept.
         __syncthreads();
     }
-    if (threadIdx.x == 0) a.state->least = prefix << left;
+    if (threadIdx.x == 0) a.state->last_kept = prefix << left;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ Arguments a) {
@@ -54,20 +54,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     wait_for_previous_kernel();
     constexpr int EACH = BINS / THREADS, OWN_SCORES = over(INTER, THREADS);
     u32 own[EACH], score[OWN_SCORES];
-    const int place = blockIdx.x, active = a.state->active;
+    const int active_index = blockIdx.x, active = a.state->active;
 #pragma unroll
     for (int i = 0; i < EACH / 4; ++i)
         *(uint4 *)(own + i * 4) = ((const uint4 *)a.bins)[(THREADS - 1 - threadIdx.x) * (EACH / 4) + i];
 #pragma unroll
     for (int i = 0; i < OWN_SCORES; ++i) {
         const int channel = i * THREADS + threadIdx.x;
-        score[i] = channel < INTER ? a.scores[place * INTER + channel] : ~0u;
+        score[i] = channel < INTER ? a.scores[active_index * INTER + channel] : ~0u;
     }
     allow_next_kernel();
-    if (place >= active) return;
+    if (active_index >= active) return;
     const int wanted = a.kept_of[active];
     if (wanted <= 0 || wanted >= active * INTER) {
-        if (place == 0 && threadIdx.x == 0) a.state->least = wanted <= 0 ? ~0ull : 0;
+        if (active_index == 0 && threadIdx.x == 0) a.state->last_kept = wanted <= 0 ? ~0ull : 0;
         return;
     }
     int group, before;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
 #pragma unroll
     for (int i = 0; i < OWN_SCORES; ++i)
         if (score[i] >> FINE == bin)
-            a.rivals[atomicAdd(&a.state->rivals, 1u)] = rank_of(score[i], place, i * THREADS + threadIdx.x);
+            a.candidates[atomicAdd(&a.state->candidates, 1u)] = rank_of(score[i], active_index, i * THREADS + threadIdx.x);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -110,15 +110,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) enlist(const __grid_consta
     u32 *bits = (u32 *)memory;           // [WORDS]
     int *before = (int *)(bits + WORDS);  // [WORDS + 1]: kept channels of earlier words
     u32 &base = *(u32 *)(before + WORDS + 1);
-    const int place = blockIdx.x, lane = threadIdx.x % 32;
+    const int active_index = blockIdx.x, lane = threadIdx.x % 32;
     wait_for_previous_kernel();
-    const int expert = a.expert[place];
-    const u64 least = a.state->least;
+    const int expert = a.expert[active_index];
+    const u64 last_kept = a.state->last_kept;
     bool kept[over(PADDED, THREADS)];
 #pragma unroll
     for (int i = 0; i < over(PADDED, THREADS); ++i) {
         const int channel = i * THREADS + threadIdx.x;
-        kept[i] = channel < INTER && rank_of(a.scores[place * INTER + channel], place, channel) >= least;
+        kept[i] = channel < INTER && rank_of(a.scores[active_index * INTER + channel], active_index, channel) >= last_kept;
         const u32 all = __ballot_sync(~0u, kept[i]);
         if (lane == 0 && channel < PADDED) bits[channel / 32] = all;
     }
@@ -132,18 +132,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) enlist(const __grid_consta
     }
     __syncthreads();
     const int number = before[WORDS], units = over(number, 8);
-    if (threadIdx.x == 0) a.number[place] = number, base = atomicAdd(&a.state->units, (u32)units);
+    if (threadIdx.x == 0) a.number[active_index] = number, base = atomicAdd(&a.state->units, (u32)units);
 #pragma unroll
     for (int i = 0; i < over(PADDED, THREADS); ++i) {
         const int channel = i * THREADS + threadIdx.x;
         if (!kept[i]) continue;
         const int at = before[channel / 32] + __popc(bits[channel / 32] & ((1u << lane) - 1));
-        a.channels[place * INTER + at] = channel;
+        a.channels[active_index * INTER + at] = channel;
     }
     for (int word = threadIdx.x; word < WORDS; word += THREADS) {
-        a.bits[place * WORDS + word] = bits[word];
+        a.bits[active_index * WORDS + word] = bits[word];
         if (a.kept) a.kept[expert * WORDS + word] = bits[word];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < units; i += THREADS) a.unit[base + i] = (u32)place << 16 | i;
+    for (int i = threadIdx.x; i < units; i += THREADS) a.unit[base + i] = (u32)active_index << 16 | i;
 }

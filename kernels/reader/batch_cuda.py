@@ -14,8 +14,8 @@ from epsim.kernels.reader.cuda import GIVEN, MAP, MOST_SHARED, addresses, blocks
 from epsim.kernels.split.launch import compiled, launch, macros, with_headers
 
 POINTERS = (
-    *GIVEN, "state", "coordinate", "record", "expert", "start", "token", "weight", "place", "amounts", "scores", "bins",
-    "rivals", "channels", "number", "bits", "unit", "activated", "parts", "mapped", "kept", "output",
+    *GIVEN, "state", "coordinate", "record", "expert", "start", "token", "weight", "pair_of", "amounts", "scores", "bins",
+    "candidates", "channels", "number", "bits", "unit", "activated", "parts", "mapped", "kept", "output",
 )  # fmt: skip
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS]
@@ -140,11 +140,11 @@ def argument_of(
         "start": (torch.int32, experts + 1),
         "token": (torch.int32, pairs),
         "weight": (torch.float32, pairs),
-        "place": (torch.int32, pairs),
+        "pair_of": (torch.int32, pairs),
         "amounts": (torch.float32, pairs * sizes.inter),
         "scores": (torch.int32, channels),
         "bins": (torch.int32, BINS),
-        "rivals": (torch.int64, channels),
+        "candidates": (torch.int64, channels),
         "channels": (torch.int16, channels),
         "number": (torch.int32, experts),
         "bits": (torch.int32, experts * sizes.padded // 32),

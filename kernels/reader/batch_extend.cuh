@@ -2,7 +2,7 @@
 // all tokens of the expert. A warp has OWN blocks of 32 of the inner dimension, SPAN of them in each of PASSES, and
 // prefetches its part of the rows into its own stages, so that memory is always busy. A lane has 8 neighbouring values of
 // a block.
-constexpr int OWN = over(HIDDEN / 32, WARPS), PASSES = over(OWN, 8), SPAN = over(OWN, PASSES);
+constexpr int BLOCKS_PER_WARP = over(HIDDEN / 32, WARPS), PASSES = over(BLOCKS_PER_WARP, 8), SPAN = over(BLOCKS_PER_WARP, PASSES);
 constexpr int LISTED = 64;  // Units whose rows are listed together.
 constexpr int EXTENDING = 16 * SPAN * 64;  // Bytes of a stage of a warp.
 
@@ -15,7 +15,7 @@ struct Extending {
 __device__ __forceinline__ int swapped(int row, int block) { return SPAN % 2 ? block : block ^ (row & 1); }
 
 __device__ __forceinline__ int blocks_of(int warp, int pass) {
-    return min(min(SPAN, OWN - pass * SPAN), HIDDEN / 32 - warp * OWN - pass * SPAN);
+    return min(min(SPAN, BLOCKS_PER_WARP - pass * SPAN), HIDDEN / 32 - warp * BLOCKS_PER_WARP - pass * SPAN);
 }
 
 // Copies item `item` of the listed units; each unit has PASSES items.
@@ -23,7 +23,7 @@ __device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pass = item % PASSES;
     if (item < items && lane < blocks_of(warp, pass) * 4) {
         u8 *to = stages + item % a.stages * EXTENDING + lane % 4 * 16;
-        const u16 *from = a.gate_up + (warp * OWN + pass * SPAN) * 32 + lane * 8;
+        const u16 *from = a.gate_up + (warp * BLOCKS_PER_WARP + pass * SPAN) * 32 + lane * 8;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int row = shared.row[item / PASSES][i];
@@ -58,9 +58,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_con
         const int units = min(LISTED, end - base), items = units * PASSES;
         for (int i = threadIdx.x; i < units * 8; i += THREADS) {
             const u32 unit = a.unit[base + i / 8];
-            const int place = unit >> 16, at = (unit & 0xffff) * 8 + i % 8;
-            const int channel = at < a.number[place] ? a.channels[place * INTER + at] : -1;
-            shared.row[i / 8][i % 8] = channel < 0 ? -1 : a.expert[place] * 2 * INTER + channel;
+            const int active_index = unit >> 16, at = (unit & 0xffff) * 8 + i % 8;
+            const int channel = at < a.number[active_index] ? a.channels[active_index * INTER + at] : -1;
+            shared.row[i / 8][i % 8] = channel < 0 ? -1 : a.expert[active_index] * 2 * INTER + channel;
             if (i % 8 == 0) shared.unit[i / 8] = unit;
         }
         __syncthreads();
@@ -71,9 +71,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_con
         for (int item = 0; item < items; ++item) {
             const int pass = item % PASSES, blocks = blocks_of(warp, pass);
             const u32 unit = shared.unit[item / PASSES];
-            const int place = unit >> 16;
-            const bool another = place != last;
-            if (another) last = place, start = a.start[place], pairs = a.start[place + 1] - start;
+            const int active_index = unit >> 16;
+            const bool next_expert = active_index != last;
+            if (next_expert) last = active_index, start = a.start[active_index], pairs = a.start[active_index + 1] - start;
             const int tiles = over(pairs, 8);
             wait_for_rows(a.stages);
             fetch_rows(a, shared, stages, item + a.stages - 1, items);
@@ -81,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_con
 #pragma unroll 1
             for (int tile = 0; tile < tiles; ++tile) {
                 const int pair = tile * 8 + g;
-                if (another || tiles > 1 || PASSES > 1) {
+                if (next_expert || tiles > 1 || PASSES > 1) {
                     const int token = pair < pairs ? a.token[start + pair] : 0;
-                    const u16 *x = a.x + token * a.stride + (warp * OWN + pass * SPAN) * 32 + t * 8;
+                    const u16 *x = a.x + token * a.stride + (warp * BLOCKS_PER_WARP + pass * SPAN) * 32 + t * 8;
 #pragma unroll
                     for (int i = 0; i < SPAN; ++i) {
                         value[i] = make_uint4(0, 0, 0, 0);
@@ -105,19 +105,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) extend(const __grid_con
             __syncwarp();
             if (pass != PASSES - 1) continue;
             __syncthreads();
-            const bool there = shared.row[item / PASSES][g] >= 0;
+            const bool kept = shared.row[item / PASSES][g] >= 0;
             for (int cell = threadIdx.x; cell < tiles * 32; cell += THREADS) {
-                float4 whole = partial[cell];
+                float4 total = partial[cell];
 #pragma unroll
                 for (int other = 1; other < WARPS; ++other) {
                     const float4 more = partial[other * tiles * 32 + cell];
-                    whole.x += more.x, whole.y += more.y, whole.z += more.z, whole.w += more.w;
+                    total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
                 }
                 const int pair = cell / 32 * 8 + t * 2;
                 u16 *to = a.activated + (long long)(start + pair) * PADDED + (unit & 0xffff) * 8 + g;
                 for (int i = 0; i < 2 && pair + i < pairs; ++i) {
-                    const float gate = i ? whole.y : whole.x, up = i ? whole.w : whole.z;
-                    to[i * PADDED] = there ? rounded(activation(gate) * up * a.weight[start + pair + i]) : 0;
+                    const float gate = i ? total.y : total.x, up = i ? total.w : total.z;
+                    to[i * PADDED] = kept ? rounded(activation(gate) * up * a.weight[start + pair + i]) : 0;
                 }
             }
             __syncthreads();

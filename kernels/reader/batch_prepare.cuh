@@ -7,9 +7,9 @@ __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int bloc
     const uint2 x = *(const uint2 *)(a.x + token * a.stride + block * 128 + lane * 4);
     const signed char *signs = a.signs + block * 128 + lane * 4;
     float v[4] = {low(x.x) * signs[0], high(x.x) * signs[1], low(x.y) * signs[2], high(x.y) * signs[3]};
-    turn(v, lane);
-    const float over = 0.08838834764831845f;
-    return make_float4(v[0] * over, v[1] * over, v[2] * over, v[3] * over);
+    hadamard(v, lane);
+    const float factor = 0.08838834764831845f;
+    return make_float4(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor);
 }
 
 // Writes a record: a token's values at the chosen coordinates of a block, as halves in a unit for which they are below 2,
@@ -25,18 +25,18 @@ __device__ void write_record(const Arguments &a, const float *values, const u8 *
         most = size > most ? size : most;
     }
     most = __reduce_max_sync(~0u, most);
-    const bool sound = most < INFINITE;  // Otherwise the token's estimates are NaN.
-    const int found = most >> 23, exponent = found < 1 ? 1 : found > 230 ? 230 : found;
-    const float one_over = __int_as_float((254 - exponent) << 23);
+    const bool finite = most < INFINITE;  // Otherwise the token's estimates are NaN.
+    const int exponent_bits = most >> 23, exponent = exponent_bits < 1 ? 1 : exponent_bits > 230 ? 230 : exponent_bits;
+    const float inverse_unit = __int_as_float((254 - exponent) << 23);
     u8 *to = a.record + ((long long)block * a.tokens + token) * RECORD;
 #pragma unroll
     for (int i = 0; i < (COORDINATES + 31) / 32; ++i) {
         const int at = i * 32 + lane, inner = at % 16;
         if (at >= COORDINATES) break;
-        const u16 half = sound ? to_half(v[i] * one_over) : 0;
+        const u16 half = finite ? to_half(v[i] * inverse_unit) : 0;
         ((u16 *)to)[at / 16 * 16 + inner % 8 / 2 * 4 + inner % 2 + inner / 8 * 2] = half;
     }
-    if (lane == 0) *(float *)(to + COORDINATES * 2) = __int_as_float(sound ? (exponent + 24) << 23 : 0x7fc00000);
+    if (lane == 0) *(float *)(to + COORDINATES * 2) = __int_as_float(finite ? (exponent + 24) << 23 : 0x7fc00000);
 }
 
 // Chooses the coordinates of a block of 128 with the largest sum of squares over tokens that have experts.
@@ -106,18 +106,18 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
             const int expert = base + lane;
             int own = 0;
             for (int i = 0; i < groups && expert < a.experts; ++i) own += __popc(mask[expert * groups + i]);
-            const u32 found = __ballot_sync(~0u, own > 0);
-            int upto = own;
+            const u32 exponent_bits = __ballot_sync(~0u, own > 0);
+            int inclusive = own;
 #pragma unroll
-            for (int far = 1; far < 32; far *= 2) {
-                const int other = __shfl_up_sync(~0u, upto, far);
-                if (lane >= far) upto += other;
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int other = __shfl_up_sync(~0u, inclusive, distance);
+                if (lane >= distance) inclusive += other;
             }
             if (own) {
-                const int at = active + __popc(found & ((1u << lane) - 1));
-                a.expert[at] = expert, a.start[at] = first[expert] = sorted + upto - own;
+                const int at = active + __popc(exponent_bits & ((1u << lane) - 1));
+                a.expert[at] = expert, a.start[at] = first[expert] = sorted + inclusive - own;
             }
-            active += __popc(found), sorted += __shfl_sync(~0u, upto, 31);
+            active += __popc(exponent_bits), sorted += __shfl_sync(~0u, inclusive, 31);
         }
         if (lane == 0) {
             a.start[active] = sorted;
@@ -135,7 +135,7 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
             for (int j = 0; j < token / 32; ++j) at += __popc(own[j]);
             a.token[at] = token, a.weight[at] = a.weights[i];
         }
-        a.place[i] = at;
+        a.pair_of[i] = at;
     }
 }
 

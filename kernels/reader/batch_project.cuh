@@ -23,14 +23,14 @@ __device__ __forceinline__ void fetch_step(const u16 *down, const u16 *listed, i
     }
 }
 
-__device__ void project_strip(const Arguments &a, u8 *memory, int place, int strip) {
+__device__ void project_strip(const Arguments &a, u8 *memory, int active_index, int strip) {
     u8 *stages = memory + threadIdx.x / 32 * (DEPTH * 4096);
     u16 *listed = (u16 *)(memory + PROJECTING / 32 * DEPTH * 4096);
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int column = strip * COLUMNS + threadIdx.x / 32 * 64;
-    const int expert = a.expert[place], number = a.number[place];
-    const int start = a.start[place], pairs = a.start[place + 1] - start;
-    for (int i = threadIdx.x; i < number; i += PROJECTING) listed[i] = a.channels[place * INTER + i];
+    const int expert = a.expert[active_index], number = a.number[active_index];
+    const int start = a.start[active_index], pairs = a.start[active_index + 1] - start;
+    for (int i = threadIdx.x; i < number; i += PROJECTING) listed[i] = a.channels[active_index * INTER + i];
     __syncthreads();
     if (column >= HIDDEN) return;
     const int steps = over(number, 32), items = steps * over(pairs, 16);
@@ -87,22 +87,22 @@ __device__ void project_strip(const Arguments &a, u8 *memory, int place, int str
 
 // Sums what an expert's skipped channels add through the map, for 8 tokens at a time: a lane has one coefficient, a warp
 // every fourth word of channels.
-__device__ void restore(const Arguments &a, float *sums, int place) {
+__device__ void restore(const Arguments &a, float *sums, int active_index) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
+    const int expert = a.expert[active_index], start = a.start[active_index], pairs = a.start[active_index + 1] - start;
     for (int first = 0; first < pairs; first += 8) {
         float sum[8] = {};
 #pragma unroll 1
         for (int word = warp; word < WORDS; word += PROJECTING / 32) {
             const int channel = word * 32 + lane, own = min(32, INTER - word * 32);
-            const u32 skipped = ~a.bits[place * WORDS + word];
+            const u32 skipped = ~a.bits[active_index * WORDS + word];
             const u16 *from = a.coefficients + ((long long)expert * INTER + word * 32) * 32 + lane;
             float amount[8];
             u16 coefficient[32];
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                const bool there = first + i < pairs && channel < INTER && (skipped >> lane & 1);
-                amount[i] = there ? a.amounts[(long long)(start + first + i) * INTER + channel] : 0;
+                const bool used = first + i < pairs && channel < INTER && (skipped >> lane & 1);
+                amount[i] = used ? a.amounts[(long long)(start + first + i) * INTER + channel] : 0;
             }
 #pragma unroll
             for (int j = 0; j < 32; ++j) coefficient[j] = j < own && (skipped >> j & 1) ? from[j * 32] : 0;
@@ -115,24 +115,24 @@ __device__ void restore(const Arguments &a, float *sums, int place) {
         for (int i = 0; i < 8; ++i) sums[(warp * 8 + i) * 32 + lane] = sum[i];
         __syncthreads();
         for (int cell = threadIdx.x; cell < min(8, pairs - first) * 32; cell += PROJECTING) {
-            float whole = 0;
-            for (int other = 0; other < PROJECTING / 32; ++other) whole += sums[other * 256 + cell];
-            a.mapped[(start + first) * 32 + cell] = whole;
+            float total = 0;
+            for (int other = 0; other < PROJECTING / 32; ++other) total += sums[other * 256 + cell];
+            a.mapped[(start + first) * 32 + cell] = total;
         }
         __syncthreads();
     }
 }
 
-// For each active expert first the map, if there is one, then the strips.
+// For each active expert first the map, if used is one, then the strips.
 extern "C" __global__ void __launch_bounds__(PROJECTING, 3) project(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     constexpr int ROLES = STRIPS + (RANK > 0);
-    const int place = blockIdx.x / ROLES, strip = blockIdx.x % ROLES - (RANK > 0);
+    const int active_index = blockIdx.x / ROLES, strip = blockIdx.x % ROLES - (RANK > 0);
     allow_next_kernel();
     wait_for_previous_kernel();
-    if (a.expert[place] < 0) return;
-    if (strip < 0) restore(a, (float *)memory, place);
-    else project_strip(a, memory, place, strip);
+    if (a.expert[active_index] < 0) return;
+    if (strip < 0) restore(a, (float *)memory, active_index);
+    else project_strip(a, memory, active_index, strip);
 }
 
 // A block has 128 columns of 2 tokens.
@@ -141,7 +141,7 @@ constexpr int FINISHED = 2;
 extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     float *mapped = (float *)memory;                // [FINISHED, 32]
-    int *place = (int *)(mapped + FINISHED * 32);  // [FINISHED, columns]
+    int *pair_of = (int *)(mapped + FINISHED * 32);  // [FINISHED, columns]
     const int strip = blockIdx.x % BLOCKS, first = blockIdx.x / BLOCKS * FINISHED;
     const int own = threadIdx.x / 128, column = strip * 128 + threadIdx.x % 128;
     allow_next_kernel();
@@ -151,14 +151,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_consta
         *(uint4 *)(basis + i * 4) = RANK > 0 ? ((const uint4 *)a.basis)[column * 4 + i] : make_uint4(0, 0, 0, 0);
     wait_for_previous_kernel();
     for (int i = threadIdx.x; i < FINISHED * a.columns; i += THREADS)
-        place[i] = first + i / a.columns < a.tokens ? a.place[first * a.columns + i] : -1;
+        pair_of[i] = first + i / a.columns < a.tokens ? a.pair_of[first * a.columns + i] : -1;
     __syncthreads();
     float sum = 0;
     for (int base = 0; base < a.columns; base += 8) {
         float part[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int pair = base + i < a.columns ? place[own * a.columns + base + i] : -1;
+            const int pair = base + i < a.columns ? pair_of[own * a.columns + base + i] : -1;
             part[i] = pair < 0 ? 0 : a.parts[(long long)pair * HIDDEN + column];
         }
 #pragma unroll
@@ -166,12 +166,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_consta
     }
     if (RANK > 0) {
         if (threadIdx.x < FINISHED * 32) {
-            float whole = 0;
+            float total = 0;
             for (int i = 0; i < a.columns; ++i) {
-                const int pair = place[threadIdx.x / 32 * a.columns + i];
-                if (pair >= 0) whole += a.mapped[pair * 32 + threadIdx.x % 32];
+                const int pair = pair_of[threadIdx.x / 32 * a.columns + i];
+                if (pair >= 0) total += a.mapped[pair * 32 + threadIdx.x % 32];
             }
-            mapped[threadIdx.x] = whole;
+            mapped[threadIdx.x] = total;
         }
         __syncthreads();
         float restored = 0;

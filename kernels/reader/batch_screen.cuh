@@ -155,9 +155,9 @@ __device__ __forceinline__ void screen_tokens(
 
 template <int TILES> __device__ __forceinline__ void screen_share(const Arguments &a, u8 *memory) {
     Screening<TILES * 8> &shared = *(Screening<TILES * 8> *)memory;
-    const int place = blockIdx.x / SHARES, share = blockIdx.x % SHARES;
+    const int active_index = blockIdx.x / SHARES, share = blockIdx.x % SHARES;
     wait_for_previous_kernel();
-    const int expert = a.expert[place], start = a.start[place], pairs = a.start[place + 1] - start;
+    const int expert = a.expert[active_index], start = a.start[active_index], pairs = a.start[active_index + 1] - start;
     if (expert < 0) return;
     for (int i = threadIdx.x; i < BLOCKS * COORDINATES; i += SCREENING)
         shared.offset[i] = (i / COORDINATES * 128 + a.coordinate[i]) * ROW;
@@ -174,7 +174,7 @@ template <int TILES> __device__ __forceinline__ void screen_share(const Argument
         const int channel = share * SHARE + threadIdx.x / 4 * 5 + i;
         if (threadIdx.x % 4 == 0 && channel < INTER) {
             const u32 score = ordered(total[i]);
-            a.scores[place * INTER + channel] = score;
+            a.scores[active_index * INTER + channel] = score;
             atomicAdd(a.bins + (score >> FINE), 1u);
         }
     }

@@ -9,34 +9,34 @@ __device__ __forceinline__ int channel_of(int i, int half, int warp, int lane) {
 
 // Waits for a thread's keys and reads them.
 __device__ __forceinline__ void await_keys(const u64 *scores, u32 tag, Keys &key, int warp, int lane) {
-    u32 late = 0;
+    u32 missing = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         key[i][0] = key[i][1] = 0;
-        if (channel_of(i, 0, warp, lane) < CHANNELS) late |= 1u << i;
+        if (channel_of(i, 0, warp, lane) < CHANNELS) missing |= 1u << i;
     }
     // Polls only one key, so as not to disturb blocks that still write.
     const u64 *own = scores + score_at(channel_of(0, 0, warp, lane));
-    if (late) await_tag(own, tag);
+    if (missing) await_tag(own, tag);
 #pragma unroll 1
-    while (late) {
+    while (missing) {
         u64 two[EACH][2];
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (late >> i & 1) get_two_tagged(own + i * THREADS * 2, two[i][0], two[i][1]);
+            if (missing >> i & 1) get_two_tagged(own + i * THREADS * 2, two[i][0], two[i][1]);
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const bool second = channel_of(i, 1, warp, lane) < CHANNELS;
-            if (!(late >> i & 1) || two[i][0] >> 32 != tag || (second && two[i][1] >> 32 != tag)) continue;
+            if (!(missing >> i & 1) || two[i][0] >> 32 != tag || (second && two[i][1] >> 32 != tag)) continue;
             key[i][0] = (u32)two[i][0], key[i][1] = second ? (u32)two[i][1] : 0;
-            late &= ~(1u << i);
+            missing &= ~(1u << i);
         }
     }
 }
 
 // The sum of the values of the warps before this one.
-__device__ __forceinline__ int sum_before(const int (&told)[WARPS], int warp, int lane) {
-    return __reduce_add_sync(~0u, lane < warp ? told[lane] : 0);
+__device__ __forceinline__ int sum_before(const int (&counts)[WARPS], int warp, int lane) {
+    return __reduce_add_sync(~0u, lane < warp ? counts[lane] : 0);
 }
 
 // Finds the bin of the `wanted`-th item from the top. wanted: becomes the items to take from it; equal: its items in total.
@@ -52,13 +52,13 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
     }
     int upto = total;
 #pragma unroll
-    for (int far = 1; far < 32; far *= 2) {
-        const int other = __shfl_up_sync(~0u, upto, far);
-        if (lane >= far) upto += other;
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const int other = __shfl_up_sync(~0u, upto, distance);
+        if (lane >= distance) upto += other;
     }
-    if (lane == 31) shared.across[warp] = upto;
+    if (lane == 31) shared.per_warp[warp] = upto;
     __syncthreads();
-    int before = upto - total + sum_before(shared.across, warp, lane);
+    int before = upto - total + sum_before(shared.per_warp, warp, lane);
     if (before < wanted && wanted <= before + total) {
 #pragma unroll
         for (int i = 0; i < OWN; ++i) {
@@ -77,8 +77,8 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
 // Zeroes bins and rivals.
 __device__ __forceinline__ void clear_bins(Shared &shared) {
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4 *)shared.bin)[i] = make_uint4(0, 0, 0, 0);
-    for (int i = threadIdx.x; i < RIVALS / 2; i += THREADS) ((uint4 *)shared.rival)[i] = make_uint4(0, 0, 0, 0);
-    if (threadIdx.x == 0) shared.rivals = 0;
+    for (int i = threadIdx.x; i < MOST_CANDIDATES / 2; i += THREADS) ((uint4 *)shared.candidate)[i] = make_uint4(0, 0, 0, 0);
+    if (threadIdx.x == 0) shared.num_candidates = 0;
 }
 
 // The bin of a key: 64 bins per octave for 64 octaves; others are in the first or the last bin.
@@ -88,7 +88,7 @@ __device__ __forceinline__ int bin_of(u32 key) {
 }
 
 // The order of the last of the first `wanted` channels. Bins must be 0.
-__device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wanted, int warp, int lane) {
+__device__ __forceinline__ u64 find_last_kept(Shared &shared, const Keys &key, int wanted, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i)
         if (key[i / 2][i % 2]) atomicAdd(&shared.bin[bin_of(key[i / 2][i % 2])], 1);
@@ -96,7 +96,7 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
     int within = wanted, equal;
     const int bin = find_bin(shared, within, equal, warp, lane);
     u64 from = bin ? (u64)(bin + LOWEST) << 33 : order_of(1, 65535), upto = bin < BINS - 1 ? (u64)(bin + 1 + LOWEST) << 33 : ~0ull;
-    if (equal > RIVALS) {
+    if (equal > MOST_CANDIDATES) {
         // Too many are in one bin: refine by 12 bits of their orders at a time, until few are left.
         u64 prefix = 0;
         int shift = 47;
@@ -114,7 +114,7 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
             __syncthreads();
             prefix = prefix << width | (u32)find_bin(shared, within, equal, warp, lane);
             shift -= width;
-        } while (equal > RIVALS);
+        } while (equal > MOST_CANDIDATES);
         from = prefix << shift, upto = (prefix + 1) << shift;
     }
     if (equal == within) return from;
@@ -132,21 +132,21 @@ __device__ __forceinline__ u64 least_of(Shared &shared, const Keys &key, int wan
         for (int j = 0; j < EACH * 2; ++j)
             if (j == i) own = key[j / 2][j % 2];
         const u64 order = order_of(own, channel_of(i / 2, i % 2, warp, lane));
-        if (order >= from && order < upto) shared.rival[atomicAdd(&shared.rivals, 1)] = order;
+        if (order >= from && order < upto) shared.candidate[atomicAdd(&shared.num_candidates, 1)] = order;
     }
     __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < equal; i += THREADS) {
-        const u64 own = shared.rival[i];
-        int better = 0;
+        const u64 own = shared.candidate[i];
+        int num_larger = 0;
 #pragma unroll 1
         for (int other = 0; other < equal; other += 8)  // Entries after the last are 0.
 #pragma unroll
-            for (int j = 0; j < 8; ++j) better += shared.rival[other + j] > own;
-        if (better == within - 1) shared.least = own;
+            for (int j = 0; j < 8; ++j) num_larger += shared.candidate[other + j] > own;
+        if (num_larger == within - 1) shared.last_kept = own;
     }
     __syncthreads();
-    return shared.least;
+    return shared.last_kept;
 }
 
 // Sets the bits of the channels that a token keeps, lists this block's part (`part` of `parts`) in an order that all
@@ -157,9 +157,9 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     Keys key;
     await_keys(a.scores + (long long)token * SCORES, tag, key, warp, lane);
     __syncwarp();
-    u64 least = wanted > 0 ? order_of(1, 65535) : ~0ull;
-    if (wanted > 0 && wanted < all) least = least_of(shared, key, wanted, warp, lane);
-    const u32 lowest = (u32)(least >> 16);
+    u64 last_kept = wanted > 0 ? order_of(1, 65535) : ~0ull;
+    if (wanted > 0 && wanted < all) last_kept = find_last_kept(shared, key, wanted, warp, lane);
+    const u32 lowest = (u32)(last_kept >> 16);
     u32 word = 0;  // The lane-th word of the warp's bits.
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i) {
@@ -181,7 +181,7 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     fence_before_copies();  // Rows are copied over the memory of bins and rivals.
     if (count() != wanted) {
         // Of the channels equal to the last one, only the lower are kept.
-        const int last = 65535 - (int)(least & 65535);
+        const int last = 65535 - (int)(last_kept & 65535);
 #pragma unroll
         for (int i = 0; i < EACH * 2; ++i) {
             const u32 none = __ballot_sync(~0u, key[i / 2][i % 2] == lowest && channel_of(i / 2, i % 2, warp, lane) > last);
@@ -194,9 +194,9 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     if (before < number && before + total > 0) {
         int place = __popc(word);
 #pragma unroll
-        for (int far = 1; far < 32; far *= 2) {
-            const int other = __shfl_up_sync(~0u, place, far);
-            if (lane >= far) place += other;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(~0u, place, distance);
+            if (lane >= distance) place += other;
         }
         place += before - __popc(word);
         u32 listed = __ballot_sync(~0u, word && place < number && place + __popc(word) > 0);

@@ -15,9 +15,9 @@ __device__ __forceinline__ float2 dot_rows(const u16 (*row)[HIDDEN], const uint4
 #pragma unroll 4
     for (int at = member * 32 + lane; at < HIDDEN / 8; at += 32 * team) one = dot(gate[at], x[at], one), other = dot(up[at], x[at], other);
 #pragma unroll
-    for (int far = 16; far; far /= 2) {
-        one += __shfl_xor_sync(~0u, one, far);
-        other += __shfl_xor_sync(~0u, other, far);
+    for (int distance = 16; distance; distance /= 2) {
+        one += __shfl_xor_sync(~0u, one, distance);
+        other += __shfl_xor_sync(~0u, other, distance);
     }
     return make_float2(one, other);
 }
@@ -40,15 +40,15 @@ struct Restoring {
     int turn, step;
     uint2 b[4];
     u64 estimate[4];
-    u32 there;
+    u32 valid;
 
     __device__ __forceinline__ Restoring(int first, int step) : sum(make_float4(0, 0, 0, 0)), turn(first), step(step) {}
     __device__ __forceinline__ bool more() const { return turn * 8 < CHANNELS; }
     __device__ __forceinline__ int channel_of(int i, int lane) const { return (turn + i / 2 * step) * 8 + i % 2 * 4 + lane / 8; }
 
     // expert: the lane-th of the token. estimates: of the token.
-    __device__ __forceinline__ void ask(const Arguments &a, const Shared &shared, const u64 *estimates, int expert, int lane) {
-        there = 0;
+    __device__ __forceinline__ void load(const Arguments &a, const Shared &shared, const u64 *estimates, int expert, int lane) {
+        valid = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int channel = channel_of(i, lane), slot = channel / INTER;
@@ -56,7 +56,7 @@ struct Restoring {
             if (channel >= CHANNELS || owner < 0 || shared.bits[channel / 32] >> channel % 32 & 1) continue;
             b[i] = *(const uint2 *)(a.coefficients + (owner * INTER + channel % INTER) * 32 + lane % 8 * 4);
             estimate[i] = get_tagged(estimates + channel);
-            there |= 1u << i;
+            valid |= 1u << i;
         }
     }
 
@@ -64,10 +64,10 @@ struct Restoring {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int channel = channel_of(i, lane), slot = channel / INTER;
-            const float by = __shfl_sync(~0u, weight, slot < COLUMNS ? slot : 0);
-            if (!(there >> i & 1)) continue;
+            const float factor = __shfl_sync(~0u, weight, slot < COLUMNS ? slot : 0);
+            if (!(valid >> i & 1)) continue;
             while ((u32)(estimate[i] >> 32) != tag) estimate[i] = get_tagged(estimates + channel);
-            const float amount = by * __int_as_float((u32)estimate[i]);
+            const float amount = factor * __int_as_float((u32)estimate[i]);
             sum.x += amount * low(b[i].x), sum.y += amount * high(b[i].x);
             sum.z += amount * low(b[i].y), sum.w += amount * high(b[i].y);
         }
@@ -78,23 +78,23 @@ struct Restoring {
     __device__ __forceinline__ void end(const Arguments &a, Shared &shared, const u64 *estimates, u32 tag, int expert, float weight, int warp, int lane) {
 #pragma unroll 1
         while (more()) {
-            ask(a, shared, estimates, expert, lane);
+            load(a, shared, estimates, expert, lane);
             add(estimates, tag, weight, lane);
         }
 #pragma unroll
-        for (int far = 8; far < 32; far *= 2) {
-            sum.x += __shfl_xor_sync(~0u, sum.x, far), sum.y += __shfl_xor_sync(~0u, sum.y, far);
-            sum.z += __shfl_xor_sync(~0u, sum.z, far), sum.w += __shfl_xor_sync(~0u, sum.w, far);
+        for (int distance = 8; distance < 32; distance *= 2) {
+            sum.x += __shfl_xor_sync(~0u, sum.x, distance), sum.y += __shfl_xor_sync(~0u, sum.y, distance);
+            sum.z += __shfl_xor_sync(~0u, sum.z, distance), sum.w += __shfl_xor_sync(~0u, sum.w, distance);
         }
         if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = sum;
     }
 
     // Writes the sum over warps for other blocks.
-    __device__ __forceinline__ void put(u64 *to, const Shared &shared, u32 tag, int lane) const {
-        float whole = 0;
+    __device__ __forceinline__ void publish(u64 *to, const Shared &shared, u32 tag, int lane) const {
+        float total = 0;
 #pragma unroll
-        for (int other = 0; other < WARPS; ++other) whole += shared.mapped[other][lane];
-        put_tagged(to + lane, __float_as_int(whole), tag);
+        for (int other = 0; other < WARPS; ++other) total += shared.mapped[other][lane];
+        put_tagged(to + lane, __float_as_int(total), tag);
     }
 };
 
@@ -110,24 +110,24 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
     const float weight = lane < COLUMNS ? a.weights[token * COLUMNS + lane] : 0;
     const int number = choose(a, shared, tag, token, expert, part, parts, warp, lane);
     // Copies half of a channel's rows into a slot: gate and up, or down.
-    auto fetch = [&](int i, int place, int half) {
+    auto fetch = [&](int i, int to, int half) {
         if (i >= number) return;
         const int slot = shared.list[i] / INTER, channel = shared.list[i] - slot * INTER;
         const long long owner = __shfl_sync(~0u, expert, slot);
         if (lane) return;
-        arrive_expecting(shared.full[place][half], (half ? 1 : 2) * HIDDEN * 2);
+        arrive_expecting(shared.full[to][half], (half ? 1 : 2) * HIDDEN * 2);
         if (half) {
-            copy_in(shared.row[place][2], a.down + (owner * INTER + channel) * HIDDEN, HIDDEN * 2, shared.full[place][1], policy);
+            copy_in(shared.row[to][2], a.down + (owner * INTER + channel) * HIDDEN, HIDDEN * 2, shared.full[to][1], policy);
         } else {
             const u16 *from = a.gate_up + (owner * 2 * INTER + channel) * HIDDEN;
-            copy_in(shared.row[place][0], from, HIDDEN * 2, shared.full[place][0], policy);
-            copy_in(shared.row[place][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[place][0], policy);
+            copy_in(shared.row[to][0], from, HIDDEN * 2, shared.full[to][0], policy);
+            copy_in(shared.row[to][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[to][0], policy);
         }
     };
     // Few channels get two warps each; with more, slots are refilled.
-    const int team = number <= FEW ? 2 : 1, own = warp / team, member = warp % team;
-    if (own < GATHERING && member == 0) fetch(own, own, 0);
-    if (own < GATHERING && member == team - 1) fetch(own, own, 1);
+    const int team = number <= FEW ? 2 : 1, buffer = warp / team, member = warp % team;
+    if (buffer < GATHERING && member == 0) fetch(buffer, buffer, 0);
+    if (buffer < GATHERING && member == team - 1) fetch(buffer, buffer, 1);
     if (a.kept && part == 0)
         for (int word = threadIdx.x; word < WORDS; word += THREADS) a.kept[(long long)token * WORDS + word] = shared.bits[word];
     const u64 *estimates = a.estimates + (long long)token * CHANNELS;
@@ -137,42 +137,42 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
     for (int i = 0; i < PAIRS; ++i) sum[i][0] = sum[i][1] = 0;
 #pragma unroll 1
     for (int begin = 0;; begin += GATHERING) {
-        const int there = number - begin < GATHERING ? number - begin : GATHERING;
+        const int held = number - begin < GATHERING ? number - begin : GATHERING;
         const bool last = number <= begin + GATHERING;
-        if (RANK && restoring.more()) restoring.ask(a, shared, estimates, expert, lane);
-        if (own < there) {
-            wait(shared.full[own][0], parity >> own & 1);
-            const float2 dots = dot_rows(shared.row[own], shared.x, team, member, lane);
+        if (RANK && restoring.more()) restoring.load(a, shared, estimates, expert, lane);
+        if (buffer < held) {
+            wait(shared.full[buffer][0], parity >> buffer & 1);
+            const float2 dots = dot_rows(shared.row[buffer], shared.x, team, member, lane);
             if (lane == 0) shared.dots[warp] = dots;
-            if (team == 1) fetch(begin + GATHERING + own, own, 0);  // Only now have all lanes read their values; a barrier alone could overtake the reads.
+            if (team == 1) fetch(begin + GATHERING + buffer, buffer, 0);  // Only now have all lanes read their values; a barrier alone could overtake the reads.
         }
 #if RANK
         if (restoring.more()) restoring.add(estimates, tag, weight, lane);
         if (last) restoring.end(a, shared, estimates, tag, expert, weight, warp, lane);
 #endif
         __syncthreads();
-        if (RANK && last && warp == WARPS - 1) restoring.put(a.mapped + row * 32, shared, tag, lane);
+        if (RANK && last && warp == WARPS - 1) restoring.publish(a.mapped + row * 32, shared, tag, lane);
         // The factor of the lane-th channel's down row.
-        float2 dots = lane < there ? shared.dots[lane * team] : make_float2(0, 0);
-        if (team == 2 && lane < there) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;
-        const float amount = activation(dots.x) * dots.y * __shfl_sync(~0u, weight, lane < there ? shared.list[begin + lane] / INTER : 0);
-        if (lane < there) wait(shared.full[lane][1], parity >> lane & 1);
+        float2 dots = lane < held ? shared.dots[lane * team] : make_float2(0, 0);
+        if (team == 2 && lane < held) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;
+        const float amount = activation(dots.x) * dots.y * __shfl_sync(~0u, weight, lane < held ? shared.list[begin + lane] / INTER : 0);
+        if (lane < held) wait(shared.full[lane][1], parity >> lane & 1);
         __syncwarp();
 #pragma unroll 4
-        for (int place = 0; place < there; ++place) {
-            const u32 *down = (const u32 *)shared.row[place][2];
-            const float by = __shfl_sync(~0u, amount, place);
+        for (int i_row = 0; i_row < held; ++i_row) {
+            const u32 *down = (const u32 *)shared.row[i_row][2];
+            const float factor = __shfl_sync(~0u, amount, i_row);
 #pragma unroll
             for (int i = 0; i < PAIRS; ++i) {
                 const int at = i * THREADS + threadIdx.x;
                 if (HIDDEN / 2 % THREADS && at >= HIDDEN / 2) continue;
-                sum[i][0] += by * low(down[at]), sum[i][1] += by * high(down[at]);
+                sum[i][0] += factor * low(down[at]), sum[i][1] += factor * high(down[at]);
             }
         }
-        if (there > 0) parity ^= (u32)((1ull << there) - 1);
+        if (held > 0) parity ^= (u32)((1ull << held) - 1);
         if (last) break;
         __syncthreads();
-        if (own < GATHERING) fetch(begin + GATHERING + own, own, 1);
+        if (buffer < GATHERING) fetch(begin + GATHERING + buffer, buffer, 1);
     }
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {

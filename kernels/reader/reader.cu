@@ -52,7 +52,7 @@ constexpr int EACH = (SCORES / 2 + THREADS - 1) / THREADS;  // Pairs of scores p
 constexpr int BIN_BITS = 12, BINS = 1 << BIN_BITS;
 constexpr int LOWEST = (127 - 48) << 6;  // The first bin, 2^-48: the exponent and 6 bits of a key.
 constexpr u32 INFINITE = 0x7f800000;  // Bits of the largest score, which NaN also gets.
-constexpr int RIVALS = 1024;          // The most channels of a bin that are compared one by one.
+constexpr int MOST_CANDIDATES = 1024;          // The most channels of a bin that are compared one by one.
 
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
 static_assert(COLUMNS <= 32 && CHANNELS <= 16384 && (RANK == 32 || RANK == 0) && GATHERING <= WARPS, "shape");
@@ -71,20 +71,20 @@ struct Shared {
             Screened screened[BUFFERS][BLOCKS];
             float products[2][BLOCKS][PAIRED];
             alignas(16) int bin[BINS];
-            alignas(16) u64 rival[RIVALS];
+            alignas(16) u64 candidate[MOST_CANDIDATES];
         };
         alignas(16) u16 row[GATHERING][3][HIDDEN];     // Gate, up and down rows of a channel.
     };
     uint4 x[HIDDEN / 8];
     alignas(16) float mapped[WARPS][32];
     u64 full[GATHERING][2];     // Barriers: a channel's gate and up rows, and its down row, are copied.
-    u64 least;
+    u64 last_kept;
     u32 tag;
     float2 dots[WARPS];         // Gate and up of a warp's channel, or of half of one.
     float pair[THREADS];
     u32 bits[WORDS];            // The kept channels.
-    int across[WARPS], kept[WARPS];
-    int found[3], rivals;
+    int per_warp[WARPS], kept[WARPS];
+    int found[3], num_candidates;
     u16 list[CHANNELS];         // This block's kept channels.
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
@@ -110,19 +110,19 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
 #pragma unroll 1
     for (u32 begin = blockIdx.x * teams; begin < tokens * UNITS; begin += blocks * teams) {
         const u32 unit = begin + warp / team, token = unit / UNITS, column = unit % UNITS * 32 + lane;
-        const bool there = token < tokens;
+        const bool valid = token < tokens;
         const int first = tokens <= blocks ? token * blocks / tokens : token;
-        const int last = !there ? first : tokens <= blocks ? (token + 1) * blocks / tokens : token + 1;
+        const int last = !valid ? first : tokens <= blocks ? (token + 1) * blocks / tokens : token + 1;
 #if RANK
         uint4 u[4];
-        if (there && member == 0)
+        if (valid && member == 0)
 #pragma unroll
             for (int i = 0; i < 4; ++i) u[i] = ((const uint4 *)(a.basis + (long long)column * 32))[i];
 #endif
-        float sum = 0, through = 0;
+        float sum = 0, mapped_sum = 0;
 #pragma unroll 1
         for (int row = first + member; row < last; row += EACH_WARP * team) {
-            u64 part[EACH_WARP], some[EACH_WARP];
+            u64 part[EACH_WARP], mapped_part[EACH_WARP];
             // Polls a row's last word first, so as not to disturb blocks that still write.
             const int own = row + (lane < EACH_WARP ? lane : 0) * team;
             if (own < last) await_tag(a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
@@ -135,29 +135,29 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
                 for (int i = 0; i < EACH_WARP; ++i) {
                     const int at = row + i * team;
                     part[i] = at < last ? get_tagged(a.parts + (long long)at * HIDDEN + column) : tagged(0, tag);
-                    some[i] = RANK && at < last ? get_tagged(a.mapped + at * 32 + lane) : tagged(0, tag);
+                    mapped_part[i] = RANK && at < last ? get_tagged(a.mapped + at * 32 + lane) : tagged(0, tag);
                 }
 #pragma unroll
-                for (int i = 0; i < EACH_WARP; ++i) late |= ((u32)(part[i] >> 32) ^ tag) | ((u32)(some[i] >> 32) ^ tag);
+                for (int i = 0; i < EACH_WARP; ++i) late |= ((u32)(part[i] >> 32) ^ tag) | ((u32)(mapped_part[i] >> 32) ^ tag);
             } while (__any_sync(~0u, late != 0));
 #pragma unroll
-            for (int i = 0; i < EACH_WARP; ++i) sum += __int_as_float((u32)part[i]), through += __int_as_float((u32)some[i]);
+            for (int i = 0; i < EACH_WARP; ++i) sum += __int_as_float((u32)part[i]), mapped_sum += __int_as_float((u32)mapped_part[i]);
         }
         shared.pair[threadIdx.x] = sum;
-        shared.mapped[warp][lane] = through;
+        shared.mapped[warp][lane] = mapped_sum;
         __syncthreads();
-        if (there && member == 0) {
-            float whole = 0, across = 0;
+        if (valid && member == 0) {
+            float total = 0, per_warp = 0;
 #pragma unroll
             for (int other = 0; other < WARPS; ++other)
-                if (other < team) whole += shared.pair[(warp + other) * 32 + lane], across += shared.mapped[warp + other][lane];
+                if (other < team) total += shared.pair[(warp + other) * 32 + lane], per_warp += shared.mapped[warp + other][lane];
 #if RANK
             __syncwarp();
-            shared.mapped[warp][lane] = across;
+            shared.mapped[warp][lane] = per_warp;
             __syncwarp();
-            whole = through_map(u, shared.mapped[warp], whole);
+            total = through_map(u, shared.mapped[warp], total);
 #endif
-            a.output[(long long)token * HIDDEN + column] = rounded(whole);
+            a.output[(long long)token * HIDDEN + column] = rounded(total);
         }
         __syncthreads();
     }

@@ -19,7 +19,7 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     v[0] = low(four.x), v[1] = high(four.x), v[2] = low(four.y), v[3] = high(four.y);
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] *= (signed char)(signs >> 8 * i);
-    turn(v, lane);
+    hadamard(v, lane);
     u32 key[4], most = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -30,55 +30,55 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     most = __reduce_max_sync(~0u, most);
     // `there` keys (COORDINATES or more) are >= `least`; `past` keys (fewer) are >= `beyond`. The level between them is
     // guessed from a normal distribution, then by linear interpolation, then by bisection of the bits.
-    u32 least = 0, beyond = most + 1;
-    int there = 128, past = 0;
+    u32 lower = 0, upper = most + 1;
+    int num_lower = 128, num_upper = 0;
     float guess = __int_as_float(most) * EXPECTED;
 #pragma unroll 1
-    for (int turn = 0; there != COORDINATES && beyond - least > 1; ++turn) {
+    for (int iteration = 0; num_lower != COORDINATES && upper - lower > 1; ++iteration) {
         u32 level = __float_as_int(guess);
-        if (turn > 8 || level <= least || level >= beyond) level = least + (beyond - least) / 2;
+        if (iteration > 8 || level <= lower || level >= upper) level = lower + (upper - lower) / 2;
         int count = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) count += key[i] >= level;
         count = __reduce_add_sync(~0u, count);
-        if (count >= COORDINATES) least = level, there = count;
-        else beyond = level, past = count;
-        const float from = __int_as_float(least), upto = __int_as_float(beyond);
-        guess = turn < 3 ? __int_as_float(level) + __int_as_float(most) * (A_COORDINATE * (count - COORDINATES))
-                         : from + __fdividef(upto - from, there - past) * (there - COORDINATES + 0.5f);
+        if (count >= COORDINATES) lower = level, num_lower = count;
+        else upper = level, num_upper = count;
+        const float from = __int_as_float(lower), to_value = __int_as_float(upper);
+        guess = iteration < 3 ? __int_as_float(level) + __int_as_float(most) * (A_COORDINATE * (count - COORDINATES))
+                         : from + __fdividef(to_value - from, num_lower - num_upper) * (num_lower - COORDINATES + 0.5f);
     }
     // Too many equal keys: take the first of them.
     const u32 before = (1u << lane) - 1;
-    u32 spared = 0;  // Bits of this lane's keys that are taken.
-    if (there != COORDINATES) {
-        int ties = 0, room = COORDINATES - there;
+    u32 dropped = 0;  // Bits of this lane's keys that are taken.
+    if (num_lower != COORDINATES) {
+        int ties = 0, room = COORDINATES - num_lower;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const u32 equal = __ballot_sync(~0u, key[i] == least);
+            const u32 equal = __ballot_sync(~0u, key[i] == lower);
             ties += __popc(equal & before), room += __popc(equal);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (key[i] == least && ties++ >= room) spared |= 1u << i;
+            if (key[i] == lower && ties++ >= room) dropped |= 1u << i;
     }
     // x in units of 2^-21 of the largest's power of two, as two integers of at most 12 bits; the first counts 2^11 of the
     // second. Their sums with codes are exact.
-    constexpr float WHOLE = 12582912;  // Adding this to a number rounds it to an integer.
-    const int found = most >> 23, exponent = found < 1 ? 1 : found > 253 ? 253 : found;
-    const float one_over = __int_as_float((254 - exponent) << 23);
-    int place = 0;
+    constexpr float ROUNDING = 12582912;  // Adding this to a number rounds it to an integer.
+    const int exponent_bits = most >> 23, exponent = exponent_bits < 1 ? 1 : exponent_bits > 253 ? 253 : exponent_bits;
+    const float inverse_unit = __int_as_float((254 - exponent) << 23);
+    int num_listed = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const bool taken = key[i] >= least && !(spared >> i & 1);
+        const bool taken = key[i] >= lower && !(dropped >> i & 1);
         const u32 all = __ballot_sync(~0u, taken);
         if (taken) {
-            const int at = place + __popc(all & before);
-            const float scaled = v[i] * one_over * 1024, first = scaled + WHOLE - WHOLE;
-            const float second = (scaled - first) * 2048 + WHOLE - WHOLE;
+            const int at = num_listed + __popc(all & before);
+            const float scaled = v[i] * inverse_unit * 1024, first = scaled + ROUNDING - ROUNDING;
+            const float second = (scaled - first) * 2048 + ROUNDING - ROUNDING;
             to.coordinate[row_of(at)] = lane * 4 + i;
             to.part[0][at] = to_half(first * 16), to.part[1][at] = to_half(second * 16);
         }
-        place += __popc(all);
+        num_listed += __popc(all);
     }
     if (lane == 0) to.unit = __int_as_float(exponent << 23);
     __syncwarp();
@@ -150,9 +150,9 @@ __device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, i
     const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
 #pragma unroll 1
     for (int block = warp; block < BLOCKS; block += WARPS) {
-        Screened &found = shared.screened[token % BUFFERS][block];
-        if (token != listed) list_largest(a, token, block, lane, found);
-        if (expert >= 0) load_codes(codes + block * (128 * ROW), found, lane, shared.code[task % BUFFERS][block]);
+        Screened &screened = shared.screened[token % BUFFERS][block];
+        if (token != listed) list_largest(a, token, block, lane, screened);
+        if (expert >= 0) load_codes(codes + block * (128 * ROW), screened, lane, shared.code[task % BUFFERS][block]);
     }
     return expert;
 }
@@ -160,35 +160,35 @@ __device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, i
 // A thread's part of a task: gate or up of a channel, if any, with its scales; the next lane has the other. Values are as
 // loaded from memory, so that nothing waits for them before codes are multiplied.
 struct Scored {
-    int own, channel;  // Index of the task's values; of the expert's channels.
+    int index, channel;  // Index of the task's values; of the expert's channels.
     u16 scale[BLOCKS], norm;
     float weight;
 
     // By a few warps, which change with every task.
-    __device__ __forceinline__ bool has() const { return own < PAIRED && channel < INTER; }
+    __device__ __forceinline__ bool is_valid() const { return index < PAIRED && channel < INTER; }
 
-    __device__ __forceinline__ void ask(const Arguments &a, int task, long long expert) {
-        own = (threadIdx.x - task * PAIRED) & (THREADS - 1), channel = task % STRIPS * STRIP + own / 2;
-        if (!has() || expert < 0) return;
-        const u16 *scales = a.scales + (expert * (BLOCKS * 2) + own % 2) * INTER + channel;
+    __device__ __forceinline__ void load(const Arguments &a, int task, long long expert) {
+        index = (threadIdx.x - task * PAIRED) & (THREADS - 1), channel = task % STRIPS * STRIP + index / 2;
+        if (!is_valid() || expert < 0) return;
+        const u16 *scales = a.scales + (expert * (BLOCKS * 2) + index % 2) * INTER + channel;
 #pragma unroll
         for (int i = 0; i < BLOCKS; ++i) scale[i] = scales[i * 2 * INTER];
         norm = a.norms[expert * INTER + channel], weight = a.weights[task / STRIPS];
     }
 
     // Computes the channel's estimate and score from the results of all warps.
-    __device__ __forceinline__ void tell(const Arguments &a, const Shared &shared, int task, long long expert) const {
-        if (own >= PAIRED) return;
+    __device__ __forceinline__ void write_score(const Arguments &a, const Shared &shared, int task, long long expert) const {
+        if (index >= PAIRED) return;
         const int pair = task / STRIPS, token = pair / COLUMNS;
         float sum = 0;
         if (expert >= 0 && channel < INTER) {
-            const float *products = shared.products[task % 2][0] + own / 10 * 10 + own % 2 * 5 + own % 10 / 2;
+            const float *products = shared.products[task % 2][0] + index / 10 * 10 + index % 2 * 5 + index % 10 / 2;
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * products[block * PAIRED];
         }
         sum *= 1024;  // See screen_block. Not earlier, so that x may have any size.
         const float up = __shfl_xor_sync(~0u, sum, 1);
-        if (own % 2 || channel >= INTER) return;
+        if (index % 2 || channel >= INTER) return;
         u64 *score = a.scores + (long long)token * SCORES + score_at(pair % COLUMNS * INTER + channel);
         if (expert < 0) {
             put_tagged(score, 0, shared.tag);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int b
         const bool late = AHEAD && task >= begin && warp / 4 % 2;
         Scored scored;
         if (AHEAD) expert = expert_next;
-        if (AHEAD && task >= begin) scored.ask(a, task, expert);
+        if (AHEAD && task >= begin) scored.load(a, task, expert);
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
             if (half == late) {
@@ -220,7 +220,7 @@ __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int b
                 end_group();
                 // The tag: the number of earlier launches, non-zero by its top bit. No block ends before this one has sent its sums.
                 if (next == begin && threadIdx.x == THREADS - 1) shared.tag = (u32)(ended / gridDim.x) | 0x80000000u;
-                if (!AHEAD) expert = expert_next, scored.ask(a, task, expert);
+                if (!AHEAD) expert = expert_next, scored.load(a, task, expert);
             } else if (task >= begin && expert >= 0) {
                 const int token = task / A_TOKEN;
                 if (AHEAD && !late) wait_for_copies<1>();
@@ -233,7 +233,7 @@ __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int b
         }
         if (task < begin) continue;
         __syncthreads();
-        scored.tell(a, shared, task, expert);
+        scored.write_score(a, shared, task, expert);
     }
     __syncthreads();
 }

@@ -14,20 +14,20 @@ __device__ __forceinline__ float activation(float gate) {
 }
 
 // Multiplies a block of 128 coordinates, 4 per lane, with a Hadamard matrix, without the factor 128^-0.5. One warp.
-__device__ __forceinline__ void turn(float (&v)[4], int lane) {
+__device__ __forceinline__ void hadamard(float (&v)[4], int lane) {
 #pragma unroll
-    for (int far = 1; far < 4; far *= 2)
+    for (int distance = 1; distance < 4; distance *= 2)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            if (!(i & far)) {
-                const float one = v[i], other = v[i | far];
-                v[i] = one + other, v[i | far] = one - other;
+            if (!(i & distance)) {
+                const float one = v[i], other = v[i | distance];
+                v[i] = one + other, v[i | distance] = one - other;
             }
 #pragma unroll 1
-    for (int far = 1; far < 32; far *= 2)
+    for (int distance = 1; distance < 32; distance *= 2)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const float other = __shfl_xor_sync(~0u, v[i], far);
-            v[i] = lane & far ? other - v[i] : v[i] + other;
+            const float other = __shfl_xor_sync(~0u, v[i], distance);
+            v[i] = lane & distance ? other - v[i] : v[i] + other;
         }
 }

@@ -13,7 +13,7 @@ from epsim.kernels.split.launch import compiled, launch, with_headers
 
 WARPS, MOST_STEPS, MOST_EXPERTS, MOST_TOKENS, LANES = 16, 8, 512, 512, 32
 POINTERS = (
-    "scores", "weight_basis", "own", "own_weights", "acting", "ids", "weights", "active", "message", "summed", "holds",
+    "scores", "weight_basis", "choice", "choice_weights", "selected", "ids", "weights", "active", "message", "summed", "holds",
 )  # fmt: skip
 SIZES = ("renormalise", "tokens", "experts", "top_k", "width", "most", "maxp", "steps")
 NUMBERS = (*SIZES, "kind", "number", "ranks", "held_each", "blocks")
@@ -116,8 +116,8 @@ def check(rule: Rule, scores: torch.Tensor, top_k: int, given: dict[str, torch.T
     if rule.kmax is not None and rule.kmax > experts:
         raise ValueError(f"kmax {rule.kmax}, but there are {experts} experts")
     wide = (*scores.shape[:-1], top_k)
-    shapes = {"scores": scores.shape, "weight_basis": scores.shape, "own": wide, "own_weights": wide}
-    dtypes = {"own": torch.int64, "acting": torch.bool}
+    shapes = {"scores": scores.shape, "weight_basis": scores.shape, "choice": wide, "choice_weights": wide}
+    dtypes = {"choice": torch.int64, "selected": torch.bool}
     for name, tensor in ({"scores": scores} | given).items():
         shape, dtype = shapes.get(name, scores.shape[:-1]), dtypes.get(name, torch.float32)
         if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.device != scores.device:
@@ -162,7 +162,7 @@ def reroute(
     Returns expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, equal up to rounding;
     active [...] int64: the number of experts that are read.
     """
-    given = {"weight_basis": weight_basis.float(), "own": expert_ids, "own_weights": weights.float(), "acting": decode}
+    given = {"weight_basis": weight_basis.float(), "choice": expert_ids, "choice_weights": weights.float(), "selected": decode}
     return _run(rule, scores.float(), expert_ids.shape[-1], 1.0, True, given)
 
 
@@ -180,4 +180,4 @@ def route_logits(
     `scaling`, or without renormalise to `scaling` times the probability of the k best. live [..., B] bool: rows that
     are not padding.
     """
-    return _run(rule, logits, top_k, scaling, renormalise, {} if live is None else {"acting": live})
+    return _run(rule, logits, top_k, scaling, renormalise, {} if live is None else {"selected": live})

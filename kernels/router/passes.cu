@@ -34,8 +34,8 @@ __device__ __forceinline__ int rows_of(const Arguments &a) {
 
 __device__ __forceinline__ void count_own(const Token &token, u32 *count, int lane) {
 #pragma unroll
-    for (int i = 0; i < OWN; ++i)
-        if (token.own >> i & 1) atomicAdd(&count[lane + 32 * i], 1u);
+    for (int i = 0; i < PER_LANE; ++i)
+        if (token.choice >> i & 1) atomicAdd(&count[lane + 32 * i], 1u);
 }
 
 // The token's base under each step's k0.
@@ -43,7 +43,7 @@ __device__ __forceinline__ void count_bases(const Arguments &a, Token &token, i6
     int most = 0;
     for (int i = 0; i < a.steps; ++i) most = a.k0[i] > most ? a.k0[i] : most;
     double share = 0;
-    const float enough = a.p * (float)token.whole;
+    const float enough = a.p * (float)token.total;
     for (int i = 0; i < most; ++i) {
         u32 word;
         const int expert = best(token, token.left, lane, word);
@@ -62,18 +62,18 @@ __device__ __forceinline__ void tally(const Arguments &a, i64 row, Tally &s, int
     const bool bases = a.kind == UNION || a.kind == RANKS;
     if (bases) load(a, row, lane, token);
     else load_choice(a, row, lane, token);
-    if (lane == 0 && token.anew) atomicAdd(&s.size, 1u);
+    if (lane == 0 && token.rerouted) atomicAdd(&s.size, 1u);
     if (a.kind == BASE) return;
-    if (!bases) return count_own(token, s.count[!token.anew], lane);
+    if (!bases) return count_own(token, s.count[!token.rerouted], lane);
     count_own(token, s.count[0], lane);
-    if (!token.anew) {
+    if (!token.rerouted) {
         for (int i = 1; i <= a.steps; ++i) count_own(token, s.count[i], lane);
         return;
     }
     count_bases(a, token, row, s, lane);
     if (a.kind == RANKS && lane < a.top_k) {
-        const int expert = (int)a.own[row * a.top_k + lane];
-        const double weight = a.own_weights[row * a.top_k + lane];
+        const int expert = (int)a.choice[row * a.top_k + lane];
+        const double weight = a.choice_weights[row * a.top_k + lane];
         if (expert >= 0) atomicAdd(&s.want[expert], (u64)(i64)rint(weight * UNITS));
     }
 }
@@ -105,37 +105,37 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED demand(const __g
     cluster_wait();
     if (block) return;
     const bool sized = a.kind <= RANKS;
-    const int line = a.experts + sized, lines = rows + (a.kind == RANKS);
+    const int row_length = a.experts + sized, num_rows = rows + (a.kind == RANKS);
     if (a.kind == BASE) {
         if (threadIdx.x == 0) a.message[batch] = s.size;
         return;
     }
-    i64 *message = a.message + batch * line * lines;
-    for (int i = threadIdx.x; i < line * lines; i += blockDim.x) {
-        const int row = i / line, expert = i % line;
+    i64 *message = a.message + batch * row_length * num_rows;
+    for (int i = threadIdx.x; i < row_length * num_rows; i += blockDim.x) {
+        const int row = i / row_length, expert = i % row_length;
         message[i] = expert == a.experts ? (i64)s.size : row < rows ? (i64)s.count[row][expert] : (i64)s.want[expert];
     }
 }
 
 struct Decision {
-    u32 loaded[OWN];
+    u32 loaded[PER_LANE];
     Ranks ranks;
 };
 
 // Writes the experts that tokens may take to `loaded` and returns k0, 0 for the model's whole choice. All threads.
 __device__ __forceinline__ int decide(const Arguments &a, i64 batch, Decision &s) {
-    const int lane = threadIdx.x % 32, line = a.experts + 1;
+    const int lane = threadIdx.x % 32, row_length = a.experts + 1;
     const bool bases = a.kind == UNION || a.kind == RANKS;
-    const i64 words = a.kind == BASE ? 1 : bases ? (i64)line * (a.steps + 1 + (a.kind == RANKS)) : 2 * a.experts;
+    const i64 words = a.kind == BASE ? 1 : bases ? (i64)row_length * (a.steps + 1 + (a.kind == RANKS)) : 2 * a.experts;
     const i64 *summed = a.summed + batch * words;
-    int k0 = 0, place = 0;
+    int k0 = 0, row_of_k0 = 0;
     if (!a.summed) return a.k0[0];
     if (a.kind == BASE || bases) {
         const i64 size = summed[bases ? a.experts : 0];
         for (int i = 0; i < a.steps; ++i)
-            if (size >= a.size[i]) k0 = a.k0[i], place = i + 1;
+            if (size >= a.size[i]) k0 = a.k0[i], row_of_k0 = i + 1;
         if (a.kind == BASE) return k0;
-        summed += (i64)place * line;
+        summed += (i64)row_of_k0 * row_length;
     }
     bool enough = false;
     for (int expert = threadIdx.x; expert < EXPERTS; expert += blockDim.x) {
@@ -148,12 +148,12 @@ __device__ __forceinline__ int decide(const Arguments &a, i64 batch, Decision &s
     enough = __syncthreads_count(enough);
     if (a.kind == RANKS) {
         const u8 *holds = a.holds + (a.held_each ? batch * a.experts * a.ranks : 0);
-        fill_ranks(a, s.ranks, holds, summed + (i64)(a.steps + 1 - place) * line, s.loaded);
+        fill_ranks(a, s.ranks, holds, summed + (i64)(a.steps + 1 - row_of_k0) * row_length, s.loaded);
     } else if (!bases) {
         for (int expert = threadIdx.x; expert < EXPERTS; expert += blockDim.x) {
             const i64 number = s.ranks.worth[expert];
             bool stays = number > 0;
-            if (a.kind == POPULAR) stays = stays && place_of(s.ranks.worth, expert) < a.number;
+            if (a.kind == POPULAR) stays = stays && order_of(s.ranks.worth, expert) < a.number;
             else if (enough) stays = number >= a.number;
             stays |= expert < a.experts && summed[a.experts + expert] > 0;
             const u32 left = __ballot_sync(~0u, stays);
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) answer(const __grid_consta
     for (int at = begin; at < a.tokens; at += a.blocks * warps) {
         if (at != begin) load(a, first + at, lane, token);
         const bool base = a.kind == BASE;
-        const u32 allowed = !base ? part_of(s.loaded, lane) : k0 ? ~0u : token.own;
+        const u32 allowed = !base ? part_of(s.loaded, lane) : k0 ? ~0u : token.choice;
         choose(a, token, first + at, k0, base && k0 ? k0 : a.most, allowed, lane);
     }
 }

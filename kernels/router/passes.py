@@ -87,8 +87,8 @@ class Passes:
         compared = scores.float().contiguous()
         # If both are one tensor, pass it once.
         proportions = compared if weight_basis is scores else weight_basis.float().contiguous()
-        tensors = {"scores": compared, "weight_basis": proportions, "acting": decode.contiguous()}
-        tensors |= {"own": expert_ids.contiguous(), "own_weights": weights.float().contiguous()}
+        tensors = {"scores": compared, "weight_basis": proportions, "selected": decode.contiguous()}
+        tensors |= {"choice": expert_ids.contiguous(), "choice_weights": weights.float().contiguous()}
         if plan.kind != "ranks":
             return cls(plan, tensors, 0)
         assert holds is not None
@@ -110,7 +110,7 @@ class Passes:
         """expert_ids [..., B, k'] int64 and weights [..., B, k'] float32. summed: `demand` summed over all ranks, or
         None if the plan is settled."""
         *lead, tokens, experts = self.tensors["scores"].shape
-        top_k, blocks = self.tensors["own"].shape[-1], -(-tokens // WARPS)
+        top_k, blocks = self.tensors["choice"].shape[-1], -(-tokens // WARPS)
         width = min(max(self.plan.rule.kmax or 0, top_k), experts)
         ids = self._empty(*lead, tokens, width, dtype=torch.int64)
         weights = self._empty(*lead, tokens, width, dtype=torch.float32)
@@ -122,7 +122,7 @@ class Passes:
     def argument(self, further: dict[str, torch.Tensor], blocks: int) -> Any:
         each = self.ranks > 0 and self.tensors["holds"].ndim > 2
         numbers = (KINDS[self.plan.kind], self.plan.number, self.ranks, int(each), blocks)
-        scores, top_k = self.tensors["scores"], self.tensors["own"].shape[-1]
+        scores, top_k = self.tensors["scores"], self.tensors["choice"].shape[-1]
         return arguments_of(self.plan.rule, scores, top_k, 1.0, True, self.tensors | further, numbers)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,7 @@ struct Ranks {
     i64 worth[EXPERTS];
     int order[EXPERTS];  // Wanted experts, the most wanted first.
     int rank_of[EXPERTS];
-    u32 active[MOST_RANKS], waiting[OWN];
+    u32 active[MOST_RANKS], waiting[PER_LANE];
     int via[MOST_RANKS];  // The expert that would move to this rank.
     u32 wanted;
 };
@@ -21,7 +21,7 @@ __device__ __forceinline__ u64 any_of(u64 bits) {
 }
 
 // The number of experts with a larger want; ties by id.
-__device__ __forceinline__ int place_of(const i64 *worth, int expert) {
+__device__ __forceinline__ int order_of(const i64 *worth, int expert) {
     const i64 own = worth[expert];
     int before = 0;
 #pragma unroll 8
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool augment(Ranks &s, int expert, Room &at, int lane
         __syncwarp();
         u64 next = 0;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) {
+        for (int i = 0; i < PER_LANE; ++i) {
             const int other = lane + 32 * i, rank = s.rank_of[other];
             if (rank < 0 || !(fresh >> rank & 1)) continue;
             const u64 more = s.holds[other] & ~reach & ~at.closed;
@@ -97,17 +97,17 @@ __device__ __forceinline__ void fill_ranks(const Arguments &a, Ranks &s, const u
     }
     __syncthreads();
     for (int expert = threadIdx.x; expert < EXPERTS; expert += blockDim.x)
-        if (s.worth[expert] > 0) s.order[place_of(s.worth, expert)] = expert;
+        if (s.worth[expert] > 0) s.order[order_of(s.worth, expert)] = expert;
     __syncthreads();
     if (threadIdx.x < 32) {
-        const u32 musts = __reduce_add_sync(~0u, lane < OWN ? (u32)__popc(loaded[lane]) : 0u);
+        const u32 musts = __reduce_add_sync(~0u, lane < PER_LANE ? (u32)__popc(loaded[lane]) : 0u);
         const u32 busiest = __reduce_max_sync(~0u, s.active[lane] > s.active[lane + 32] ? s.active[lane] : s.active[lane + 32]);
         const u32 mean = (musts + a.ranks - 1) / a.ranks;
         const u64 all = a.ranks == 64 ? ~0ull : (1ull << a.ranks) - 1;
         Room at = {busiest > mean ? busiest : mean, 0, 0};
         const u32 low = __ballot_sync(~0u, s.active[lane] < at.most), high = __ballot_sync(~0u, s.active[lane + 32] < at.most);
         at.room = ((u64)high << 32 | low) & all;
-        for (int i = 0; i < OWN; ++i)
+        for (int i = 0; i < PER_LANE; ++i)
             for (u32 left = s.waiting[i]; left; left &= left - 1) {
                 const int expert = 32 * i + __ffs(left) - 1;
                 if (augment(s, expert, at, lane)) continue;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void fill_ranks(const Arguments &a, Ranks &s, const u
             }
         const int wanted = s.wanted;
         for (int i = 0; i < wanted && at.closed != all; ++i) augment(s, s.order[i], at, lane);
-        for (int i = 0; i < OWN; ++i) {
+        for (int i = 0; i < PER_LANE; ++i) {
             const u32 read = __ballot_sync(~0u, s.rank_of[lane + 32 * i] >= 0);
             if (lane == 0) loaded[i] = read;
         }

@@ -9,21 +9,21 @@
 #include "token.cuh"
 
 struct Shared {
-    u32 part[OWN], loaded[OWN];
+    u32 part[PER_LANE], loaded[PER_LANE];
 };
 
 // Adds the token's guaranteed experts to the union. k0: 0 for the model's whole choice.
 __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 row, int k0, u32 *loaded, int lane) {
-    if (a.own && (k0 == 0 || !token.anew)) {
+    if (a.choice && (k0 == 0 || !token.rerouted)) {
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (token.own >> i & 1) atomicOr(&loaded[i], 1u << lane);
+        for (int i = 0; i < PER_LANE; ++i)
+            if (token.choice >> i & 1) atomicOr(&loaded[i], 1u << lane);
         return;
     }
-    if (!token.anew) return;
+    if (!token.rerouted) return;
     double share = 0;
     const int number = k0 ? k0 : a.top_k;
-    const float enough = a.p * (float)token.whole;
+    const float enough = a.p * (float)token.total;
     for (int i = 0; i < number; ++i) {
         u32 word;
         const int expert = best(token, token.left, lane, word);
@@ -39,15 +39,15 @@ __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 
 
 // The number of tokens of the batch to reroute, which gives k0. mine: whether the warp's token is one of them.
 __device__ __forceinline__ int batch_size(const Arguments &a, i64 first, bool mine) {
-    if (!a.own && !a.acting) return a.tokens;
+    if (!a.choice && !a.selected) return a.tokens;
     if (ONE && CLUSTER == 1) return __syncthreads_count(mine && threadIdx.x % 32 == 0);
     const int row = threadIdx.x;
-    bool anew = row < a.tokens && (!a.acting || a.acting[first + row]);
-    if (anew && a.own) {
-        anew = false;
-        for (int i = 0; i < a.top_k; ++i) anew |= a.own[(first + row) * a.top_k + i] >= 0;
+    bool rerouted = row < a.tokens && (!a.selected || a.selected[first + row]);
+    if (rerouted && a.choice) {
+        rerouted = false;
+        for (int i = 0; i < a.top_k; ++i) rerouted |= a.choice[(first + row) * a.top_k + i] >= 0;
     }
-    return __syncthreads_count(anew);
+    return __syncthreads_count(rerouted);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED oea(const __grid_constant__ Arguments a) {
@@ -58,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED oea(const __grid
     const int begin = block * WARPS + warp;
     wait_for_previous_kernel();
     allow_next_kernel();
-    if (threadIdx.x < OWN) shared.part[threadIdx.x] = shared.loaded[threadIdx.x] = 0;
+    if (threadIdx.x < PER_LANE) shared.part[threadIdx.x] = shared.loaded[threadIdx.x] = 0;
     Token token;
     if (ONE && begin < a.tokens) load(a, first + begin, lane, token);
-    const int size = batch_size(a, first, ONE && begin < a.tokens && token.anew);
+    const int size = batch_size(a, first, ONE && begin < a.tokens && token.rerouted);
     int k0 = 0;
     for (int i = 0; i < a.steps; ++i)
         if (size >= a.size[i]) k0 = a.k0[i];
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED oea(const __grid
     __syncthreads();
     if (CLUSTER > 1) {
         cluster_wait();
-        if (threadIdx.x < CLUSTER * OWN) or_into_block(shared.loaded[threadIdx.x % OWN], threadIdx.x / OWN, shared.part[threadIdx.x % OWN]);
+        if (threadIdx.x < CLUSTER * PER_LANE) or_into_block(shared.loaded[threadIdx.x % PER_LANE], threadIdx.x / PER_LANE, shared.part[threadIdx.x % PER_LANE]);
         cluster_arrive();
         cluster_wait();
     }
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTERED oea(const __grid
         choose(a, token, first + at, k0, a.most, part_of(loaded, lane), lane);
     }
     if (block == 0 && warp == 0) {
-        const int number = __reduce_add_sync(~0u, lane < OWN ? __popc(loaded[lane]) : 0);
+        const int number = __reduce_add_sync(~0u, lane < PER_LANE ? __popc(loaded[lane]) : 0);
         if (lane == 0) a.active[blockIdx.x / CLUSTER] = number;
     }
 }

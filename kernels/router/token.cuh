@@ -6,14 +6,14 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-constexpr int WARPS = 16, THREADS = 32 * WARPS, OWN = EXPERTS / 32, MOST_STEPS = 8;
+constexpr int WARPS = 16, THREADS = 32 * WARPS, PER_LANE = EXPERTS / 32, MOST_STEPS = 8;
 
 struct Arguments {
     const float *scores;       // [batches, tokens, experts]: what experts are compared by
     const float *weight_basis; // the same shape, >= 0: what weights are proportional to; null: softmax of the scores
-    const i64 *own;            // [batches, tokens, top_k]: the model's choice, -1 for none; null: the best top_k
-    const float *own_weights;  // the same shape, with own
-    const u8 *acting;          // [batches, tokens]: with own, tokens to reroute; else, tokens that are not padding; or null
+    const i64 *choice;            // [batches, tokens, top_k]: the model's choice, -1 for none; null: the best top_k
+    const float *choice_weights;  // the same shape, with own
+    const u8 *selected;          // [batches, tokens]: with own, tokens to reroute; else, tokens that are not padding; or null
     i64 *ids;                  // [batches, tokens, width]
     float *weights;            // the same
     i64 *active;               // [batches]: size of the union
@@ -40,26 +40,26 @@ __device__ __forceinline__ float score_of(u32 word) {
 
 // A token's experts. word: 0 for an expert that the token may not take. own: bit i for expert lane + 32 i.
 struct Token {
-    u32 word[OWN];
-    u32 own;
-    int num_own;
-    bool anew;       // Whether the token is rerouted.
-    double whole;    // Sum of its weight_basis.
+    u32 word[PER_LANE];
+    u32 choice;
+    int num_chosen;
+    bool rerouted;       // Whether the token is rerouted.
+    double total;    // Sum of its weight_basis.
     float top, sum;  // Without weight_basis: largest score, and sum of exp(score - top).
-    int taken;       // Experts found so far: the i-th in lane i's `expert` and `found`, and removed from `left`.
+    int num_taken;       // Experts found so far: the i-th in lane i's `expert` and `found`, and removed from `left`.
     int expert;
-    u32 found, left;
+    u32 taken_word, left;
 };
 
 __device__ __forceinline__ double sum_of(double value) {
 #pragma unroll
-    for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);
+    for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
     return value;
 }
 
 __device__ __forceinline__ float sum_of(float value) {
 #pragma unroll
-    for (int far = 16; far; far /= 2) value += __shfl_xor_sync(~0u, value, far);
+    for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
     return value;
 }
 
@@ -70,59 +70,59 @@ __device__ __forceinline__ float weigh(const Arguments &a, const Token &token, i
 
 // What the model chose.
 __device__ __forceinline__ void load_choice(const Arguments &a, i64 row, int lane, Token &token) {
-    token.own = 0, token.num_own = 0;
-    token.anew = !a.acting || a.acting[row];
-    if (!a.own) return;
-    const int chosen = lane < a.top_k ? (int)a.own[row * a.top_k + lane] : -1;
+    token.choice = 0, token.num_chosen = 0;
+    token.rerouted = !a.selected || a.selected[row];
+    if (!a.choice) return;
+    const int chosen = lane < a.top_k ? (int)a.choice[row * a.top_k + lane] : -1;
     for (int i = 0; i < a.top_k; ++i) {
         const int expert = __shfl_sync(~0u, chosen, i);
-        if (expert >= 0 && expert % 32 == lane) token.own |= 1u << expert / 32;
+        if (expert >= 0 && expert % 32 == lane) token.choice |= 1u << expert / 32;
     }
-    token.num_own = __popc(__ballot_sync(~0u, chosen >= 0));
-    token.anew = token.anew && token.num_own;
+    token.num_chosen = __popc(__ballot_sync(~0u, chosen >= 0));
+    token.rerouted = token.rerouted && token.num_chosen;
 }
 
 __device__ __forceinline__ void load(const Arguments &a, i64 row, int lane, Token &token) {
-    float score[OWN];
+    float score[PER_LANE];
 #pragma unroll
-    for (int i = 0; i < OWN; ++i)
+    for (int i = 0; i < PER_LANE; ++i)
         score[i] = lane + 32 * i < a.experts ? a.scores[row * a.experts + lane + 32 * i] : __int_as_float(0xff800000);
     load_choice(a, row, lane, token);
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        const bool known = token.own >> i & 1 || score[i] > __int_as_float(0xff800000);
+    for (int i = 0; i < PER_LANE; ++i) {
+        const bool known = token.choice >> i & 1 || score[i] > __int_as_float(0xff800000);
         token.word[i] = known ? word_of(score[i]) : 0;
     }
     if (!a.weight_basis) {
         u32 most = 0;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) most = token.word[i] > most ? token.word[i] : most;
+        for (int i = 0; i < PER_LANE; ++i) most = token.word[i] > most ? token.word[i] : most;
         token.top = score_of(__reduce_max_sync(~0u, most));
         float sum = 0;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i) sum += token.word[i] ? __expf(score[i] - token.top) : 0;
+        for (int i = 0; i < PER_LANE; ++i) sum += token.word[i] ? __expf(score[i] - token.top) : 0;
         token.sum = sum_of(sum);
     }
     if (a.p < 1) {
-        double whole = 0;
+        double total = 0;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
-            if (token.word[i]) whole += weigh(a, token, row, lane + 32 * i, token.word[i]);
-        token.whole = sum_of(whole);
+        for (int i = 0; i < PER_LANE; ++i)
+            if (token.word[i]) total += weigh(a, token, row, lane + 32 * i, token.word[i]);
+        token.total = sum_of(total);
     }
-    token.taken = 0, token.expert = -1, token.found = 0, token.left = 0;
+    token.num_taken = 0, token.expert = -1, token.taken_word = 0, token.left = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) token.left |= (token.word[i] != 0) << i;
+    for (int i = 0; i < PER_LANE; ++i) token.left |= (token.word[i] != 0) << i;
 }
 
 // The best expert in `left` (bit i for expert lane + 32 i): own experts first, by score, ties by id; -1 for none.
 __device__ __forceinline__ int best(const Token &token, u32 left, int lane, u32 &most) {
-    for (int others = token.num_own ? 0 : 1; others < 2; ++others) {
-        const u32 among = others ? left & ~token.own : left & token.own;
+    for (int others = token.num_chosen ? 0 : 1; others < 2; ++others) {
+        const u32 among = others ? left & ~token.choice : left & token.choice;
         u32 top = 0;
         int at = 0;
 #pragma unroll
-        for (int i = 0; i < OWN; ++i)
+        for (int i = 0; i < PER_LANE; ++i)
             if (among >> i & 1 && token.word[i] > top) top = token.word[i], at = i;
         most = __reduce_max_sync(~0u, top);
         if (most) return __reduce_min_sync(~0u, top == most ? at * 32 + lane : ~0u);
@@ -135,14 +135,14 @@ __device__ __forceinline__ int position(const Token &token, int expert, int lane
     const int slot = expert / 32;
     u32 word = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i)
+    for (int i = 0; i < PER_LANE; ++i)
         if (i == slot) word = token.word[i];
     word = __shfl_sync(~0u, word, expert % 32);
-    const bool own = __shfl_sync(~0u, token.own >> slot & 1, expert % 32);
+    const bool own = __shfl_sync(~0u, token.choice >> slot & 1, expert % 32);
     int before = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) {
-        const bool like = (token.own >> i & 1) == own;
+    for (int i = 0; i < PER_LANE; ++i) {
+        const bool like = (token.choice >> i & 1) == own;
         const bool better = token.word[i] > word || (token.word[i] == word && lane + 32 * i < expert);
         before += token.word[i] && (like ? better : !own);
     }
@@ -155,15 +155,15 @@ __device__ __forceinline__ void take_out(u32 &left, int expert, int lane) {
 
 __device__ __forceinline__ void take(Token &token, int expert, u32 word, int lane) {
     take_out(token.left, expert, lane);
-    if (lane == token.taken) token.expert = expert, token.found = word;
-    ++token.taken;
+    if (lane == token.num_taken) token.expert = expert, token.taken_word = word;
+    ++token.num_taken;
 }
 
 // The lane's experts of a set, whose word i holds experts 32 i to 32 i + 31.
 __device__ __forceinline__ u32 part_of(const u32 *loaded, int lane) {
     u32 part = 0;
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) part |= (loaded[i] >> lane & 1) << i;
+    for (int i = 0; i < PER_LANE; ++i) part |= (loaded[i] >> lane & 1) << i;
     return part;
 }
 
@@ -171,38 +171,38 @@ __device__ __forceinline__ u32 part_of(const u32 *loaded, int lane) {
 // (k0 is 0) the model's choice may lie beyond maxp.
 __device__ __forceinline__ void choose(
     const Arguments &a, Token &token, i64 row, int k0, int most, u32 allowed, int lane) {
-    int mine = -1;
+    int expert_id = -1;
     float weight = 0;
-    if (token.anew) {
+    if (token.rerouted) {
         u32 word;
-        const int spared = k0 ? 0 : a.own ? token.num_own : a.top_k;
-        while (token.taken < most) {
+        const int spared = k0 ? 0 : a.choice ? token.num_chosen : a.top_k;
+        while (token.num_taken < most) {
             const int expert = best(token, token.left & allowed, lane, word);
             if (expert < 0) break;
-            if (token.taken >= spared && a.maxp < a.experts && position(token, expert, lane) >= a.maxp) break;
+            if (token.num_taken >= spared && a.maxp < a.experts && position(token, expert, lane) >= a.maxp) break;
             take(token, expert, word, lane);
         }
-        mine = token.expert;
-        const float own = mine >= 0 ? weigh(a, token, row, mine, token.found) : 0;
-        float whole = a.scaling;
-        if (a.own) {
-            whole = sum_of(lane < a.top_k ? a.own_weights[row * a.top_k + lane] : 0.f);
+        expert_id = token.expert;
+        const float own = expert_id >= 0 ? weigh(a, token, row, expert_id, token.taken_word) : 0;
+        float total = a.scaling;
+        if (a.choice) {
+            total = sum_of(lane < a.top_k ? a.choice_weights[row * a.top_k + lane] : 0.f);
         } else if (!a.renormalise) {
             float chosen = 0;
             u32 rest = 0;
 #pragma unroll
-            for (int i = 0; i < OWN; ++i) rest |= (token.word[i] != 0) << i;
+            for (int i = 0; i < PER_LANE; ++i) rest |= (token.word[i] != 0) << i;
             for (int i = 0; i < a.top_k; ++i) {
                 const int expert = best(token, rest, lane, word);
                 if (expert < 0) break;
                 take_out(rest, expert, lane);
                 chosen += weigh(a, token, row, expert, word);
             }
-            whole *= chosen;
+            total *= chosen;
         }
-        weight = own / fmaxf(sum_of(own), 1e-20f) * whole;
-    } else if (a.own && lane < a.top_k) {
-        mine = (int)a.own[row * a.top_k + lane], weight = a.own_weights[row * a.top_k + lane];
+        weight = own / fmaxf(sum_of(own), 1e-20f) * total;
+    } else if (a.choice && lane < a.top_k) {
+        expert_id = (int)a.choice[row * a.top_k + lane], weight = a.choice_weights[row * a.top_k + lane];
     }
-    if (lane < a.width) a.ids[row * a.width + lane] = mine, a.weights[row * a.width + lane] = weight;
+    if (lane < a.width) a.ids[row * a.width + lane] = expert_id, a.weights[row * a.width + lane] = weight;
 }

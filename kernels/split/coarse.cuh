@@ -202,8 +202,8 @@ __device__ void level_out(Problem &p, const TreeNode &node, int &load, int lane)
     if (moves) left = amount < 0 ? *from : *to;  // other pointers may be invalid
     u32 ahead = node.earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
-      int other_load = __shfl_sync(ALL, amount, lowest_bit(ahead));
-      if (ahead && other_load < 0) drawn = min(drawn - other_load, HUGE_UNITS);
+      int other_amount = __shfl_sync(ALL, amount, lowest_bit(ahead));
+      if (ahead && other_amount < 0) drawn = min(drawn - other_amount, HUGE_UNITS);
     }
     __syncwarp();
     amount = amount < 0 ? max(amount, min(drawn - left, 0)) : min(amount, left);
@@ -306,9 +306,9 @@ __device__ int warm_part(const Problem &p, int k, int need, int copy) {
   float scale = need / total;
   auto units_of = [&](int c) { return static_cast<int>((evenly ? 1.0f : part_of(c)) * scale); };
   if (copy != largest) return units_of(copy);
-  int base_load = need;
+  int remaining = need;
 #pragma unroll 1
   for (int c = first; c < last; ++c)
-    if (c != largest) base_load -= units_of(c);
-  return base_load;
+    if (c != largest) remaining -= units_of(c);
+  return remaining;
 }

@@ -63,9 +63,9 @@ def drawn(tokens: int, experts: int, top_k: int, seed: int, ties: bool) -> Route
 def given_of(work: RouterWork) -> dict[str, Any]:
     return {
         "weight_basis": work.weight_basis,
-        "own": work.expert_ids,
-        "own_weights": work.weights,
-        "acting": work.decode,
+        "choice": work.expert_ids,
+        "choice_weights": work.weights,
+        "selected": work.decode,
     }
 
 
@@ -104,7 +104,7 @@ def test_from_logits(on_host: Build, policy: Oea, renormalise: bool) -> None:
     work = RouterWork(
         logits, chance, padded, weights.masked_fill(~live[:, None], 0.0), torch.ones(20, dtype=torch.bool)
     )
-    found = run_on_host(on_host, policy, logits, 6, {"acting": live}, renormalise)
+    found = run_on_host(on_host, policy, logits, 6, {"selected": live}, renormalise)
     check(found, policy.route(work))
 
 
@@ -130,11 +130,11 @@ def test_any_batch(on_host: Build, seed: int, tokens: int, k0: int, p: float) ->
         ({"scores": torch.zeros(5, 12, dtype=torch.bfloat16)}, r"scores: \[5, 12\] torch.bfloat16"),
         ({"scores": torch.zeros(12)}, r"not \[..., B, E\]"),
         ({"scores": torch.zeros(513, 12)}, "513 tokens, not up to 512"),
-        ({"own": torch.zeros(5, 6, dtype=torch.int32)}, r"own: \[5, 6\] torch.int32 .* not \[5, 6\] torch.int64"),
-        ({"own": torch.zeros(5, 5, dtype=torch.int64)}, r"own: \[5, 5\] torch.int64 .* not \[5, 6\]"),
+        ({"choice": torch.zeros(5, 6, dtype=torch.int32)}, r"choice: \[5, 6\] torch.int32 .* not \[5, 6\] torch.int64"),
+        ({"choice": torch.zeros(5, 5, dtype=torch.int64)}, r"choice: \[5, 5\] torch.int64 .* not \[5, 6\]"),
         ({"weight_basis": torch.zeros(5, 11)}, r"weight_basis: \[5, 11\]"),
-        ({"acting": torch.ones(5)}, r"acting: \[5\] torch.float32 .* not \[5\] torch.bool"),
-        ({"acting": torch.ones(4, dtype=torch.bool)}, r"acting: \[4\]"),
+        ({"selected": torch.ones(5)}, r"selected: \[5\] torch.float32 .* not \[5\] torch.bool"),
+        ({"selected": torch.ones(4, dtype=torch.bool)}, r"selected: \[4\]"),
     ],
 )
 def test_what_the_kernel_would_misread_is_told(change: dict[str, Any], says: str) -> None:
