@@ -113,7 +113,7 @@ class Dispatcher:
         def empty(*shape: int, kind: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=kind, device=device)
 
-        self.step, self._counts, self._own, self._loads = empty(1), *(empty(num_experts + 1) for _ in range(3))
+        self.step, self._counts, self._rank_counts, self._loads = empty(1), *(empty(num_experts + 1) for _ in range(3))
         self._words = empty(max_tokens, top_k, kind=torch.int32)
         self._ends, self._routed = empty(num_slots, kind=torch.int32), empty(num_ranks)
         self._physical, self._shared_rank = empty(max_tokens, top_k), empty(max_tokens)

@@ -364,8 +364,8 @@ __device__ void list_active(const Arguments &a, Routing &routing, int lane) {
         int inclusive = own;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
-            const int other_warp = __shfl_up_sync(~0u, inclusive, distance);
-            if (lane >= distance) inclusive += other_warp;
+            const int lower = __shfl_up_sync(~0u, inclusive, distance);
+            if (lane >= distance) inclusive += lower;
         }
         if (own) {
             const int active_index = active + __popc(found & ((1u << lane) - 1));

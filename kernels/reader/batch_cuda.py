@@ -14,8 +14,8 @@ from epsim.kernels.reader.cuda import GIVEN, MAP, MOST_SHARED, addresses, blocks
 from epsim.kernels.split.launch import compiled, launch, macros, with_headers
 
 POINTERS = (
-    *GIVEN, "state", "coordinate", "record", "expert", "start", "token", "weight", "pair_of", "amounts", "scores", "bins",
-    "candidates", "channels", "number", "bits", "unit", "activated", "parts", "mapped", "kept", "output",
+    *GIVEN, "state", "coordinate", "record", "expert", "start", "token", "weight", "pair_of", "amounts", "scores",
+    "bins", "candidates", "channels", "number", "bits", "unit", "activated", "parts", "mapped", "kept", "output",
 )  # fmt: skip
 ARGUMENTS = np.dtype(
     [(name, np.uint64) for name in POINTERS]

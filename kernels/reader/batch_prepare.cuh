@@ -106,7 +106,7 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
             const int expert = base + lane;
             int own = 0;
             for (int i = 0; i < groups && expert < a.experts; ++i) own += __popc(mask[expert * groups + i]);
-            const u32 exponent_bits = __ballot_sync(~0u, own > 0);
+            const u32 active_lanes = __ballot_sync(~0u, own > 0);
             int inclusive = own;
 #pragma unroll
             for (int distance = 1; distance < 32; distance *= 2) {
@@ -114,10 +114,10 @@ __device__ void sort_pairs(const Arguments &a, u8 *memory) {
                 if (lane >= distance) inclusive += other;
             }
             if (own) {
-                const int at = active + __popc(exponent_bits & ((1u << lane) - 1));
+                const int at = active + __popc(active_lanes & ((1u << lane) - 1));
                 a.expert[at] = expert, a.start[at] = first[expert] = sorted + inclusive - own;
             }
-            active += __popc(exponent_bits), sorted += __shfl_sync(~0u, inclusive, 31);
+            active += __popc(active_lanes), sorted += __shfl_sync(~0u, inclusive, 31);
         }
         if (lane == 0) {
             a.start[active] = sorted;

@@ -13,7 +13,8 @@ from epsim.kernels.split.launch import compiled, launch, with_headers
 
 WARPS, MOST_STEPS, MOST_EXPERTS, MOST_TOKENS, LANES = 16, 8, 512, 512, 32
 POINTERS = (
-    "scores", "weight_basis", "choice", "choice_weights", "selected", "ids", "weights", "active", "message", "summed", "holds",
+    "scores", "weight_basis", "choice", "choice_weights", "selected", "ids", "weights", "active", "message", "summed",
+    "holds",
 )  # fmt: skip
 SIZES = ("renormalise", "tokens", "experts", "top_k", "width", "most", "maxp", "steps")
 NUMBERS = (*SIZES, "kind", "number", "ranks", "held_each", "blocks")
@@ -162,8 +163,8 @@ def reroute(
     Returns expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, equal up to rounding;
     active [...] int64: the number of experts that are read.
     """
-    given = {"weight_basis": weight_basis.float(), "choice": expert_ids, "choice_weights": weights.float(), "selected": decode}
-    return _run(rule, scores.float(), expert_ids.shape[-1], 1.0, True, given)
+    choice = {"choice": expert_ids, "choice_weights": weights.float(), "selected": decode}
+    return _run(rule, scores.float(), expert_ids.shape[-1], 1.0, True, choice | {"weight_basis": weight_basis.float()})
 
 
 def route_logits(
