@@ -1,15 +1,15 @@
-"""Shared-expert tokens fill the ranks with low routed load: first how many tokens go where, then which tokens.
+"""Assigns shared-expert tokens to ranks with low routed load: first the number of tokens per pair of ranks, then which.
 
-How many: at a level H, a rank serves up to floor((H - routed) / cost) tokens. H is the lowest level at which all
-tokens are served. Tokens stay on their own rank while there is room below H. The others go to ranks of the same node,
-then to other ranks, as evenly as the room allows. If the number that one rank may send to another is limited
-(`bounded`), the tokens that are left move along augmenting paths: a token from one rank to a second, and one from the
-second to a third. If there is no path, the ranks reached can send nothing more out and must serve their tokens
-themselves. The lowest level at which they can is the next H. Each H is necessary, so the last one is the lowest
-possible.
+1. Numbers. A rank with load limit H has a capacity of floor((H - routed) / cost) tokens. H starts at the lowest value
+   for which the capacities sum to all tokens. Each source rank keeps its own tokens up to its capacity and sends the
+   others to ranks of its node, then to all ranks, in equal shares where capacity allows. With limits on the tokens that
+   one rank may send to another (`bounded`), the remaining tokens move along augmenting paths. If no path exists, the
+   ranks that the search has reached cannot send more tokens out of their set. They must serve the rest, so H rises to
+   the lowest value that allows it, and step 1 starts again. No H is above the optimum, so the last H is optimal.
+2. Which tokens. Within these numbers, tokens go to ranks that already serve one of their routed experts. Augmenting
+   paths find the largest number of such tokens.
 
-Which: within these numbers, a source rank's tokens go to ranks that serve their routed experts, again by augmenting
-paths. All arithmetic is on integers; loads are in units of 2^-20 assignments.
+All arithmetic is on integers. Loads are in units of 2^-20 assignments.
 """
 
 import numpy as np
@@ -21,14 +21,14 @@ NO_LIMIT = 1 << 62
 
 
 @njit(nogil=True, error_model="numpy")
-def least_level(load: Longs, cost: int, number: int, inside: Longs, mark: int, low: int) -> int:
-    """The lowest H >= low at which the ranks with inside == mark can serve `number` tokens. low >= all their loads."""
+def lowest_level(load: Longs, cost: int, number: int, inside: Longs, mark: int, low: int) -> int:
+    """The lowest H >= low (low >= all loads) at which the ranks with inside == mark have capacity for number tokens."""
     total, size = number * cost, 0
     for r in range(load.size):
         if inside[r] == mark:
             total += load[r]
             size += 1
-    # Without rounding, this level has room for all tokens; with rounding, a level higher by one token's cost has.
+    # Bisection. Without rounding down, the level `low` has capacity for all tokens; with it, `low + cost` always has.
     low = max(low, (total + size - 1) // size)
     high = low + cost
     while low < high:
@@ -45,43 +45,43 @@ def least_level(load: Longs, cost: int, number: int, inside: Longs, mark: int, l
 
 
 @njit(nogil=True, error_model="numpy")
-def send_directly(have: Longs, cap: Longs, node: Longs, most: Longs, quotas: Longs, near: bool, evenly: bool) -> None:
-    """Moves tokens from ranks above their capacity to ranks below it, at most `most` [R, R] per pair.
+def send_directly(served: Longs, cap: Longs, node: Longs, limit: Longs, flow: Longs, local: bool, evenly: bool) -> None:
+    """Moves tokens from ranks above their capacity to ranks below it, at most limit [R, R] per pair of ranks.
 
-    near: only within nodes. evenly: each rank below its capacity gets an equal share.
+    local: only between ranks of one node. evenly: each rank below its capacity gets an equal share.
     """
-    num_ranks = have.size
+    num_ranks = served.size
     for u in range(num_ranks):
-        if have[u] <= cap[u]:
+        if served[u] <= cap[u]:
             continue
-        share = have[u] - cap[u]
+        share = served[u] - cap[u]
         if evenly:
             takers = 0
             for v in range(num_ranks):
-                takers += have[v] < cap[v] and quotas[u, v] < most[u, v] and (not near or node[u] == node[v])
+                takers += served[v] < cap[v] and flow[u, v] < limit[u, v] and (not local or node[u] == node[v])
             share = (share + takers - 1) // takers if takers else 0
         for v in range(num_ranks):
-            if v == u or (near and node[u] != node[v]):
+            if v == u or (local and node[u] != node[v]):
                 continue
-            amount = min(min(have[u] - cap[u], cap[v] - have[v]), min(most[u, v] - quotas[u, v], share))
+            amount = min(min(served[u] - cap[u], cap[v] - served[v]), min(limit[u, v] - flow[u, v], share))
             if amount > 0:
-                quotas[u, v] += amount
-                have[u] -= amount
-                have[v] += amount
+                flow[u, v] += amount
+                served[u] -= amount
+                served[v] += amount
 
 
 @njit(nogil=True, error_model="numpy")
-def send_on(have: Longs, cap: Longs, most: Longs, quotas: Longs, seen: Longs, by: Longs, queue: Longs) -> int:
-    """Moves tokens along shortest paths until no rank is above its capacity. Then returns 0.
+def send_on(served: Longs, cap: Longs, limit: Longs, flow: Longs, seen: Longs, parent: Longs, queue: Longs) -> int:
+    """Moves tokens along shortest augmenting paths until no rank is above its capacity. Then returns 0.
 
-    If that is impossible, returns the mark, in `seen`, of a set of ranks that can send nothing out.
+    If no path exists, returns the mark in `seen` of the ranks reached, which cannot send more tokens out of their set.
     """
-    num_ranks = have.size
+    num_ranks = served.size
     mark = 0
     seen[:] = 0
     while True:
         start = 0
-        while start < num_ranks and have[start] <= cap[start]:
+        while start < num_ranks and served[start] <= cap[start]:
             start += 1
         if start == num_ranks:
             return 0
@@ -93,82 +93,82 @@ def send_on(have: Longs, cap: Longs, most: Longs, quotas: Longs, seen: Longs, by
             u = queue[head]
             head += 1
             for v in range(num_ranks):
-                if seen[v] == mark or (quotas[u, v] >= most[u, v] and quotas[v, u] == 0):
+                if seen[v] == mark or (flow[u, v] >= limit[u, v] and flow[v, u] == 0):
                     continue
                 seen[v] = mark
-                by[v] = u
+                parent[v] = u
                 queue[tail] = v
                 tail += 1
-                if have[v] < cap[v]:
+                if served[v] < cap[v]:
                     end = v
                     break
         if end < 0:
             return mark
-        amount = min(have[start] - cap[start], cap[end] - have[end])
+        amount = min(served[start] - cap[start], cap[end] - served[end])
         v = end
         while v != start:
-            u = by[v]
-            amount = min(amount, most[u, v] - quotas[u, v] + quotas[v, u])
+            u = parent[v]
+            amount = min(amount, limit[u, v] - flow[u, v] + flow[v, u])
             v = u
         v = end
         while v != start:
-            u = by[v]
-            back = min(amount, quotas[v, u])
-            quotas[v, u] -= back
-            quotas[u, v] += amount - back
+            u = parent[v]
+            back = min(amount, flow[v, u])
+            flow[v, u] -= back
+            flow[u, v] += amount - back
             v = u
-        have[start] -= amount
-        have[end] += amount
+        served[start] -= amount
+        served[end] += amount
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def pour_range(
-    routed: Longs, tokens: Longs, most: Longs, cost: int, node: Longs, bounded: bool, quotas: Longs, level: Longs
+    routed: Longs, tokens: Longs, limits: Longs, cost: int, node: Longs, bounded: bool, quotas: Longs, level: Longs
 ) -> None:
     """Solves problems one after the other: routed [N, R] in 2^-20 assignments, tokens [N, R].
 
-    most [N, R, R], if bounded: how many tokens a rank may send to another; the sum is at most the tokens that it has.
-    cost > 0: of a token, in 2^-20 assignments. node [R].
-    Results: quotas [N, R, R] by source and serving rank, level [N].
+    limits [N, R, R], used if bounded: how many tokens a rank may send to each other rank. Their sum over serving ranks
+    is at most the tokens of the source rank. cost > 0: the cost of a token, in 2^-20 assignments. node [R].
+    Results: quotas [N, R, R], tokens by source and serving rank; level [N], the lowest H.
     """
     num_ranks = routed.shape[1]
-    have, cap = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
-    seen, by, queue = np.empty((3, num_ranks), np.int64)
+    served, cap = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    seen, parent, queue = np.empty((3, num_ranks), np.int64)
     free = np.full((num_ranks, num_ranks), NO_LIMIT)
     for b in range(routed.shape[0]):
-        load, sent = routed[b], quotas[b]
-        limit = most[b] if bounded else free
+        load, flow = routed[b], quotas[b]
+        limit = limits[b] if bounded else free
         seen[:] = 0
-        height = least_level(load, cost, tokens[b].sum(), seen, 0, load.max())
+        height = lowest_level(load, cost, tokens[b].sum(), seen, 0, load.max())
         while True:
-            sent[:] = 0
+            flow[:] = 0
             for r in range(num_ranks):
-                have[r] = tokens[b, r]
+                served[r] = tokens[b, r]
                 cap[r] = (height - load[r]) // cost
-            for near in (True, False):
+            for local in (True, False):
                 for evenly in (True, False):
-                    send_directly(have, cap, node, limit, sent, near, evenly)
-            mark = send_on(have, cap, limit, sent, seen, by, queue)
+                    send_directly(served, cap, node, limit, flow, local, evenly)
+            mark = send_on(served, cap, limit, flow, seen, parent, queue)
             if mark == 0:
                 break
-            held = 0
+            captive = 0
             for u in range(num_ranks):
                 if seen[u] == mark:
-                    held += tokens[b, u]
+                    captive += tokens[b, u]
                     for v in range(num_ranks):
                         if seen[v] != mark:
-                            held -= limit[u, v]
-            height = least_level(load, cost, held, seen, mark, height)
+                            captive -= limit[u, v]
+            height = lowest_level(load, cost, captive, seen, mark, height)
         for r in range(num_ranks):
-            sent[r, r] = tokens[b, r] - (sent[r].sum() - sent[r, r])
+            flow[r, r] = tokens[b, r] - (flow[r].sum() - flow[r, r])
         level[b] = height
 
 
 @njit(nogil=True, error_model="numpy")
-def move_one(
-    start: int, rank_of: Longs, visited: Longs, members: Longs, want: Longs, seen: Longs, token: Longs, queue: Longs
+def move_token(
+    start: int, rank_of: Longs, visited: Longs, members: Longs, quota: Longs, seen: Longs, token: Longs, queue: Longs
 ) -> bool:
-    """Moves one token off `start` along a path of ranks, each visited by the token moved, to a rank that wants more."""
+    """Moves a token off rank `start` along an augmenting path (each token moves to a rank it visits); else False."""
     seen[:] = 0
     seen[start] = 1
     queue[0] = start
@@ -186,8 +186,8 @@ def move_one(
                 token[v] = i
                 queue[tail] = v
                 tail += 1
-                if want[v] > 0:
-                    want[v] -= 1
+                if quota[v] > 0:
+                    quota[v] -= 1
                     while v != start:
                         i = token[v]
                         v, rank_of[i] = rank_of[i], v
@@ -199,41 +199,41 @@ def move_one(
 def assign_range(first: Longs, members: Longs, source: Longs, visited: Longs, quotas: Longs, ranks: Longs) -> None:
     """Assigns tokens to ranks by group. Group g has the tokens members[first[g] : first[g + 1]] of rank source[g].
 
-    visited [N, k]: the ranks of a token's routed experts, -1 for none. quotas [G, R]: they sum to the group's tokens.
-    Result: ranks [N]. As far as the quotas allow, a token stays or goes to a rank that it visits. The others fill the
-    remaining quotas in order.
+    visited [N, k]: the ranks that serve a token's routed experts, -1 for none. quotas [G, R]: tokens of a group by
+    serving rank; they sum to the group's tokens. Result: ranks [N]. As many tokens as the quotas allow stay on the
+    source rank or go to a rank that they visit. The other tokens fill the remaining quotas in order.
     """
     num_ranks = quotas.shape[1]
     seen, token, queue = np.empty((3, num_ranks), np.int64)
     for g in range(source.size):
-        home = source[g]
+        source_rank = source[g]
         group = members[first[g] : first[g + 1]]
-        rank_of = np.full(group.size, home)
-        want = quotas[g].copy()
-        want[home] = 0
-        leaving = group.size - quotas[g, home]
+        rank_of = np.full(group.size, source_rank)
+        quota = quotas[g].copy()
+        quota[source_rank] = 0
+        leaving = group.size - quotas[g, source_rank]
         for i in range(group.size):
             if leaving == 0:
                 break
-            best = home
+            best = source_rank
             for v in visited[group[i]]:
-                if v >= 0 and want[v] > 0 and (best == home or want[v] > want[best]):
+                if v >= 0 and quota[v] > 0 and (best == source_rank or quota[v] > quota[best]):
                     best = v
-            if best != home:
+            if best != source_rank:
                 rank_of[i] = best
-                want[best] -= 1
+                quota[best] -= 1
                 leaving -= 1
-        while leaving > 0 and move_one(home, rank_of, visited, group, want, seen, token, queue):
+        while leaving > 0 and move_token(source_rank, rank_of, visited, group, quota, seen, token, queue):
             leaving -= 1
         v = 0
         for i in range(group.size):
             if leaving == 0:
                 break
-            if rank_of[i] == home:
-                while want[v] == 0:
+            if rank_of[i] == source_rank:
+                while quota[v] == 0:
                     v += 1
                 rank_of[i] = v
-                want[v] -= 1
+                quota[v] -= 1
                 leaving -= 1
         for i in range(group.size):
             ranks[group[i]] = rank_of[i]

@@ -1,4 +1,4 @@
-"""Decides where shared-expert tokens are served: first how many per source and serving rank, then which tokens."""
+"""Decides which rank computes each token's shared expert: first token numbers per pair of ranks, then the tokens."""
 
 import math
 
@@ -16,21 +16,22 @@ def pour(
     node_of_rank: torch.Tensor,
     most: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Minimises the largest routed + cost * tokens of a rank, and then the number of tokens that leave their rank.
+    """How many shared-expert tokens each source rank sends to each rank, so that the peak load is lowest.
 
-    routed, tokens [..., R], integers >= 0: the assignments that a rank serves, and the tokens that live on it.
-    cost > 0: of a token, in assignments, rounded to 2^-20. node_of_rank [R]. most [..., R, R] >= 0: how many tokens a
-    rank may send to another; the sum is at most the tokens that it has. None for no limit.
-    Returns quotas [..., R, R] int64 by source and serving rank, and the peak [...] float64. Solved on the CPU in
-    integers. Raises ValueError for shapes that do not fit, for a cost that is not positive and finite, and for loads
-    that are not integers from 0 to 2^40.
+    The load of a rank is routed + cost * (tokens served). Without `most`, as few tokens as possible leave their rank.
+    routed, tokens [..., R], integers >= 0: the assignments that a rank serves, and the tokens of a source rank.
+    cost > 0: the cost of a token in assignments, rounded to 2^-20. node_of_rank [R]. most [..., R, R] >= 0: how many
+    tokens a rank may send to another, None for no limit. Each row sums to at most the tokens of its source rank.
+    Returns quotas [..., R, R] int64, tokens by source and serving rank, and the peak [...] float64, in assignments.
+    Solved on the CPU in integers. Raises ValueError for shapes that do not fit, for a cost that is not positive and
+    finite, and for loads that are not integers from 0 to 2^40.
     """
     from epsim.kernels.water.pour import pour_range
 
     lead, num_ranks, device = routed.shape[:-1], routed.shape[-1] if routed.ndim else 0, routed.device
     if not num_ranks or tokens.shape != routed.shape or node_of_rank.shape != (num_ranks,):
         shapes = f"{list(routed.shape)}, tokens {list(tokens.shape)} and node_of_rank {list(node_of_rank.shape)}"
-        raise ValueError(f"routed {shapes} do not fit: the last is [R], the others are [..., R]")
+        raise ValueError(f"shapes do not fit: routed {shapes}; expected [..., R], [..., R] and [R]")
     if most is not None and most.shape != (*routed.shape, num_ranks):
         raise ValueError(f"most is {list(most.shape)}, not {[*routed.shape, num_ranks]}")
     if not 0 < cost < math.inf:
@@ -65,19 +66,19 @@ def _whole(name: str, values: torch.Tensor) -> torch.Tensor:
     """Values as int64 on the CPU. Raises ValueError if they are not integers >= 0."""
     whole = values.to("cpu", torch.int64).contiguous()
     if values.is_floating_point() or (whole.numel() and int(whole.min()) < 0):
-        raise ValueError(f"{name} must be whole numbers >= 0")
+        raise ValueError(f"{name} must be integers >= 0")
     return whole
 
 
 def assign(
     group: torch.Tensor, source_rank: torch.Tensor, visited: torch.Tensor | None, quotas: torch.Tensor
 ) -> torch.Tensor:
-    """Assigns each token to a rank by the quotas of its group. Within the quotas, tokens go to ranks that they visit.
+    """Assigns each token to a rank, by the quotas of its group. As many tokens as possible go to ranks that they visit.
 
-    group [N] int64: each token's row of quotas [G, R] int64; a row sums to the number of tokens of its group.
-    source_rank [N], visited [N, k] (-1 for none) of each token; visited may be None.
+    group [N] int64: for each token, its row of quotas [G, R] int64; a row sums to the number of tokens of its group.
+    source_rank [N]. visited [N, k]: the ranks that serve a token's routed experts, -1 for none; it may be None.
     Returns the rank of each token, [N] int64. If some tokens must go to ranks that they do not visit, these are the
-    first of their group. Solved on the CPU.
+    first tokens of their group. Solved on the CPU.
     """
     from epsim.kernels.water.pour import assign_range
 
@@ -87,7 +88,7 @@ def assign(
     members = group.cpu().argsort(stable=True)
     rows, number = torch.unique_consecutive(group.cpu()[members], return_counts=True)
     wanted = quotas.cpu()[rows].contiguous()
-    # The compiled code does not check indices: without this check it could write outside of the arrays.
+    # The compiled code does not check indices. Without this check it could write outside the arrays.
     if bool((wanted < 0).any()) or not torch.equal(wanted.sum(1), number):
         sums = f"sum to {wanted.sum(1).tolist()} (the smallest is {int(wanted.min())})"
         raise ValueError(f"quotas do not fit: groups have {number.tolist()} tokens, but quotas {sums}")
