@@ -1,16 +1,18 @@
-// A channel reader's layer for a batch that reads one set of channels, in seven launches; each begins while the one
-// before it ends. Compiled for one shape: HIDDEN, INTER, COORDINATES (read of each 128), RANK (0: no restoring), GELU
-// (else SiLU).
+// The channel reader for a batch whose tokens share one set of kept channels, in seven launches. Each launch begins while
+// the previous one ends. Compiled for one shape: HIDDEN, INTER, COORDINATES (how many of each block of 128 are read), RANK
+// (of the map that restores skipped channels, 0 for none) and GELU (1 for GELU, 0 for SiLU).
 //
-//   prepare  chooses the batch's coordinates per block of 128, extracts them from tokens, sorts pairs by expert
-//   screen   estimates a share of an expert's channels for all its tokens, and sums their scores
-//   choose   finds the score from which channels are kept
-//   enlist   lists the kept channels by expert, and units of 8 of them
-//   extend   computes gate, up and their product for kept channels
-//   project  multiplies kept channels with their down rows, by pair, and skipped ones with the map
-//   finish   sums over a token's experts
+// A pair is a token and one of its experts. Sorted pairs are in order of expert, then token.
 //
-// Atomics only add counts, so every run gives the same bits.
+//   prepare  chooses the coordinates of each block of 128 for the batch, extracts them from the tokens, and sorts pairs
+//   screen   estimates the activations of an expert's channels for all its tokens, and sums the scores over tokens
+//   choose   finds the last channel to keep, in the order of scores
+//   enlist   lists the kept channels of each expert, and units of 8 kept channels
+//   extend   computes gate and up of kept channels, and the activation
+//   project  multiplies kept channels with their down rows, and skipped channels with the map, for each pair
+//   finish   sums over the experts of each token
+//
+// Atomic operations add only counts (integers), so every run gives the same bits.
 
 #include "../experts/hopper.cuh"
 #include "halves.cuh"
@@ -18,17 +20,17 @@
 #include "values.cuh"
 
 struct State {
-    u64 last_kept;       // The order from which a channel is kept.
-    int active;      // Experts with tokens.
-    u32 candidates;      // Channels in the bin of the last kept channel.
-    u32 arrived;     // Blocks of `choose` that have listed their rivals.
-    u32 room;        // How many of the rivals are kept.
-    u32 units;       // Units of `extend`.
+    u64 last_kept;   // rank_of the last kept channel: channels with this value or a larger one are kept.
+    int active;      // The number of experts with tokens.
+    u32 candidates;  // The number of channels in the bin of the last kept channel.
+    u32 arrived;     // The number of blocks of `choose` that have listed their candidates.
+    u32 room;        // How many of the candidates are kept.
+    u32 units;       // The number of units of `extend`.
 };
 
 struct Arguments {
     const u16 *x;               // [tokens, stride] bf16
-    const long long *ids;       // [tokens, columns], -1 for none, different in a row
+    const long long *ids;       // [tokens, columns]: experts, distinct in a row, -1 for none
     const float *weights;       // [tokens, columns]
     const u8 *codes;            // [experts, HIDDEN, ROW]
     const u16 *scales;          // [experts, BLOCKS, 2, INTER] fp16
@@ -43,25 +45,25 @@ struct Arguments {
     u8 *coordinate;             // [BLOCKS, COORDINATES]
     u8 *record;                 // [BLOCKS, tokens, RECORD]: see prepare
     int *expert;                // [experts]: active experts, ascending, then -1
-    int *start;                 // [experts + 1]: the first sorted pair of each
+    int *start;                 // [experts + 1]: the first sorted pair of each active expert
     int *token;                 // [pairs]: the token of each sorted pair
-    float *weight;              // [pairs]
-    int *pair_of;                 // [tokens, columns]: index of the sorted pair; -1 for none
-    float *amounts;             // [pairs, INTER]: w p
-    u32 *scores;                // [experts, INTER]: bits of sums of scores, by active expert
-    u32 *bins;                  // [BINS]: channels by their scores' upper bits
-    u64 *candidates;                // [experts INTER]
+    float *weight;              // [pairs]: the weight of each sorted pair
+    int *pair_of;               // [tokens, columns]: index of the sorted pair; -1 for none
+    float *amounts;             // [pairs, INTER]: w p, weight times estimated activation
+    u32 *scores;                // [experts, INTER]: bits of the sums of scores, by active expert
+    u32 *bins;                  // [BINS]: number of channels by the upper bits of their scores
+    u64 *candidates;            // [experts INTER]: rank_of the channels in the bin of the last kept channel
     u16 *channels;              // [experts, INTER]: kept channels by active expert, ascending
-    int *number;                // [experts]: how many are kept
-    u32 *bits;                  // [experts, WORDS]: the same as bits
+    int *number;                // [experts]: number of kept channels by active expert
+    u32 *bits;                  // [experts, WORDS]: kept channels as bits, by active expert
     u32 *unit;                  // [experts INTER / 8]: active expert << 16 | index of eight kept channels
     u16 *activated;             // [pairs, PADDED] bf16: w act(gate) up of kept channels
     float *parts;               // [pairs, HIDDEN]
-    float *mapped;              // [pairs, 32]: sums of w p b of skipped channels
-    u32 *kept;                  // [experts, WORDS] bits; or null
+    float *mapped;              // [pairs, 32]: sum of w p b over skipped channels; b: a channel's coefficients in the map
+    u32 *kept;                  // [experts, WORDS]: kept channels as bits, by expert; or null
     u16 *output;                // [tokens, HIDDEN] bf16
     long long stride;
-    int tokens, experts, columns, stages;  // stages: 2 to 4, of `extend`
+    int tokens, experts, columns, stages;  // columns: experts per token; stages: of `extend`, 2 to 4
 };
 
 __host__ __device__ constexpr int over(int a, int b) { return (a + b - 1) / b; }
@@ -70,18 +72,18 @@ constexpr int BLOCKS = HIDDEN / 128, STEPS = COORDINATES / 16, WORDS = (INTER + 
 constexpr int ROW = (2 * ((INTER + 4) / 5) + 31) / 32 * 32;
 constexpr int RECORD = COORDINATES * 2 + 16;
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
-constexpr int FINE = 19, BINS = 4096;  // A bin holds scores that differ in their lower FINE bits.
+constexpr int FINE = 19, BINS = 4096;  // The scores of a bin differ only in their lower FINE bits.
 constexpr u32 INFINITE = 0x7f800000u;
 
 static_assert(HIDDEN % 128 == 0 && INTER % 8 == 0 && COORDINATES % 16 == 0 && (RANK == 0 || RANK == 32), "shape");
 
-// Bits in the order of values >= 0; NaN counts as infinite.
+// The absolute value's bits, which compare as the values do; NaN counts as infinite.
 __device__ __forceinline__ u32 ordered(float value) {
     const u32 bits = (u32)__float_as_int(value) & 0x7fffffffu;
     return bits > INFINITE ? INFINITE : bits;
 }
 
-// The order of channels: by score, then the lower channel first; all are distinct.
+// One number per channel that orders all channels of the batch: by score; of equal scores, the lower channel is larger.
 __device__ __forceinline__ u64 rank_of(u32 score, int active_index, int channel) {
     return (u64)score << 32 | (0xffffffffu - (u32)(active_index * INTER + channel));
 }

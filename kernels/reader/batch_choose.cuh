@@ -1,8 +1,10 @@
-// The third and fourth launches of batch.cu, with a block per active expert. The first lists the expert's channels in the
-// bin of the last kept channel, and the last block to arrive finds that channel. The second lists the kept channels.
+// The third and fourth launches of batch.cu, with one thread block per active expert. In `choose`, a block lists the
+// candidates: its expert's channels in the histogram bin of the last kept channel. The last block that arrives finds that
+// channel. `enlist` lists the kept channels.
 
-// Finds the group of the `wanted`-th item, counted from the top: `from_top(i)` counts the i-th of 256 groups, the last
-// group first. Returns this group and the number of items before it, in all 256 threads.
+// Finds the group that holds the `wanted`-th item, counted from the last group. from_top(i): the number of items in the
+// i-th group from the end, of 256. Returns group, counted in the same way, and before: the number of items in earlier
+// groups. All 256 threads call it and get the result.
 template <typename F>
 __device__ __forceinline__ void find_group(F &&from_top, int wanted, int (&cell)[WARPS + 2], int &group, int &before) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -22,7 +24,7 @@ __device__ __forceinline__ void find_group(F &&from_top, int wanted, int (&cell)
     __syncthreads();
 }
 
-// The room-th of the rivals, found 8 bits at a time, by one block.
+// Finds the room-th largest candidate by radix selection, 8 bits at a time. Called by one block.
 __device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WARPS + 2], u64 prefix) {
     const int candidates = __ldcg(&a.state->candidates);
     int room = __ldcg(&a.state->room), left = 32 + FINE;
@@ -41,7 +43,7 @@ __device__ void find_last(const Arguments &a, u32 (&count)[256], int (&cell)[WAR
         find_group([&](int i) { return (int)count[255 - i]; }, room, cell, group, before);
         room -= before;
         prefix = prefix << width | (255 - group);
-        if ((int)count[255 - group] == room) break;  // All remaining rivals are kept.
+        if ((int)count[255 - group] == room) break;  // All remaining candidates are kept.
         __syncthreads();
     }
     if (threadIdx.x == 0) a.state->last_kept = prefix << left;
@@ -108,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
 extern "C" __global__ void __launch_bounds__(THREADS) enlist(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     u32 *bits = (u32 *)memory;           // [WORDS]
-    int *before = (int *)(bits + WORDS);  // [WORDS + 1]: kept channels of earlier words
+    int *before = (int *)(bits + WORDS);  // [WORDS + 1]: number of kept channels in earlier words
     u32 &base = *(u32 *)(before + WORDS + 1);
     const int active_index = blockIdx.x, lane = threadIdx.x % 32;
     wait_for_previous_kernel();

@@ -1,24 +1,24 @@
-// The fifth launch of batch.cu: multiplies eight kept channels (gate in rows 0 to 7 of a product, up in rows 8 to 15) with
-// all tokens of the expert. A warp has OWN blocks of 32 of the inner dimension, SPAN of them in each of PASSES, and
-// prefetches its part of the rows into its own stages, so that memory is always busy. A lane has 8 neighbouring values of
-// a block.
+// The fifth launch of batch.cu: multiplies a unit of eight kept channels with all tokens of their expert. In a tile of 16
+// rows, gate is in rows 0 to 7 and up in rows 8 to 15. The warps divide the inner dimension: each has BLOCKS_PER_WARP
+// blocks of 32 values and processes SPAN of them in each of PASSES. It prefetches its part of the rows into stages of its
+// own, so that memory is always busy. A lane has 8 neighbouring values of a block.
 constexpr int BLOCKS_PER_WARP = over(HIDDEN / 32, WARPS), PASSES = over(BLOCKS_PER_WARP, 8), SPAN = over(BLOCKS_PER_WARP, PASSES);
-constexpr int LISTED = 64;  // Units whose rows are listed together.
-constexpr int EXTENDING = 16 * SPAN * 64;  // Bytes of a stage of a warp.
+constexpr int LISTED = 64;  // Units whose rows are listed in shared memory at a time.
+constexpr int EXTENDING = 16 * SPAN * 64;  // Bytes of one stage of one warp.
 
 struct Extending {
     int unit[LISTED];
-    int row[LISTED][8];  // Rows of gate_up; -1 for none.
+    int row[LISTED][8];  // The row of gate_up of each channel's gate; -1 beyond the kept channels.
 };
 
-// The position of a block of a row: pairs of blocks are swapped in odd rows, so that two rows share no banks.
+// The position of a block within a row. Neighbouring blocks are swapped in odd rows, so that two rows use different banks.
 __device__ __forceinline__ int swapped(int row, int block) { return SPAN % 2 ? block : block ^ (row & 1); }
 
 __device__ __forceinline__ int blocks_of(int warp, int pass) {
     return min(min(SPAN, BLOCKS_PER_WARP - pass * SPAN), HIDDEN / 32 - warp * BLOCKS_PER_WARP - pass * SPAN);
 }
 
-// Copies item `item` of the listed units; each unit has PASSES items.
+// Copies an item of the listed units into its stage. An item is one pass of one unit.
 __device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &shared, u8 *stages, int item, int items) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pass = item % PASSES;
     if (item < items && lane < blocks_of(warp, pass) * 4) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void fetch_rows(const Arguments &a, const Extending &
     end_group();
 }
 
-// Waits until all of this warp's items but the last `stages - 2` are copied.
+// Waits until all items of this warp are copied, except the last `stages - 2`.
 __device__ __forceinline__ void wait_for_rows(int stages) {
     if (stages == 2) wait_for_copies<0>();
     else if (stages == 3) wait_for_copies<1>();

@@ -1,8 +1,8 @@
-// The first launch of batch.cu: one block per block of 128 coordinates, and one more that sorts pairs.
+// The first launch of batch.cu: one thread block per block of 128 coordinates, and one more that sorts pairs.
 
-constexpr int PREPARING = 1024;  // Threads.
+constexpr int PREPARING = 1024;  // Threads per block.
 
-// Rotates a block of 128 coordinates of a token, 4 per lane. One warp.
+// Rotates a block of 128 coordinates of a token, 4 per lane. Called by one warp.
 __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int block, int lane) {
     const uint2 x = *(const uint2 *)(a.x + token * a.stride + block * 128 + lane * 4);
     const signed char *signs = a.signs + block * 128 + lane * 4;
@@ -12,8 +12,9 @@ __device__ __forceinline__ float4 rotate(const Arguments &a, int token, int bloc
     return make_float4(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor);
 }
 
-// Writes a record: a token's values at the chosen coordinates of a block, as halves in a unit for which they are below 2,
-// in the order of the screen's products; then the unit times 2^24.
+// Writes a record: a token's values at the chosen coordinates of a block, in fp16, in the order in which `screen` reads
+// them. The values are divided by a power of two, so that they are below 2. The record ends with this divisor times 2^24,
+// in fp32.
 __device__ void write_record(const Arguments &a, const float *values, const u8 *chosen, int token, int block, int lane) {
     float v[(COORDINATES + 31) / 32];
     u32 most = 0;
@@ -86,7 +87,7 @@ __device__ void choose_coordinates(const Arguments &a, u8 *memory, int block) {
     for (int token = warp; token < a.tokens; token += PREPARING / 32) write_record(a, values, chosen, token, block, lane);
 }
 
-// Sorts pairs by expert, then token, and zeroes the counters of later launches.
+// Sorts the pairs by expert, then token, and sets the counters of later launches to 0.
 __device__ void sort_pairs(const Arguments &a, u8 *memory) {
     const int pairs = a.tokens * a.columns, groups = (a.tokens + 31) / 32;
     u32 *mask = (u32 *)memory;              // [experts, groups]: the tokens of each expert, as bits

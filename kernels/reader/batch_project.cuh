@@ -1,16 +1,17 @@
-// The last two launches of batch.cu: they multiply kept channels with down rows, restore skipped ones, and sum.
+// The last two launches of batch.cu: `project` multiplies kept channels with their down rows and skipped channels with the
+// map. `finish` sums over the experts of each token.
 
-// A warp of `project` has 64 columns of an expert's kept down rows, 8 neighbouring ones per lane, and 16 tokens at a time.
-// It prefetches its part of 32 rows into its own stage.
+// A warp of `project` computes 64 columns of the output, 8 neighbouring ones per lane, for 16 tokens of an expert at a
+// time. In each step it multiplies 32 kept down rows, which it prefetches into stages of its own.
 constexpr int COLUMNS = 256, STRIPS = over(HIDDEN, COLUMNS), PROJECTING = COLUMNS / 64 * 32, DEPTH = 4;
 
-// Half `which` of each of two words, packed in one word.
+// Packs half `which` (0: lower, 1: upper) of two words into one word.
 __device__ __forceinline__ u32 beside(u32 one, u32 other, int which) {
     return which ? (one >> 16) | (other & 0xffff0000u) : (one & 0xffffu) | (other << 16);
 }
 
-// Copies listed rows 32 step to 32 step + 31, with zeros beyond the list. The 16-byte parts of a row of 128 bytes are
-// permuted by t in rows 8t to 8t + 7, so that four lanes' rows share no banks.
+// Copies the listed rows 32 step to 32 step + 31 into a stage; rows beyond the list are zeros. A row has 128 bytes. In rows
+// 8t to 8t + 7 its 16-byte parts are permuted by t, so that the four lanes of a group read from different banks.
 __device__ __forceinline__ void fetch_step(const u16 *down, const u16 *listed, int number, u8 *stages, int item, int step) {
     const int lane = threadIdx.x % 32;
     u8 *to = stages + item % DEPTH * 4096;
@@ -49,7 +50,7 @@ __device__ void project_strip(const Arguments &a, u8 *memory, int active_index, 
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, ++item) {
             uint4 low = make_uint4(0, 0, 0, 0), high = low;
-            if (step * 32 + t * 8 < number) {  // `extend` wrote multiples of eight.
+            if (step * 32 + t * 8 < number) {  // `extend` writes activations in multiples of eight.
                 if (one) low = *(const uint4 *)(values + step * 32);
                 if (two) high = *(const uint4 *)(values + 8 * PADDED + step * 32);
             }
@@ -85,8 +86,8 @@ __device__ void project_strip(const Arguments &a, u8 *memory, int active_index, 
     }
 }
 
-// Sums what an expert's skipped channels add through the map, for 8 tokens at a time: a lane has one coefficient, a warp
-// every fourth word of channels.
+// Writes `mapped`: w p b summed over an expert's skipped channels, for 8 tokens at a time. Each lane sums one of the 32
+// coefficients; the warps take turns over words of 32 channels.
 __device__ void restore(const Arguments &a, float *sums, int active_index) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int expert = a.expert[active_index], start = a.start[active_index], pairs = a.start[active_index + 1] - start;
@@ -123,7 +124,7 @@ __device__ void restore(const Arguments &a, float *sums, int active_index) {
     }
 }
 
-// For each active expert first the map, if used is one, then the strips.
+// For each active expert, the first block restores skipped channels (if RANK > 0); the others compute one strip each.
 extern "C" __global__ void __launch_bounds__(PROJECTING, 3) project(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     constexpr int ROLES = STRIPS + (RANK > 0);
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(PROJECTING, 3) project(const __grid
     else project_strip(a, memory, active_index, strip);
 }
 
-// A block has 128 columns of 2 tokens.
+// A block of `finish` computes 128 columns for 2 tokens.
 constexpr int FINISHED = 2;
 
 extern "C" __global__ void __launch_bounds__(THREADS) finish(const __grid_constant__ Arguments a) {

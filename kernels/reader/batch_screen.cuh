@@ -1,13 +1,15 @@
-// The second launch of batch.cu. A block has 32 words of an expert's code rows (gate and up of 160 channels), a warp 8 of
-// these words, and all tokens of the expert, TOKENS at a time. Blocks are small, so that all run at once.
+// The second launch of batch.cu. A thread block processes 32 words of an expert's code rows (gate and up of 160 channels)
+// for all tokens of the expert, TOKENS at a time. A warp processes 8 of these words. Blocks are small, so that all blocks
+// run at the same time.
 //
-// A word holds the sum of code_j 3^j. Divided by 3^i and rounded to an integer, it is the sum of code_j 3^(j - i) over
-// j >= i. Products with x keep this, and subtracting three times the result for i + 1 gives that of code_i alone.
+// How five ternary codes are multiplied without unpacking them: a byte holds the sum over j of code_j 3^j. Let S_i be this
+// sum divided by 3^i and rounded to an integer; it equals the sum over j >= i of code_j 3^(j - i). So code_i is
+// S_i - 3 S_(i + 1). The tensor cores multiply every S_i with x, and the subtraction is done once, on the products.
 
-constexpr int SHARES = (ROW + 63) / 64, SHARE = 160;  // Shares of an expert; channels of a share.
-constexpr int SCREENING = 128;                        // Threads.
-constexpr int PITCH = 80;                             // Bytes between rows: rows 0, 2, 4, 6 share no banks.
-constexpr int AHEAD = 4;                              // Stages.
+constexpr int SHARES = (ROW + 63) / 64, SHARE = 160;  // Blocks per expert (shares); channels per share.
+constexpr int SCREENING = 128;                        // Threads per block.
+constexpr int PITCH = 80;                             // Bytes between rows: rows 0, 2, 4 and 6 use different banks.
+constexpr int AHEAD = 4;                              // Stages in shared memory.
 
 template <int TOKENS> struct Stage {
     u8 code[COORDINATES][PITCH];
@@ -17,17 +19,17 @@ template <int TOKENS> struct Stage {
 
 template <int TOKENS> struct Screening {
     Stage<TOKENS> stage[AHEAD];
-    int offset[BLOCKS * COORDINATES];  // Bytes from an expert's codes to a chosen coordinate's row.
+    int offset[BLOCKS * COORDINATES];  // Byte offset of a chosen coordinate's row in an expert's codes.
 };
 
-// The part that a thread copies into every stage: a quarter of rows of codes and scales, an eighth of tokens' records.
+// The part of each stage that a thread copies: 16 bytes of its rows of codes, of scales, and of a token's record.
 template <int TOKENS> struct Copier {
     const u8 *codes, *record, *scales;
     long long step;
 
     __device__ __forceinline__ Copier(const Arguments &a, int expert, int share, int first, int tokens) {
         const int part = threadIdx.x % 4, at = threadIdx.x / 8, row = threadIdx.x / (SHARE / 8);
-        // Rows may be half as long at the end of an expert.
+        // The last share of an expert may have only half of the words.
         codes = part * 16 < ROW - share * 64 ? a.codes + (long long)expert * HIDDEN * ROW + share * 64 + part * 16 : nullptr;
         record = at < tokens ? a.record + (long long)a.token[first + at] * RECORD + threadIdx.x % 8 * 16 : nullptr;
         step = (long long)a.tokens * RECORD;
@@ -59,7 +61,8 @@ template <int TOKENS> struct Copier {
     }
 };
 
-// Multiplies a block of coordinates: sums [tile][code] of gate (x, y) and up (z, w), for tokens 2t and 2t + 1 of a tile.
+// Multiplies the codes of a block of coordinates with x and adds to sum [tile][code]: gate (.x, .y) and up (.z, .w) for
+// tokens 2t and 2t + 1 of a tile.
 template <int TILES>
 __device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int group, int lane, float4 (&sum)[TILES][5]) {
     const int g = lane / 4, t = lane % 4;
@@ -108,7 +111,7 @@ __device__ __forceinline__ void screen_block(const Stage<TILES * 8> &from, int g
     }
 }
 
-// Computes the estimates of up to TILES * 8 tokens from sorted pair `first`, and adds to the channels' scores.
+// Computes the estimates of up to TILES * 8 tokens, the sorted pairs from `first` on, and adds their scores to total.
 template <int TILES>
 __device__ __forceinline__ void screen_tokens(
     const Arguments &a, Screening<TILES * 8> &shared, int expert, int share, int first, int tokens, float (&total)[5]) {
@@ -180,7 +183,7 @@ template <int TILES> __device__ __forceinline__ void screen_share(const Argument
     }
 }
 
-// Small batches take 8 tokens of an expert at a time, larger ones 16.
+// `screen`, for small batches, processes 8 tokens of an expert at a time, `screen_more` 16.
 extern "C" __global__ void __launch_bounds__(SCREENING, 5) screen(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) u8 memory[];
     screen_share<1>(a, memory);

@@ -1,9 +1,9 @@
-// The choice of reader.cu: the channels of a token with the largest scores. Each block of the token finds the same ones.
+// `choose` of reader.cu: the channels of a token with the largest scores. All blocks of a token find the same channels.
 
-// The order of channels as one distinct number: by key, then the lower channel first.
+// One number per channel that orders all channels of a token: by key; of equal keys, the lower channel is larger.
 __device__ __forceinline__ u64 order_of(u32 key, int channel) { return (u64)key << 16 | (u32)(65535 - channel); }
 
-// A thread has two of every 2 THREADS channels: one in each half of its warp's 64.
+// The keys of a thread. Of 64 consecutive channels of a warp, a thread has one in the lower and one in the upper half.
 typedef u32 Keys[EACH][2];
 __device__ __forceinline__ int channel_of(int i, int half, int warp, int lane) { return (i * WARPS + warp) * 64 + half * 32 + lane; }
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void await_keys(const u64 *scores, u32 tag, Keys &key
         key[i][0] = key[i][1] = 0;
         if (channel_of(i, 0, warp, lane) < CHANNELS) missing |= 1u << i;
     }
-    // Polls only one key, so as not to disturb blocks that still write.
+    // Polls one key only, to keep the memory free for blocks that still write.
     const u64 *own = scores + score_at(channel_of(0, 0, warp, lane));
     if (missing) await_tag(own, tag);
 #pragma unroll 1
@@ -39,7 +39,8 @@ __device__ __forceinline__ int sum_before(const int (&counts)[WARPS], int warp, 
     return __reduce_add_sync(~0u, lane < warp ? counts[lane] : 0);
 }
 
-// Finds the bin of the `wanted`-th item from the top. wanted: becomes the items to take from it; equal: its items in total.
+// Finds the bin that holds the `wanted`-th largest item. Sets wanted to the number of items to take from this bin, and
+// equal to the number of items in it.
 __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal, int warp, int lane) {
     constexpr int OWN = BINS / THREADS;
     int count[OWN], total = 0;
@@ -74,20 +75,20 @@ __device__ __forceinline__ int find_bin(Shared &shared, int &wanted, int &equal,
     return shared.found[0];
 }
 
-// Zeroes bins and rivals.
+// Sets bins and candidates to 0.
 __device__ __forceinline__ void clear_bins(Shared &shared) {
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((uint4 *)shared.bin)[i] = make_uint4(0, 0, 0, 0);
     for (int i = threadIdx.x; i < MOST_CANDIDATES / 2; i += THREADS) ((uint4 *)shared.candidate)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x == 0) shared.num_candidates = 0;
 }
 
-// The bin of a key: 64 bins per octave for 64 octaves; others are in the first or the last bin.
+// The bin of a key: 64 bins for each of 64 powers of two. Keys outside this range are in the first or the last bin.
 __device__ __forceinline__ int bin_of(u32 key) {
     const int bin = (int)(key >> 17) - LOWEST;
     return bin < 0 ? 0 : bin < BINS ? bin : BINS - 1;
 }
 
-// The order of the last of the first `wanted` channels. Bins must be 0.
+// Returns order_of the `wanted`-th largest channel, the last one that is kept. Bins must be 0.
 __device__ __forceinline__ u64 find_last_kept(Shared &shared, const Keys &key, int wanted, int warp, int lane) {
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i)
@@ -97,7 +98,7 @@ __device__ __forceinline__ u64 find_last_kept(Shared &shared, const Keys &key, i
     const int bin = find_bin(shared, within, equal, warp, lane);
     u64 from = bin ? (u64)(bin + LOWEST) << 33 : order_of(1, 65535), upto = bin < BINS - 1 ? (u64)(bin + 1 + LOWEST) << 33 : ~0ull;
     if (equal > MOST_CANDIDATES) {
-        // Too many are in one bin: refine by 12 bits of their orders at a time, until few are left.
+        // Too many channels are in one bin: radix selection, 12 bits of order_of at a time, until few are left.
         u64 prefix = 0;
         int shift = 47;
         within = wanted;
@@ -118,7 +119,7 @@ __device__ __forceinline__ u64 find_last_kept(Shared &shared, const Keys &key, i
         from = prefix << shift, upto = (prefix + 1) << shift;
     }
     if (equal == within) return from;
-    // Few warps have any rivals.
+    // Lists the candidates: channels between `from` and `upto`. Few warps have any.
     const u32 lowest = (u32)(from >> 16), highest = (u32)((upto - 1) >> 16);
     u32 near = 0;
 #pragma unroll
@@ -149,8 +150,9 @@ __device__ __forceinline__ u64 find_last_kept(Shared &shared, const Keys &key, i
     return shared.last_kept;
 }
 
-// Sets the bits of the channels that a token keeps, lists this block's part (`part` of `parts`) in an order that all
-// blocks of the token share, and returns its size. expert: the lane-th of the token, or below 0. Bins must be 0.
+// Sets shared.bits of the channels that a token keeps. The kept channels are divided among the `parts` blocks of the token;
+// lists those of this block (`part`), in the same order in all blocks, and returns their number. expert: the lane-th
+// expert of the token, negative for none. Bins must be 0.
 __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 tag, int token, int expert, int part, int parts, int warp, int lane) {
     const int experts = __popc(__ballot_sync(~0u, expert >= 0)), all = experts * INTER, given = a.kept_of[experts];
     const int wanted = given < all ? given : all, begin = wanted * part / parts, number = wanted * (part + 1) / parts - begin;
@@ -160,14 +162,14 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     u64 last_kept = wanted > 0 ? order_of(1, 65535) : ~0ull;
     if (wanted > 0 && wanted < all) last_kept = find_last_kept(shared, key, wanted, warp, lane);
     const u32 lowest = (u32)(last_kept >> 16);
-    u32 word = 0;  // The lane-th word of the warp's bits.
+    u32 word = 0;  // The lane-th word of the warp's kept bits.
 #pragma unroll
     for (int i = 0; i < EACH * 2; ++i) {
         const u32 bits = __ballot_sync(~0u, key[i / 2][i % 2] >= lowest);
         if (lane == i) word = bits;
     }
     int before = 0, total = 0;
-    // Counts the channels of the warp and of all warps before it; returns the total.
+    // Counts the kept channels of this warp (total) and of the warps before it (before). Returns the number in all warps.
     auto count = [&]() {
         total = __reduce_add_sync(~0u, __popc(word));
         if (lane == 0) shared.kept[warp] = total;
@@ -178,9 +180,9 @@ __device__ __forceinline__ int choose(const Arguments &a, Shared &shared, u32 ta
     const int at = channel_of(lane / 2, lane % 2, warp, 0) / 32;
     const bool has = lane < EACH * 2 && at < WORDS;
     if (has) shared.bits[at] = word;
-    fence_before_copies();  // Rows are copied over the memory of bins and rivals.
+    fence_before_copies();  // Rows will be copied to the memory of bins and candidates.
     if (count() != wanted) {
-        // Of the channels equal to the last one, only the lower are kept.
+        // Of the channels with the same key as the last kept one, only those up to it are kept.
         const int last = 65535 - (int)(last_kept & 65535);
 #pragma unroll
         for (int i = 0; i < EACH * 2; ++i) {

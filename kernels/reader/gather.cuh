@@ -1,4 +1,4 @@
-// The gathering of reader.cu: computes kept channels in full and restores the others.
+// `gather` of reader.cu: computes kept channels exactly, and restores skipped channels with the low-rank map.
 
 __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float sum) {
     sum += low(one.x) * low(other.x), sum += high(one.x) * high(other.x);
@@ -8,7 +8,7 @@ __device__ __forceinline__ float dot(const uint4 &one, const uint4 &other, float
     return sum;
 }
 
-// Multiplies gate and up rows with x; each warp of a team has a part.
+// The dot products of a channel's gate and up rows with x, as (gate, up). The warps of a team each compute a part.
 __device__ __forceinline__ float2 dot_rows(const u16 (*row)[HIDDEN], const uint4 *x, int team, int member, int lane) {
     const uint4 *gate = (const uint4 *)row[0], *up = (const uint4 *)row[1];
     float one = 0, other = 0;
@@ -22,7 +22,7 @@ __device__ __forceinline__ float2 dot_rows(const u16 (*row)[HIDDEN], const uint4
     return make_float2(one, other);
 }
 
-// Adds a row of U times 32 numbers to sum.
+// Adds the dot product of a row of U [32] and 32 numbers to sum.
 __device__ __forceinline__ float through_map(const uint4 (&u)[4], const float *numbers, float sum) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ float through_map(const uint4 (&u)[4], const float *n
     return sum;
 }
 
-// Sums w b p over skipped channels, eight per turn: eight lanes share a channel, with four numbers each. The data of two
-// turns are loaded together, before they are added.
+// Sums w b p over skipped channels. A turn processes eight channels: eight lanes share a channel, and each lane has four of
+// its 32 coefficients. The data of two turns are loaded together before they are added.
 struct Restoring {
     float4 sum;
     int turn, step;
@@ -46,7 +46,7 @@ struct Restoring {
     __device__ __forceinline__ bool more() const { return turn * 8 < CHANNELS; }
     __device__ __forceinline__ int channel_of(int i, int lane) const { return (turn + i / 2 * step) * 8 + i % 2 * 4 + lane / 8; }
 
-    // expert: the lane-th of the token. estimates: of the token.
+    // expert: the lane-th expert of the token. estimates: those of the token.
     __device__ __forceinline__ void load(const Arguments &a, const Shared &shared, const u64 *estimates, int expert, int lane) {
         valid = 0;
 #pragma unroll
@@ -74,7 +74,7 @@ struct Restoring {
         turn += 2 * step;
     }
 
-    // Adds the rest, and writes each warp's sums, by its first eight lanes.
+    // Adds the remaining channels. The first eight lanes of each warp write its sums to shared memory.
     __device__ __forceinline__ void end(const Arguments &a, Shared &shared, const u64 *estimates, u32 tag, int expert, float weight, int warp, int lane) {
 #pragma unroll 1
         while (more()) {
@@ -89,7 +89,7 @@ struct Restoring {
         if (lane < 8) *(float4 *)(shared.mapped[warp] + lane * 4) = sum;
     }
 
-    // Writes the sum over warps for other blocks.
+    // Sums over the warps and writes the result to global memory, where other blocks read it.
     __device__ __forceinline__ void publish(u64 *to, const Shared &shared, u32 tag, int lane) const {
         float total = 0;
 #pragma unroll
@@ -98,9 +98,9 @@ struct Restoring {
     }
 };
 
-// Computes a part (`part` of `parts`) of a token's channels: kept ones in full, the others with b. A channel's rows have a
-// slot and one or two warps that multiply gate and up; all warps add down rows, two columns per thread at a time.
-// parity: bit i is the parity of slot i's barriers.
+// Computes a part (`part` of `parts`) of a token's channels: kept channels exactly, skipped channels with b. A kept channel
+// occupies one of GATHERING buffers in shared memory. One or two warps multiply its gate and up rows; all warps add its
+// down row, two columns per thread at a time. parity: bit i is the parity of the barriers of buffer i.
 __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 tag, int token, int part, int parts, int row, u32 &parity, int warp, int lane) {
     constexpr int PAIRS = (HIDDEN / 2 + THREADS - 1) / THREADS, FEW = GATHERING < WARPS / 2 ? GATHERING : WARPS / 2;
     const u64 policy = read_once();
@@ -109,7 +109,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
     const int expert = lane < COLUMNS ? (int)a.ids[token * COLUMNS + lane] : -1;
     const float weight = lane < COLUMNS ? a.weights[token * COLUMNS + lane] : 0;
     const int number = choose(a, shared, tag, token, expert, part, parts, warp, lane);
-    // Copies half of a channel's rows into a slot: gate and up, or down.
+    // Copies rows of the i-th listed channel into buffer `to`: gate and up (half 0), or down (half 1).
     auto fetch = [&](int i, int to, int half) {
         if (i >= number) return;
         const int slot = shared.list[i] / INTER, channel = shared.list[i] - slot * INTER;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
             copy_in(shared.row[to][1], from + INTER * HIDDEN, HIDDEN * 2, shared.full[to][0], policy);
         }
     };
-    // Few channels get two warps each; with more, slots are refilled.
+    // If there are few channels, two warps compute each of them. If there are many, buffers are refilled.
     const int team = number <= FEW ? 2 : 1, buffer = warp / team, member = warp % team;
     if (buffer < GATHERING && member == 0) fetch(buffer, buffer, 0);
     if (buffer < GATHERING && member == team - 1) fetch(buffer, buffer, 1);
@@ -144,7 +144,9 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
             wait(shared.full[buffer][0], parity >> buffer & 1);
             const float2 dots = dot_rows(shared.row[buffer], shared.x, team, member, lane);
             if (lane == 0) shared.dots[warp] = dots;
-            if (team == 1) fetch(begin + GATHERING + buffer, buffer, 0);  // Only now have all lanes read their values; a barrier alone could overtake the reads.
+            // Refills the buffer only here, because the dot products prove that all lanes have read it. After a barrier
+            // alone, loads could still be in flight.
+            if (team == 1) fetch(begin + GATHERING + buffer, buffer, 0);
         }
 #if RANK
         if (restoring.more()) restoring.add(estimates, tag, weight, lane);
@@ -152,7 +154,7 @@ __device__ __forceinline__ void gather(const Arguments &a, Shared &shared, u32 t
 #endif
         __syncthreads();
         if (RANK && last && warp == WARPS - 1) restoring.publish(a.mapped + row * 32, shared, tag, lane);
-        // The factor of the lane-th channel's down row.
+        // amount: the factor of the down row of the lane-th channel.
         float2 dots = lane < held ? shared.dots[lane * team] : make_float2(0, 0);
         if (team == 2 && lane < held) dots.x += shared.dots[lane * 2 + 1].x, dots.y += shared.dots[lane * 2 + 1].y;
         const float amount = activation(dots.x) * dots.y * __shfl_sync(~0u, weight, lane < held ? shared.list[begin + lane] / INTER : 0);

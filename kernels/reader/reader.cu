@@ -1,17 +1,22 @@
 // A mixture-of-experts layer in which each token reads only the channels that matter to it, in one launch.
 //
-// Compiled for one shape: HIDDEN (a multiple of 128, at most 3,072), INTER, COLUMNS (experts per token), COORDINATES
-// (of each 128, read by the screen; a multiple of 16), RANK (32, or 0 for no restoring), GELU (0 for SiLU), BUFFERS (screen
-// tasks whose codes are held, 1 or 2), GATHERING (channels held, at most one per warp) and SHARED (bytes). One block per
-// multiprocessor; all run at once. Words that they exchange carry the launch's number, and a block waits for single words,
-// never for all other blocks. Code that runs once is kept short, because fetching instructions takes much of the time.
+// Compiled for one shape: HIDDEN (a multiple of 128, at most 3,072), INTER, COLUMNS (experts per token), COORDINATES (how
+// many of each 128 the screen reads; a multiple of 16), RANK (32, or 0 for no restoring), GELU (1 for GELU, 0 for SiLU),
+// BUFFERS (screen tasks whose codes fit in shared memory, 1 or 2), GATHERING (channels whose rows fit in shared memory, at
+// most one per warp) and SHARED (bytes). There is one thread block per multiprocessor, and all run at the same time. Words
+// that blocks exchange carry a tag, the number of the launch. A block polls single words and never waits for a barrier of
+// all blocks. Code that runs once is kept short, because fetching instructions takes much of the time.
 //
-// screen   A task is an expert of a token and a sector of 32 bytes (80 channels) of each code row. A warp has blocks of
-//          128 coordinates: it rotates the token's, lists the largest, and multiplies their codes with tensor cores. x
-//          has 23 bits relative to the largest of its block, so that sums of codes times x are exact.
-// choose   Each block of a token finds the same channels: it counts all scores in bins and compares those of the last bin.
-// gather   A warp has a kept channel's gate and up rows; all warps have its down row. Skipped channels add their b.
-// finish   Sums over a token's blocks in fixed order, so that every run gives the same bits; applies U; writes bfloat16.
+// screen   A task is a token, one of its experts, and a strip: one sector of 32 bytes (80 channels) of each code row. A
+//          warp processes blocks of 128 coordinates: it rotates the token's block, lists the largest coordinates, and
+//          multiplies their codes with tensor cores. x has 23 bits relative to the largest value of its block, so that
+//          the sums of code * x are exact.
+// choose   All blocks of a token find the same channels. Each block counts the scores in a histogram and compares the
+//          scores of the bin in which the last kept channel is.
+// gather   A warp multiplies the gate and up rows of a kept channel; all warps multiply its down row. A skipped channel
+//          adds its coefficients b in the map, weighted by its estimate.
+// finish   Sums over the blocks of a token in a fixed order, so that every run gives the same bits. Then it multiplies the
+//          sum of b with the map U and writes bfloat16.
 
 #include "../experts/hopper.cuh"
 #include "halves.cuh"
@@ -19,7 +24,7 @@
 
 struct Arguments {
     const u16 *x;               // [tokens, stride] bf16
-    const long long *ids;       // [tokens, COLUMNS], -1 for none
+    const long long *ids;       // [tokens, COLUMNS]: experts, -1 for none
     const float *weights;       // [tokens, COLUMNS]
     const u8 *codes;            // [experts, HIDDEN, ROW]
     const u16 *scales;          // [experts, HIDDEN / 128, 2, INTER] fp16
@@ -31,12 +36,13 @@ struct Arguments {
     const u16 *down;            // [experts, INTER, HIDDEN] bf16: transposed
     const int *kept_of;         // [COLUMNS + 1]: channels to keep, by the token's number of experts
     u64 *estimates;             // [tokens, COLUMNS, INTER] tagged: activation(gate) up
-    u64 *scores;                // [tokens, SCORES] tagged: a score's bits + 1 (scores are >= 0, so bits have their order); 0 without an expert
-    u64 *parts;                 // [larger of blocks and tokens, HIDDEN] tagged: sums of a block's kept channels
-    u64 *mapped;                // [the same, 32] tagged: sums of a block's w b p
-    u32 *kept;                  // [tokens, WORDS] bits, slot-major; or null
+    u64 *scores;                // [tokens, SCORES] tagged: bits of the score (>= 0) + 1, which compare as scores do; 0 if
+                                // the token has no expert in this column
+    u64 *parts;                 // [max(blocks, tokens), HIDDEN] tagged: sums over a block's kept channels
+    u64 *mapped;                // [max(blocks, tokens), 32] tagged: sums of w b p over a block's skipped channels
+    u32 *kept;                  // [tokens, WORDS]: kept channels as bits, column after column; or null
     u16 *output;                // [tokens, HIDDEN] bf16
-    u64 *ended;                 // ended blocks over all launches, which have equally many; 0 at first
+    u64 *ended;                 // blocks that have ended, over all launches (each has the same number); 0 at first
     long long stride;
     int tokens;
 };
@@ -44,20 +50,20 @@ struct Arguments {
 constexpr int WARPS = 16, THREADS = 32 * WARPS;
 constexpr int BLOCKS = HIDDEN / 128;
 constexpr int BYTES = (INTER + 4) / 5, STRIPS = (2 * BYTES + 31) / 32, ROW = STRIPS * 32;
-constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate and up values.
-constexpr int STEPS = COORDINATES / 16, A_TOKEN = STRIPS * COLUMNS;  // Tasks of a token.
+constexpr int STRIP = 80, PAIRED = 2 * STRIP;     // Channels of a strip; gate and up values of a strip.
+constexpr int STEPS = COORDINATES / 16, A_TOKEN = STRIPS * COLUMNS;  // A_TOKEN: tasks per token.
 constexpr int CHANNELS = COLUMNS * INTER, WORDS = (CHANNELS + 31) / 32;
 constexpr int SCORES = (CHANNELS + 63) / 64 * 64;
 constexpr int EACH = (SCORES / 2 + THREADS - 1) / THREADS;  // Pairs of scores per thread.
 constexpr int BIN_BITS = 12, BINS = 1 << BIN_BITS;
-constexpr int LOWEST = (127 - 48) << 6;  // The first bin, 2^-48: the exponent and 6 bits of a key.
-constexpr u32 INFINITE = 0x7f800000;  // Bits of the largest score, which NaN also gets.
-constexpr int MOST_CANDIDATES = 1024;          // The most channels of a bin that are compared one by one.
+constexpr int LOWEST = (127 - 48) << 6;  // The first bin begins at 2^-48. A bin is the exponent and 6 mantissa bits of a key.
+constexpr u32 INFINITE = 0x7f800000;     // Bits of the largest score, which NaN also gets.
+constexpr int MOST_CANDIDATES = 1024;    // The most channels of a bin that are compared one by one.
 
 static_assert(HIDDEN % 128 == 0 && HIDDEN <= 3072 && COORDINATES % 16 == 0 && COORDINATES <= 128, "shape");
 static_assert(COLUMNS <= 32 && CHANNELS <= 16384 && (RANK == 32 || RANK == 0) && GATHERING <= WARPS, "shape");
 
-// The largest coordinates of a block of Rx: their indices, and x / unit in two parts.
+// The largest coordinates of a block of the rotated x: their indices, and x / unit in two parts (see list_largest).
 struct Screened {
     u16 part[2][COORDINATES];
     u8 coordinate[COORDINATES];
@@ -67,7 +73,7 @@ struct Screened {
 struct Shared {
     union {
         struct {
-            u32 code[BUFFERS][BLOCKS][COORDINATES][8];  // Sectors, see row_of.
+            u32 code[BUFFERS][BLOCKS][COORDINATES][8];  // One sector per coordinate, in the order of row_of.
             Screened screened[BUFFERS][BLOCKS];
             float products[2][BLOCKS][PAIRED];
             alignas(16) int bin[BINS];
@@ -77,19 +83,19 @@ struct Shared {
     };
     uint4 x[HIDDEN / 8];
     alignas(16) float mapped[WARPS][32];
-    u64 full[GATHERING][2];     // Barriers: a channel's gate and up rows, and its down row, are copied.
+    u64 full[GATHERING][2];     // Barriers that complete when a channel's gate and up rows (0), or its down row (1), arrive.
     u64 last_kept;
     u32 tag;
-    float2 dots[WARPS];         // Gate and up of a warp's channel, or of half of one.
+    float2 dots[WARPS];         // Gate and up of a warp's channel, or of its half of a channel.
     float pair[THREADS];
-    u32 bits[WORDS];            // The kept channels.
+    u32 bits[WORDS];            // The token's kept channels.
     int per_warp[WARPS], kept[WARPS];
     int found[3], num_candidates;
     u16 list[CHANNELS];         // This block's kept channels.
 };
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
 
-// The index of a channel's score: the lower and the upper half of 64 alternate, so that a thread's two are adjacent.
+// The index of a channel's score. The two channels of a thread (see Keys) are adjacent in memory.
 __device__ __forceinline__ int score_at(int channel) { return (channel & ~63) | (channel & 31) << 1 | (channel >> 5 & 1); }
 
 __device__ __forceinline__ void await_tag(const u64 *at, u32 tag) {
@@ -100,11 +106,12 @@ __device__ __forceinline__ void await_tag(const u64 *at, u32 tag) {
 #include "choose.cuh"
 #include "gather.cuh"
 
-// Sums a token's blocks and applies the map, 32 columns at a time, with as many warps as its blocks keep busy.
+// Sums over the blocks of each token and applies the map, 32 columns at a time. The more blocks a token has, the more warps
+// form a team that sums them.
 __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 tag, int warp, int lane) {
     constexpr u32 UNITS = HIDDEN / 32, EACH_WARP = 9;
     const u32 blocks = gridDim.x, tokens = a.tokens, rows = tokens <= blocks ? (blocks + tokens - 1) / tokens : 1;
-    u32 team = WARPS;  // Warps of a team.
+    u32 team = WARPS;  // The number of warps of a team.
     while (team > 1 && team / 2 * EACH_WARP >= rows) team /= 2;
     const u32 member = warp % team, teams = WARPS / team;
 #pragma unroll 1
@@ -123,7 +130,7 @@ __device__ __forceinline__ void finish(const Arguments &a, Shared &shared, u32 t
 #pragma unroll 1
         for (int row = first + member; row < last; row += EACH_WARP * team) {
             u64 part[EACH_WARP], mapped_part[EACH_WARP];
-            // Polls a row's last word first, so as not to disturb blocks that still write.
+            // Polls only the last word of a row first, to keep the memory free for blocks that still write.
             const int own = row + (lane < EACH_WARP ? lane : 0) * team;
             if (own < last) await_tag(a.parts + (long long)(own + 1) * HIDDEN - 1, tag);
             __syncwarp();
@@ -178,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reader(const __grid_con
     allow_next_kernel();
     const u64 ended = get_tagged(a.ended);
     screen(a, shared, begin, end, ended, warp, lane);
-    const bool alone = a.tokens > (int)blocks;  // A block has whole tokens, or else a part of one.
+    const bool alone = a.tokens > (int)blocks;  // Whether a block processes whole tokens, not a part of one token.
     u32 token = alone ? blockIdx.x : ((blockIdx.x + 1) * tokens - 1) / blocks;
     const int first = token * blocks / tokens, last = (token + 1) * blocks / tokens;
     const u32 tag = shared.tag;

@@ -1,16 +1,18 @@
 // The screen of reader.cu: estimates channels from the codes of the largest coordinates.
 
-// The row that holds the codes of the `at`-th coordinate. Of each 16, lane t multiplies coordinates 2t, 2t + 1, 2t + 8 and
-// 2t + 9, whose rows are t, t + 4, t + 8 and t + 12, so that lanes read from different banks.
+// The row in shared memory with the codes of the `at`-th listed coordinate. In each group of 16, lane t multiplies
+// coordinates 2t, 2t + 1, 2t + 8 and 2t + 9. Their rows are t, t + 4, t + 8 and t + 12, so that lanes read from different
+// banks.
 __device__ __forceinline__ int row_of(int at) { return (at & ~7) | (at & 1) << 2 | (at >> 1 & 3); }
 
-// First guesses from a normal distribution: the size of the last listed coordinate relative to the largest of 128, and how
-// much the size changes per coordinate there.
+// Initial guesses for the search below, as if coordinates were normally distributed: the absolute value of the last listed
+// coordinate, relative to the largest of 128, and the change of this value per listed coordinate.
 constexpr float EXPECTED = COORDINATES >= 112 ? 0.06f : COORDINATES >= 96 ? 0.12f : COORDINATES >= 80 ? 0.17f
     : COORDINATES >= 64 ? 0.255f : COORDINATES >= 48 ? 0.335f : COORDINATES >= 32 ? 0.435f : 0.58f;
 constexpr float A_COORDINATE = 1.0f / (COORDINATES >= 64 ? 240 : COORDINATES >= 32 ? 160 : 80);
 
-// Rotates a block of 128 coordinates, 4 per lane, and lists the largest. One warp.
+// Rotates a block of 128 coordinates of a token, 4 per lane, and lists the COORDINATES with the largest absolute values.
+// Called by one warp.
 __device__ void list_largest(const Arguments &a, int token, int block, int lane, Screened &to) {
     float v[4];
     const u16 *x = a.x + token * a.stride + block * 128 + lane * 4;
@@ -28,8 +30,9 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         most = key[i] > most ? key[i] : most;
     }
     most = __reduce_max_sync(~0u, most);
-    // `there` keys (COORDINATES or more) are >= `least`; `past` keys (fewer) are >= `beyond`. The level between them is
-    // guessed from a normal distribution, then by linear interpolation, then by bisection of the bits.
+    // Searches for the smallest listed key. num_lower keys (at least COORDINATES) are >= lower, and num_upper keys (fewer
+    // than COORDINATES) are >= upper. The next level between them is guessed from the slope A_COORDINATE in the first
+    // three iterations, then by linear interpolation, then by bisection of the bits.
     u32 lower = 0, upper = most + 1;
     int num_lower = 128, num_upper = 0;
     float guess = __int_as_float(most) * EXPECTED;
@@ -47,9 +50,9 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         guess = iteration < 3 ? __int_as_float(level) + __int_as_float(most) * (A_COORDINATE * (count - COORDINATES))
                          : from + __fdividef(to_value - from, num_lower - num_upper) * (num_lower - COORDINATES + 0.5f);
     }
-    // Too many equal keys: take the first of them.
+    // If too many keys equal the smallest, only the first ones are listed.
     const u32 before = (1u << lane) - 1;
-    u32 dropped = 0;  // Bits of this lane's keys that are taken.
+    u32 dropped = 0;  // Bit i: this lane's key i is not listed.
     if (num_lower != COORDINATES) {
         int ties = 0, room = COORDINATES - num_lower;
 #pragma unroll
@@ -61,8 +64,8 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
         for (int i = 0; i < 4; ++i)
             if (key[i] == lower && ties++ >= room) dropped |= 1u << i;
     }
-    // x in units of 2^-21 of the largest's power of two, as two integers of at most 12 bits; the first counts 2^11 of the
-    // second. Their sums with codes are exact.
+    // x becomes a fixed-point number with 21 bits below the largest coordinate's power of two. It is stored as two
+    // integers of at most 12 bits: x = first + second / 2^11. Their products with codes have exact sums.
     constexpr float ROUNDING = 12582912;  // Adding this to a number rounds it to an integer.
     const int exponent_bits = most >> 23, exponent = exponent_bits < 1 ? 1 : exponent_bits > 253 ? 253 : exponent_bits;
     const float inverse_unit = __int_as_float((254 - exponent) << 23);
@@ -84,12 +87,12 @@ __device__ void list_largest(const Arguments &a, int token, int block, int lane,
     __syncwarp();
 }
 
-// Takes a byte of each of two words, see halves.cuh.
+// Takes byte `which` of each of two words and converts both to sums of codes (code_sums in halves.cuh).
 __device__ __forceinline__ u32 codes_of(u32 one, u32 other, int which) {
     return code_sums(__byte_perm(one, other, which == 0 ? 0x4400 : which == 1 ? 0x5511 : which == 2 ? 0x6622 : 0x7733));
 }
 
-// Copies the codes of a strip in a block of coordinates, one sector per row, with two lanes per row.
+// Copies the codes of one strip (80 channels) for a block's listed coordinates: a 32-byte sector per row, by two lanes.
 __device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from, int lane, u32 (&code)[COORDINATES][8]) {
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -98,9 +101,8 @@ __device__ __forceinline__ void load_codes(const u8 *codes, const Screened &from
     }
 }
 
-// Writes products [PAIRED]: sums of code times x, over 1024; of a word's 10 values, the five of gate come first. A word
-// holds the sum of code_j 3^j. Divided by 3^i and rounded to an integer, it is the sum of code_j 3^(j - i) over j >= i.
-// Products with x keep this, and subtracting three times the result for i + 1 gives that of code_i alone.
+// Writes products [PAIRED]: for each gate and up row, the sum over coordinates of code * x, divided by 1024. A 16-bit word
+// gives 10 products; the five of gate come first. batch_screen.cuh explains how codes are multiplied without unpacking.
 __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&code)[COORDINATES][8], int lane, float *products) {
     const int g = lane / 4, t = lane % 4;
     float4 sum[2][5];
@@ -127,7 +129,7 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
             }
         }
     }
-    if (t) return;  // The first lane of four has both parts of x.
+    if (t) return;  // Lane 0 of each group of four holds the products of both parts of x.
     const float unit = from.unit, part = 1.0f / 2048;
 #pragma unroll
     for (int which = 0; which < 2; ++which)
@@ -143,10 +145,11 @@ __device__ __forceinline__ void screen_block(const Screened &from, const u32 (&c
         }
 }
 
-// Fetches the codes of a task's strip for its token's largest coordinates, which it lists if needed. Returns the expert.
+// Starts the copies of a task's codes into shared memory. If the task's token is not `listed`, its largest coordinates are
+// listed first. Returns the task's expert.
 __device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, int task, int listed, int warp, int lane) {
     const int pair = task / STRIPS, strip = task % STRIPS, token = pair / COLUMNS;
-    const long long expert = *(volatile const long long *)(a.ids + pair);  // Loads while coordinates are listed.
+    const long long expert = *(volatile const long long *)(a.ids + pair);  // This load overlaps with listing coordinates.
     const u8 *codes = a.codes + expert * HIDDEN * ROW + strip * 32;
 #pragma unroll 1
     for (int block = warp; block < BLOCKS; block += WARPS) {
@@ -157,14 +160,15 @@ __device__ __forceinline__ int fetch_codes(const Arguments &a, Shared &shared, i
     return expert;
 }
 
-// A thread's part of a task: gate or up of a channel, if any, with its scales; the next lane has the other. Values are as
-// loaded from memory, so that nothing waits for them before codes are multiplied.
+// The gate (even index) or up (odd index) value of one channel, which a thread computes from the products of a task. The
+// neighbouring lane has the other value. Scales stay in the format of memory, so that no instruction waits for their loads
+// before the codes are multiplied.
 struct Scored {
-    int index, channel;  // Index of the task's values; of the expert's channels.
+    int index, channel;  // The value's index in the task; the channel's index in the expert.
     u16 scale[BLOCKS], norm;
     float weight;
 
-    // By a few warps, which change with every task.
+    // Only some of the warps have a value; which ones changes with every task.
     __device__ __forceinline__ bool is_valid() const { return index < PAIRED && channel < INTER; }
 
     __device__ __forceinline__ void load(const Arguments &a, int task, long long expert) {
@@ -176,7 +180,7 @@ struct Scored {
         norm = a.norms[expert * INTER + channel], weight = a.weights[task / STRIPS];
     }
 
-    // Computes the channel's estimate and score from the results of all warps.
+    // Sums the products of all blocks of coordinates, and writes the channel's estimate and score.
     __device__ __forceinline__ void write_score(const Arguments &a, const Shared &shared, int task, long long expert) const {
         if (index >= PAIRED) return;
         const int pair = task / STRIPS, token = pair / COLUMNS;
@@ -186,7 +190,7 @@ struct Scored {
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) sum += from_half(scale[block]) * products[block * PAIRED];
         }
-        sum *= 1024;  // See screen_block. Not earlier, so that x may have any size.
+        sum *= 1024;  // Undoes the division in screen_block. Multiplying earlier could overflow for large x.
         const float up = __shfl_xor_sync(~0u, sum, 1);
         if (index % 2 || channel >= INTER) return;
         u64 *score = a.scores + (long long)token * SCORES + score_at(pair % COLUMNS * INTER + channel);
@@ -201,8 +205,9 @@ struct Scored {
     }
 };
 
-// Runs a block's tasks, from `begin` to `end`. With two buffers the codes of the next task load while one is multiplied:
-// half of the warps request them before they multiply, half after. ended: blocks of all launches.
+// Runs the tasks begin .. end - 1 of a thread block. With two buffers, the codes of the next task are copied while those of
+// the current one are multiplied: half of the warps start these copies before they multiply, the others after. ended: the
+// number of blocks that have ended, over all launches.
 __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int begin, int end, u64 ended, int warp, int lane) {
     constexpr int AHEAD = BUFFERS - 1;
     int expert = -1, expert_next = -1;
@@ -218,7 +223,8 @@ __device__ __forceinline__ void screen(const Arguments &a, Shared &shared, int b
             if (half == late) {
                 if (next < end) expert_next = fetch_codes(a, shared, next, next > begin ? (next - 1) / A_TOKEN : -1, warp, lane);
                 end_group();
-                // The tag: the number of earlier launches, non-zero by its top bit. No block ends before this one has sent its sums.
+                // The tag is the number of earlier launches. Its top bit is set, so that it is never 0. `ended` holds only
+                // blocks of earlier launches, because no block of this launch ends before this one has sent its sums.
                 if (next == begin && threadIdx.x == THREADS - 1) shared.tag = (u32)(ended / gridDim.x) | 0x80000000u;
                 if (!AHEAD) expert = expert_next, scored.load(a, task, expert);
             } else if (task >= begin && expert >= 0) {

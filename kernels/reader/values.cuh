@@ -1,4 +1,4 @@
-// Shared by the reader's kernels. GELU: of the shape, else SiLU.
+// Functions that all kernels of the reader use. GELU: 1 for GELU, 0 for SiLU.
 
 __device__ __forceinline__ float low(u32 bits) { return __int_as_float(bits << 16); }
 __device__ __forceinline__ float high(u32 bits) { return __int_as_float(bits & 0xffff0000u); }
@@ -13,7 +13,7 @@ __device__ __forceinline__ float activation(float gate) {
 #endif
 }
 
-// Multiplies a block of 128 coordinates, 4 per lane, with a Hadamard matrix, without the factor 128^-0.5. One warp.
+// Multiplies a block of 128 coordinates, 4 per lane, with a Hadamard matrix, without the factor 128^-0.5. Called by one warp.
 __device__ __forceinline__ void hadamard(float (&v)[4], int lane) {
 #pragma unroll
     for (int distance = 1; distance < 4; distance *= 2)
