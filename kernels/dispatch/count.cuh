@@ -1,7 +1,7 @@
-// Counts the tokens of each expert, and gives each token its index among the tokens of its expert, in order. One
-// cluster of blocks, which read each other's sums. A warp holds consecutive ids. It ranks them by equal ids in lower
-// lanes and by its own histogram; then come a sum over warps and a sum over blocks. Many ids are processed in several
-// tiles.
+// Counts the tokens of each expert, and gives each token its index among the tokens of its expert, in token order. One
+// cluster of blocks runs, which read each other's sums. A warp processes consecutive ids. The index of an id is the number
+// of equal ids before it: in lower lanes, earlier in the warp (a histogram), in earlier warps, and in earlier blocks. Many
+// ids are processed in several tiles.
 
 const int COUNT_WARPS = COUNT_THREADS / 32;
 
@@ -20,12 +20,12 @@ __device__ u32 tokens_with_any(const Arguments &a, int thread, int num_threads) 
   return found;
 }
 
-// One warp's state for one expert: the lanes that hold the expert now, as bits, and the number of earlier ids.
+// The state of one warp for one expert: the lanes whose current id is this expert, as bits, and the number of earlier ids.
 struct alignas(8) Cell {
   u32 lanes, count;
 };
 
-// Replaces each warp's count by the sum over the warps before it. Returns the total.
+// Replaces the count of each warp by the sum over the warps before it. Returns the sum over all warps.
 __device__ u32 sum_over_warps(Cell *cells, int experts, int e) {
   const int GROUP = COUNT_WARPS < 8 ? COUNT_WARPS : 8;
   u32 sum = 0;

@@ -1,7 +1,6 @@
-// Maps a batch's top-k ids to physical experts on one source rank. The results are the same integers as those of
-// epsim/policies.
-// The order of kernels: count; then the collective and the split; then total, quotas and serve if the stack needs them;
-// then assign. dispatcher.py launches them.
+// Maps the top-k ids of one source rank's tokens to physical experts. The results are the same integers as those of
+// epsim/policies. dispatcher.py launches the kernels in this order: count, (the collective and the split), total, quotas and
+// serve if the stack needs them, assign.
 //
 // tests/kernels/dispatch/grid.h compiles this file for the host, one fiber per thread.
 
@@ -19,7 +18,7 @@
 
 #include "water.cuh"
 
-// Returns the slot of a token's expert.
+// Returns the slot that serves column j of a token.
 __device__ int slot_of(const Arguments &a, const Ends &ends, u64 key, u32 word, int token, int j) {
   u32 expert = word >> ORDINAL_BITS, index = word & ((1u << ORDINAL_BITS) - 1);
   if (a.follow == STATIC) return a.nearest[a.rank * a.experts + expert];
@@ -30,13 +29,13 @@ __device__ int slot_of(const Arguments &a, const Ends &ends, u64 key, u32 word, 
   return slot_at(ends, first, number, point);
 }
 
-// A block processes as many whole tokens at a time as its threads can hold the top-k ids of.
+// One thread per token and column: a block processes THREADS / top_k tokens at a time.
 extern "C" __global__ void __launch_bounds__(THREADS) assign(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
   int k = a.top_k, per_block = THREADS / k, step = gridDim.x * per_block, local = threadIdx.x / k, j = threadIdx.x % k;
   int begin = blockIdx.x * per_block;
   auto word_at = [&](int token) { return local < per_block && token < a.tokens ? a.words[token * k + j] : NONE; };
-  u32 word = word_at(begin + local);  // loaded while the ends are computed
+  u32 word = word_at(begin + local);  // this load overlaps with computing the ends
   bool fills = a.shared == VISITED || a.shared == EVERY;
   u64 key = a.follow == SAMPLED || fills ? rank_key(a) : 0;
   Ends ends = allocate_ends(a, at);

@@ -1,11 +1,13 @@
-// Computes, from a split, the upper ends of the copies' intervals (rounding.fixed_point, then running sums), and the
-// tables in shared memory by which a token finds its copy.
+// An expert's copies divide the interval 0 .. 2^20 in proportion to the split. This file computes the upper end of each
+// copy's interval (rounding.fixed_point, then running sums), and the tables in shared memory with which a token finds its
+// copy.
 
 struct Ends {
-  u32 *end, *part;     // [slots], in order of copies: the upper end of each copy's interval, and the copy's part
-  u32 *experts, *rank_tokens;  // [experts]: first copy | copies << 16; the number of this rank's tokens
-  u16 *slot;           // [slots], in order of copies
-  u32 shift;           // the shift of this rank's offsets
+  u32 *end, *part;  // [slots], in order of copies: the upper end of each copy's interval, and the interval's length
+  u32 *experts;     // [experts]: first copy | number of copies << 16
+  u32 *rank_tokens; // [experts]: the number of this rank's tokens
+  u16 *slot;        // [slots]: the slot of each copy
+  u32 shift;        // shifts the offsets of this rank, so that ranks round differently
 };
 
 __device__ Ends allocate_ends(const Arguments &a, char *&at) {
@@ -17,7 +19,7 @@ __device__ Ends allocate_ends(const Arguments &a, char *&at) {
   return ends;
 }
 
-// As rounding.offsets. With the shift of this rank, the offset of this rank.
+// rounding.offsets for one expert. shift: that of the source rank.
 __device__ u32 offset(u32 shift, u32 expert) { return (shift + expert * 648055) & (ONE - 1); }
 
 __device__ u32 part_of(const Arguments &a, const Copy &copy) {
@@ -31,8 +33,8 @@ __device__ u32 part_of(const Arguments &a, const Copy &copy) {
   return static_cast<u32>(rounded < 0.0 ? 0.0 : rounded > ONE ? static_cast<double>(ONE) : rounded);
 }
 
-// Loads what `count` and the placement give; then, when the previous kernel has ended, what it wrote. All threads are
-// synchronised at the end.
+// Fills the tables. Loads the results of `count` and the placement, waits for the previous kernel, then loads its results.
+// All threads must call it; they are synchronised at the end.
 __device__ void find_ends(const Arguments &a, const Ends &ends) {
   if (a.follow == STATIC) {
     wait_for_previous_kernel();
@@ -46,7 +48,7 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
   wait_for_previous_kernel();
   for (int p = threadIdx.x; p < a.slots; p += THREADS) {
     Copy copy = a.copies[p];
-    if (copy.number <= 1)  // 0 for an empty slot
+    if (copy.number <= 1)  // number is 0 for an empty slot
       ends.end[p] = copy.number == 0 ? 0 : a.follow == GATHERED ? static_cast<u32>(a.rank_counts[copy.expert]) : ONE;
     else if (a.follow == GATHERED)
       ends.end[p] = a.ends[p];
@@ -65,7 +67,8 @@ __device__ void find_ends(const Arguments &a, const Ends &ends) {
   __syncthreads();
 }
 
-// Returns the slot of the copy whose interval contains the point, for an expert with several copies.
+// Returns the slot of the copy whose interval contains the point, by binary search. The expert's copies are first ..
+// first + number - 1.
 __device__ int slot_at(const Ends &ends, u32 first, u32 number, u32 point) {
   u32 low = first, high = first + number - 1;
   while (low < high) {
@@ -78,19 +81,19 @@ __device__ int slot_at(const Ends &ends, u32 first, u32 number, u32 point) {
   return ends.slot[low];
 }
 
-// floor(((index << 20) + offset) / number), in floating point: no quotient of such numbers is rounded up to an integer.
+// The point of a token: floor(((index << 20) + offset) / number). It is exact in floating point, because no quotient of
+// such numbers is rounded up to an integer.
 __device__ u32 point_of(u32 index, u32 offset, u32 number) {
   double above = static_cast<double>(static_cast<i64>(index) << BITS | offset);
   return static_cast<u32>(above / static_cast<double>(number));
 }
 
-// Returns how many of a source rank's tokens have points below an end: ceil((end * number - offset) / 2^20).
+// Returns how many of a source rank's `number` tokens have a point below `end`: ceil((end * number - offset) / 2^20).
 __device__ i64 points_below(i64 end, i64 number, i64 offset) {
   return end * (number >> BITS) + ((end * (number & (ONE - 1)) - offset + (ONE - 1)) >> BITS);
 }
 
-// Returns how many of a source rank's `number` tokens of an expert go to the copy with index p. shift: of the source
-// rank.
+// Returns how many of a source rank's `number` tokens of an expert go to copy p. shift: that of the source rank.
 __device__ i64 quota(const Arguments &a, const Ends &ends, int p, const Copy &copy, u32 shift, i64 number) {
   i64 before = copy.index ? ends.end[p - 1] : 0;
   if (a.follow == GATHERED) return ends.end[p] - before;

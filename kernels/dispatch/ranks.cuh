@@ -1,8 +1,9 @@
-// Uses the counts of all ranks: their sum, this rank's part of an integral split, and the load of every rank.
+// Kernels that use the counts of all ranks: `total` sums them, `quotas` computes this rank's part of an integral split, and
+// `serve` computes the load of every rank.
 
 const int WARPS = THREADS / 32;
 
-// loads = the sum of rows over ranks. A block holds 32 experts, and its warps take turns over the ranks.
+// loads = the sum of rows over ranks. A block sums 32 experts. Its warps take turns over the ranks.
 extern "C" __global__ void __launch_bounds__(THREADS) total(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
   i64 *part = allocate<i64>(at, THREADS);
@@ -32,7 +33,7 @@ __device__ int warp_sum_before(int value, int lane) {
   return sum;
 }
 
-// For each of several arrays, in place: sums[i] = values[0] + ... + values[i - 1] for i = 0 .. num.
+// Exclusive prefix sums of several arrays, in place: sums[i] = values[0] + ... + values[i - 1] for i = 0 .. num.
 template <int MANY>
 __device__ void running_sums(int *const (&sums)[MANY], int num, int lane) {
   int before[MANY] = {};
@@ -56,15 +57,16 @@ __device__ void running_sums(int *const (&sums)[MANY], int num, int lane) {
   __syncwarp();
 }
 
-// gathered.gathered_quotas of this rank, one warp per expert. The copies of a rank serve its own tokens first. The
-// remaining tokens and the remaining room are matched in order of ranks, first within nodes and then over all ranks.
-// The copies of one rank are filled one after the other.
+// gathered.gathered_quotas for this rank, one warp per expert. room: the tokens that the split gives to the copies of a
+// rank. A rank's copies serve its own tokens first. The remaining tokens are matched with the remaining room in the order
+// of ranks, first within each node, then over all ranks. The copies of one rank are filled one after the other.
 extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_constant__ Arguments a) {
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.x * WARPS + warp, ranks = a.ranks;
   char *at = reinterpret_cast<char *>(shared_memory);
   int *sums = allocate<int>(at, WARPS * 5 * (ranks + 1)) + warp * 5 * (ranks + 1);
-  int *room = sums, *tokens_1 = room + ranks + 1, *room_1 = tokens_1 + ranks + 1;  // after the tokens of the rank itself
-  int *tokens_2 = room_1 + ranks + 1, *room_2 = tokens_2 + ranks + 1;              // after the tokens of the node
+  // What remains after ranks have served their own tokens (_1), and after they have served those of their node (_2).
+  int *room = sums, *tokens_1 = room + ranks + 1, *room_1 = tokens_1 + ranks + 1;
+  int *tokens_2 = room_1 + ranks + 1, *room_2 = tokens_2 + ranks + 1;
   bool some = e < a.experts && a.first[e + 1] - a.first[e] > 1;
   allow_next_kernel();
   wait_for_previous_kernel();
@@ -96,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   __syncwarp();
   running_sums({tokens_2, room_2}, ranks, lane);
 
-  // The intervals of this rank's tokens in the order of its node and in the order of all ranks.
+  // This rank's tokens are an interval of all remaining tokens of its node, and an interval of those of the group.
   int rank = a.rank, start = a.node[rank], end = a.node[ranks + rank];
   int in_node = tokens_1[rank] - tokens_1[start], in_node_end = tokens_1[rank + 1] - tokens_1[start];
   int in_group = tokens_2[rank], in_group_end = tokens_2[rank + 1], before = 0, room_before = 0;
@@ -105,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
     int upper = warp_sum_before(space, lane);
     if (p < last) {
       int r = a.copies[p].slot / slots_per_rank(a);
-      // The copy's part of the room on its rank, which the rank's, the node's and other tokens fill in this order.
+      // The copy has the interval low .. high of the room on its rank. The tokens of the rank fill the room first, then
+      // those of the node, then the others.
       int high = room_before + upper - room[r], low = high - space;
       int all = room[r + 1] - room[r], left_1 = room_1[r + 1] - room_1[r], left_2 = room_2[r + 1] - room_2[r];
       if (r == rank) taken += overlap(low, high, 0, all - left_1);
@@ -123,8 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quotas(const __grid_consta
   }
 }
 
-// routed += the assignments that each rank serves, from the tokens of all ranks. A block holds some copies or experts,
-// and some source ranks.
+// Adds to routed the assignments that each rank serves, from the tokens of all ranks. A thread adds one copy (one expert
+// for the split `static`) for SOURCES source ranks.
 extern "C" __global__ void __launch_bounds__(THREADS) serve(const __grid_constant__ Arguments a) {
   char *at = reinterpret_cast<char *>(shared_memory);
   Ends ends = allocate_ends(a, at);

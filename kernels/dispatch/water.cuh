@@ -1,9 +1,9 @@
-// Chooses the rank of a token's shared expert: Waterfill (epsim/policies/waterfill.py describes it).
+// Waterfill chooses the rank that computes a token's shared expert. epsim/policies/waterfill.py describes it.
 
 struct Water {
-  i64 *load, *weight, *end;  // [ranks]: loads as this rank sees them; running sums of weights
-  i64 *total;                // the sum of weights
-  int *fallback;             // the rank to use if no rank has slack and all are candidates
+  i64 *load, *weight, *end;  // [ranks]: the loads that this rank knows, the weights, and their running sums
+  i64 *total;                // the sum of the weights
+  int *fallback;             // the rank to use if all ranks are candidates and none is below the waterline
 };
 
 __device__ i64 rounded_up(i64 tokens, i64 cost) { return -((-tokens * cost) >> COST_BITS); }
@@ -16,8 +16,8 @@ __device__ Water allocate_water(const Arguments &a, char *&at) {
   return water;
 }
 
-// Computes the load of each rank: from all tokens if `global` is set, else from this rank's tokens. All threads are
-// synchronised at the end.
+// Computes the load of each rank, from the tokens of all ranks if a.global is set, else from this rank's tokens. All threads
+// must call it; they are synchronised at the end.
 __device__ void find_loads(const Arguments &a, const Ends &ends, const Water &water) {
   bool summed = a.global && a.follow != GATHERED;
   for (int r = threadIdx.x; r < a.ranks; r += THREADS) water.load[r] = summed ? a.routed[r] : 0;
@@ -50,13 +50,13 @@ __device__ i64 warp_sum_before(i64 value, int lane) {
   return sum;
 }
 
-// If loads are equal, the lower rank comes first.
+// Whether a rank has a lower load than another; of equal loads, that of the lower rank counts as lower.
 __device__ bool lighter(i64 load, int rank, i64 than_load, int than_rank) {
   return load < than_load || (load == than_load && rank < than_rank);
 }
 
-// The first warp of the block computes the waterline and the weights of the ranks. All threads are synchronised at the
-// end.
+// Computes the waterline and the weights of the ranks, in the first warp. All threads must call it; they are synchronised
+// at the end.
 __device__ void find_weights(const Arguments &a, const Water &water) {
   int lane = threadIdx.x;
   if (lane < 32) {
@@ -111,9 +111,10 @@ __device__ int choose_of_all(const Arguments &a, const Water &water, u64 number)
   return low;
 }
 
-// The candidates are this rank and visited [k], -1 for none. weight [k]: the weight of the rank; 0 for a rank that
-// comes twice (but for the first time) and for this rank. One thread for each j < k calls it: one thread gets the
-// chosen rank, the others get -1. The first thread also stands for this rank.
+// Draws the rank of a token's shared expert from this rank and visited [k] (-1 for none), in proportion to their weights.
+// weight [k]: the weights of the visited ranks; 0 for this rank and for all but the first mention of a rank. One thread for
+// each j < k calls it. The thread of the chosen rank gets it, the others get -1; the thread of j = 0 also represents this
+// rank.
 __device__ int choose_of_visited(const Arguments &a, const Water &water, const int *visited, const i64 *weight, int j,
                                  u64 number) {
   int mine = visited[j], lightest = a.rank;

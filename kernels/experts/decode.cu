@@ -1,66 +1,67 @@
-// Experts of a small batch, in one launch that reads every active expert's weights once.
+// The experts of a small batch, in one launch that reads the weights of every active expert once.
 //
-// Compiled for one shape: HIDDEN, INTER, TOKENS (at most: 8, 16, 32 or 64), EXPERTS (at most; a multiple of 32), PAIRS
-// (at most; of token and expert), STAGES and SHARED (bytes). One block per multiprocessor; all run at once and wait for
-// each other between the halves.
+// Compiled for one shape: HIDDEN, INTER, TOKENS (the most tokens: 8, 16, 32 or 64), EXPERTS (the most experts, a multiple
+// of 32), PAIRS (the most pairs of a token and one of its experts), STAGES and SHARED (bytes). There is one thread block
+// per multiprocessor. All blocks run at the same time and wait for each other between the two halves.
 //
-// Every block sorts the routing by expert, then token; the index of a pair in this order is its row of `activated`.
-// First half: a unit is 8 columns of gate and the same 8 of up, 16 rows of weights. Some units are assigned to blocks,
-// and blocks fetch the others dynamically. Second half: a block has 16 rows of every active expert's down projection and
-// sums over experts in a fixed order of its own, so there are no atomic additions and every run gives the same bits. One
-// warp copies weights into a ring of stages, and starts on the second half while the others still compute or wait in
-// the first, so that memory is always busy.
+// Every block sorts the pairs by expert, then token. The index of a pair in this order is its row of `activated`.
+// First half: computes silu(gate) * up. A unit is 8 rows of gate and the same 8 rows of up. 70% of the units are assigned
+// to blocks in advance; blocks fetch the others dynamically.
+// Second half: computes the down projection. A block computes strips of 16 output columns for all active experts. It sums
+// over experts in a fixed order of its own, without atomic additions, so every run gives the same bits.
+// In each block, one warp copies weights into a ring of stages and the others compute. The copying warp goes on to the
+// second half while the others still compute or wait in the first half, so that memory is always busy.
 //
-// Products are mma.m16n8k16 of 16 rows of weights and up to 8 tokens. The warps divide the inner dimension in blocks of
-// 32, in turn. A lane has 8 neighbouring values (16 bytes) of rows g and g + 8 of a block. The inner index of a value
-// does not matter, because weights and tokens use the same order.
+// Products are mma.m16n8k16 of 16 rows of weights and up to 8 tokens. The inner dimension is divided into blocks of 32,
+// and the warps take turns over these blocks. A lane has 8 neighbouring values (16 bytes) of rows g and g + 8 of a block.
+// The order of the inner values does not matter, because weights and tokens have the same order.
 
 #include "hopper.cuh"
 
 struct Arguments {
     const u16 *hidden;        // [tokens, stride] bf16
-    const long long *ids;     // [tokens, columns], -1 for none, different in a row
+    const long long *ids;     // [tokens, columns]: experts, distinct in a row, -1 for none
     const float *weights;     // [tokens, columns]
     const u16 *gate_up;       // [rows, 2 INTER, HIDDEN] bf16
     const u16 *down;          // [rows, HIDDEN, INTER] bf16
-    const long long *row_of;  // [experts]: the expert's row in gate_up and down; null where it is its own
-    u16 *activated;           // [PAIRS, INTER] bf16, between the halves
+    const long long *row_of;  // [experts]: the expert's row in gate_up and down; null if rows are in the order of experts
+    u16 *activated;           // [PAIRS, INTER] bf16: the results of the first half
     u16 *output;              // [tokens, HIDDEN] bf16
-    long long *counts;        // [experts]: pairs of each; or null
-    u64 *arrived;             // blocks that ended the first half, over all launches; and units fetched. 0 at first
+    long long *counts;        // [experts]: number of pairs of each expert; or null
+    u64 *arrived;             // [2], 0 at first: blocks that ended the first half, over all launches; units fetched
     long long stride;
     int tokens, experts, columns;
 };
 
 constexpr int WARPS = 8, COMPUTING = 32 * WARPS, THREADS = COMPUTING + 32;
-constexpr int LONGEST = 1024;  // The most inner values in a row of a stage.
+constexpr int LONGEST = 1024;  // The most inner values of a row in one stage. Longer rows are divided into chunks.
 __host__ __device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
 __host__ __device__ constexpr int span(int inner) { return smaller(inner, LONGEST); }
 __host__ __device__ constexpr int chunks(int inner) { return (inner + LONGEST - 1) / LONGEST; }
-// Bytes between rows in shared memory: an odd number of half lines, so that 64 bytes of two rows share no bank.
+// Bytes between rows in shared memory: an odd multiple of 64, so that 64 bytes of two consecutive rows use different banks.
 __host__ __device__ constexpr int pitch(int inner) { return span(inner) * 2 + (span(inner) * 2 % 128 == 0 ? 64 : 0); }
 __host__ __device__ constexpr int steps(int inner) { return (span(inner) / 32 + WARPS - 1) / WARPS; }  // Blocks of 32 per warp and row.
 
 constexpr int TILES = TOKENS / 8;
-constexpr int KEPT = smaller(TILES, 2);  // Tiles of 8 tokens that are prefetched.
+constexpr int KEPT = smaller(TILES, 2);  // Tiles of 8 tokens whose values are prefetched into registers.
 constexpr int UNITS = INTER / 8, STRIPS = HIDDEN / 16;
 constexpr int STAGE = 16 * larger(pitch(HIDDEN), pitch(INTER));
 constexpr int TURNS = TILES <= 2 ? 2 : 1;  // Buffers of partial sums in the first half.
-constexpr int PARTIAL = TILES * 32;        // float4 of a warp.
-constexpr int SUM_PITCH = 20;              // Floats of a token's 16 sums in the second half.
+constexpr int PARTIAL = TILES * 32;        // Number of float4 of a warp's partial sums.
+constexpr int SUM_PITCH = 20;              // Floats between the sums (16 each) of two tokens in the second half.
 constexpr int SCRATCH = larger(TURNS * WARPS * PARTIAL * 16, WARPS * TOKENS * SUM_PITCH * 4);
-// Whether a token tile's values stay in registers over consecutive units of one expert.
+// Whether the values of prefetched tiles stay in registers for consecutive units of one expert.
 constexpr bool RESIDENT = chunks(HIDDEN) * steps(HIDDEN) * KEPT * 4 <= 64;
 constexpr int HELD = RESIDENT ? chunks(HIDDEN) : 1;
-constexpr int AHEAD = TILES == 1 ? 4 : 3;  // Stages of the second half whose tokens are prefetched.
+constexpr int AHEAD = TILES == 1 ? 4 : 3;  // For how many stages of the second half token values are prefetched.
 
 struct Routing {
     u64 mask[EXPERTS];     // The tokens of each expert, as bits.
     float weight[PAIRS];   // The weight of each sorted pair.
     u16 expert[EXPERTS];   // The active experts, ascending.
     u16 start[EXPERTS + 1];// The first sorted pair of each active expert.
-    u16 active_index[EXPERTS];    // The index of an expert among the active ones.
+    u16 active_index[EXPERTS];  // The index of an expert among the active ones.
     u8 token[PAIRS];
     int active;
 };
@@ -69,7 +70,7 @@ struct Shared {
     u8 stage[STAGES][STAGE];
     u8 scratch[SCRATCH];
     u64 full[STAGES], empty[STAGES];
-    int unit[STAGES];  // In the first half: the unit of the stage, -1 for the end.
+    int unit[STAGES];  // In the first half: the unit in the stage, -1 after the last one.
     Routing routing;
 };
 
@@ -85,7 +86,7 @@ struct Cursor {
     }
 };
 
-// Copies 16 rows of `bytes` bytes, lane r's row from `from`, into the next stage.
+// Copies 16 rows of `bytes` bytes into the next stage. Lane r < 16 copies row r, which begins at its `from`.
 __device__ __forceinline__ void copy(
     Shared &shared, Cursor &at, const u16 *from, u32 bytes, int pitch, int lane, u64 policy, int unit) {
     wait(shared.empty[at.stage], at.parity ^ 1);
@@ -102,10 +103,12 @@ __device__ __forceinline__ long long row_of(const Arguments &a, int expert) {
     return a.row_of ? a.row_of[expert] : expert;
 }
 
-// Units assigned to each block. The others are fetched dynamically, because multiprocessors differ in memory bandwidth.
+// The number of units assigned to each block in advance. The others are fetched dynamically, because multiprocessors differ
+// in memory bandwidth.
 __device__ __forceinline__ int own_units(int units) { return units * 7 / 10 / gridDim.x; }
 
-// The i-th active expert in this block's order. Blocks start at different experts, so that they read different weights.
+// The i-th active expert in this block's order. Blocks start at different experts, so that they read different weights at
+// the same time.
 __device__ __forceinline__ int in_block_order(int i, int active) {
     return (i + (int)(blockIdx.x * active / gridDim.x)) % active;
 }
@@ -119,7 +122,7 @@ __device__ void produce(const Arguments &a, Shared &shared, int lane) {
     for (int i = 0;; ++i) {
         int unit = blockIdx.x * own + i;
         if (i >= own) {
-            // As late as possible, so that a slow block fetches few.
+            // Waits for a free stage before it fetches a unit, so that slow blocks fetch fewer units.
             wait(shared.empty[at.stage], at.parity ^ 1);
             u64 number = 0;
             if (lane == 0) number = atomicAdd(a.arrived + 1, 1ull);
@@ -142,15 +145,15 @@ __device__ void produce(const Arguments &a, Shared &shared, int lane) {
         }
 }
 
-// Releases a warp's stage. Call it only after its values are used: the arrival at the barrier could overtake a load in
-// flight, and the copy engine would overwrite it.
+// Releases a warp's stage. Call it only after the values have been used: the arrival at the barrier could overtake a load
+// in flight, and the copy engine would overwrite its data.
 __device__ __forceinline__ void release(Shared &shared, Cursor &at, int lane) {
     __syncwarp();
     if (lane == 0) arrive(shared.empty[at.stage]);
     at.next();
 }
 
-// Multiplies 32 inner values of rows g (low) and g + 8 (high) with those of token g.
+// Adds the products of a block of 32 inner values: rows g (low) and g + 8 (high) of the weights, and token g.
 __device__ __forceinline__ void multiply(float4 &sum, const uint4 &low, const uint4 &high, const uint4 &token) {
     multiply(sum, low.x, high.x, low.y, high.y, token.x, token.y);
     multiply(sum, low.z, high.z, low.w, high.w, token.z, token.w);
@@ -160,7 +163,7 @@ __device__ __forceinline__ float4 add(const float4 &a, const float4 &b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-// A warp's blocks of 32 inner values in a stage: block `warp + WARPS * i` of rows g and g + 8.
+// Reads the warp's blocks of 32 inner values from a stage: blocks warp + WARPS * i of rows g (low) and g + 8 (high).
 template <int STEPS>
 __device__ __forceinline__ void read(const u8 *stage, int pitch, int blocks, int warp, int lane, uint4 (&low)[STEPS], uint4 (&high)[STEPS]) {
     const u8 *from = stage + (lane / 4) * pitch + lane % 4 * 16;
@@ -176,7 +179,8 @@ __device__ __forceinline__ void read(const u8 *stage, int pitch, int blocks, int
     }
 }
 
-// The same blocks of a token's row, zeros if there is no token. Read from L2, because other blocks may have written it.
+// Reads the same blocks of a token's row; zeros if row is null. It bypasses L1, because other thread blocks may have
+// written the row.
 template <int STEPS>
 __device__ __forceinline__ void fetch(const u16 *row, int blocks, int warp, uint4 (&values)[STEPS]) {
 #pragma unroll
@@ -242,7 +246,7 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
             }
             release(shared, at, lane);
         }
-        // Sums over the warps' parts; row g is gate and row g + 8 is up of the same column.
+        // Sums the partial sums of all warps. Row g of a unit is gate and row g + 8 is up of the same channel.
         float4 *mine = partial + (buffer * WARPS + warp) * PARTIAL + lane;
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) mine[tile * 32] = sum[tile];
@@ -265,15 +269,15 @@ __device__ void first_half(const Arguments &a, Shared &shared, Cursor &at, int w
     release(shared, at, lane);
 }
 
-// A barrier of all blocks: writes before it are visible to all blocks after it.
+// The barrier between the halves: writes of all blocks before it are visible after it. Blocks without a strip do not wait.
 __device__ void wait_for_all_blocks(const Arguments &a) {
     sync_threads(COMPUTING);
     if (threadIdx.x == 0) {
         __threadfence();
         const u64 before = atomicAdd(a.arrived, 1ull), goal = (before / gridDim.x + 1) * gridDim.x;
-        if (before + 1 == goal) a.arrived[1] = 0;  // All units are done: reset for the next launch.
+        if (before + 1 == goal) a.arrived[1] = 0;  // The last block resets the counter of fetched units for the next launch.
         if (blockIdx.x < STRIPS) {
-            while (newest(a.arrived) < goal) {}
+            while (load_acquire(a.arrived) < goal) {}
         }
         __threadfence();
     }
@@ -326,7 +330,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
 #pragma unroll
                         for (int j = 0; j < STEPS; ++j) multiply(sum, low[j], high[j], values[j]);
                     }
-                    // Lanes have different tokens, so no two write the same cell.
+                    // No two lanes write the same cell, because they have different tokens or rows.
                     const int pair = tile * 8 + t * 2;
                     if (pair < pairs) {
                         float *to = mine + routing.token[start + pair] * SUM_PITCH + g;
@@ -353,7 +357,7 @@ __device__ void second_half(const Arguments &a, Shared &shared, Cursor &at, int 
     }
 }
 
-// Lists the active experts, ascending, and their first sorted pairs. One warp.
+// Lists the active experts in ascending order, and the first sorted pair of each. Called by one warp.
 __device__ void list_active(const Arguments &a, Routing &routing, int lane) {
     int active = 0, pairs = 0;
     for (int base = 0; base < a.experts; base += 32) {

@@ -7,7 +7,7 @@ typedef unsigned long long u64;
 
 __device__ __forceinline__ u32 address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Initializes a barrier in shared memory. `arrivals` arrivals, and the bytes that they announce, complete a phase.
+// Initializes a barrier in shared memory. A phase is complete after `arrivals` arrivals and all bytes that they announce.
 __device__ __forceinline__ void init_barrier(u64 &barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(arrivals) : "memory");
 }
@@ -50,13 +50,13 @@ __device__ __forceinline__ void copy_in(void *to, const void *from, u32 bytes, u
 // A barrier of the block's first `threads` threads.
 __device__ __forceinline__ void sync_threads(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
-__device__ __forceinline__ u64 newest(const u64 *at) {
+__device__ __forceinline__ u64 load_acquire(const u64 *at) {
     u64 now;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(now) : "l"(at) : "memory");
     return now;
 }
 
-// sum [16, 8] += a [16, 16] b [16, 8] in bf16, spread over a warp.
+// sum [16, 8] += a [16, 16] b [16, 8] in bf16, distributed over the lanes of a warp.
 __device__ __forceinline__ void multiply(float4 &sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"

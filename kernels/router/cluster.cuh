@@ -3,18 +3,18 @@
 // Waits until the previous kernel has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel launch; it waits as above.
+// Lets the next kernel begin. Before that kernel reads results, it must call wait_for_previous_kernel.
 __device__ __forceinline__ void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 #if CLUSTER > 1
 #define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
 
-// A barrier of the cluster: writes before it are visible to all threads after it.
+// The two halves of a barrier of the cluster: writes before the arrival are visible to all threads after the wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Ors bits into the word at the same address in another block's shared memory.
+// Sets bits in the word at the same address in another block's shared memory, with an atomic or.
 __device__ __forceinline__ void or_into_block(unsigned &word, int block, unsigned bits) {
     const unsigned here = (unsigned)__cvta_generic_to_shared(&word);
     asm volatile(

@@ -1,6 +1,7 @@
-// Routes a batch whose tokens live on several ranks, in two launches: `demand` computes integers from this rank's tokens,
-// which are then summed over ranks, and `answer` routes the tokens by the sums. The table lists, for each `kind`, the
-// sums and the experts that tokens may take (rules in epsim/policies/routing; ids and numbers are equal):
+// Routes a batch whose tokens are on several ranks, in two launches. `demand` computes integers from this rank's tokens,
+// the caller sums them over ranks, and `answer` routes the tokens by the sums. epsim/policies/routing has the rules and
+// gives the same expert ids and integers. For each `kind`, the table lists the integers and the experts that tokens may
+// take:
 //
 // BASE     [1]: batch size                                    each token's best k0
 // UNION    [steps + 1, experts + 1]: demand if all keep       the union of all tokens' bases
@@ -10,8 +11,8 @@
 // POPULAR  [2, experts]: choices of rerouted tokens, and      the `number` most popular, and what others chose
 // LEAST    of others                                          those with `number` choices, and what others chose
 //
-// Compiled for EXPERTS (at most; a multiple of 32) and CLUSTER (blocks of `demand` per batch: 1, 2, 4 or 8). One warp
-// per token.
+// A token's base is its best k0 experts. Compiled for EXPERTS (the most experts, a multiple of 32) and CLUSTER (blocks of
+// `demand` per batch: 1, 2, 4 or 8). A warp processes one token at a time.
 
 #include "cluster.cuh"
 #include "token.cuh"
@@ -25,7 +26,7 @@ constexpr double UNITS = 1 << 24;
 struct Tally {
     u64 want[EXPERTS];
     u32 size, padding[3];
-    u32 count[1][EXPERTS];  // One more row per step, or two rows.
+    u32 count[1][EXPERTS];  // The array has rows_of(a) rows.
 };
 
 __device__ __forceinline__ int rows_of(const Arguments &a) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ void count_own(const Token &token, u32 *count, int la
         if (token.choice >> i & 1) atomicAdd(&count[lane + 32 * i], 1u);
 }
 
-// The token's base under each step's k0.
+// Counts the experts of the token's base, for the k0 of each step.
 __device__ __forceinline__ void count_bases(const Arguments &a, Token &token, i64 row, Tally &s, int lane) {
     int most = 0;
     for (int i = 0; i < a.steps; ++i) most = a.k0[i] > most ? a.k0[i] : most;
@@ -122,7 +123,8 @@ struct Decision {
     Ranks ranks;
 };
 
-// Writes the experts that tokens may take to `loaded` and returns k0, 0 for the model's whole choice. All threads.
+// Writes the experts that tokens may take to `loaded`. Returns k0, or 0 for the model's whole choice. All threads must call
+// it.
 __device__ __forceinline__ int decide(const Arguments &a, i64 batch, Decision &s) {
     const int lane = threadIdx.x % 32, row_length = a.experts + 1;
     const bool bases = a.kind == UNION || a.kind == RANKS;

@@ -1,14 +1,16 @@
-// Finds the further experts that ranks with slack read, with one warp (rule: epsim/policies/routing/matching.py). Every
-// expert that must be read takes a rank with a copy, at most M per rank, with minimal M. Others are added, the most
-// wanted first, as long as all fit. An expert whose ranks are full moves others along a shortest path. The choice of path
-// does not change which experts fit: these sets are the independent sets of a matroid, whose greedy set is unique.
+// Finds further experts that ranks can read without more active experts on the busiest rank, with one warp
+// (epsim/policies/routing/matching.py has the rule). Each expert that must be read is assigned to a rank with a copy, so
+// that the largest number M of experts on a rank is minimal. Then other experts are added, those in highest demand first,
+// as long as every rank has at most M. If all ranks of an expert are full, experts move along a shortest augmenting path.
+// The choice of path does not change which experts fit: such sets are the independent sets of a matroid, and the greedy
+// set of a matroid is unique.
 
 constexpr int MOST_RANKS = 64;
 
 struct Ranks {
     u64 holds[EXPERTS];  // Bit r: rank r has a copy.
     i64 worth[EXPERTS];
-    int order[EXPERTS];  // Wanted experts, the most wanted first.
+    int order[EXPERTS];  // Experts in demand, the highest demand first.
     int rank_of[EXPERTS];
     u32 active[MOST_RANKS], waiting[PER_LANE];
     int via[MOST_RANKS];  // The expert that would move to this rank.
@@ -20,7 +22,7 @@ __device__ __forceinline__ u64 any_of(u64 bits) {
     return (u64)high << 32 | low;
 }
 
-// The number of experts with a larger want; ties by id.
+// The position of an expert in descending order of worth; ties by id.
 __device__ __forceinline__ int order_of(const i64 *worth, int expert) {
     const i64 own = worth[expert];
     int before = 0;
@@ -30,13 +32,13 @@ __device__ __forceinline__ int order_of(const i64 *worth, int expert) {
     return before;
 }
 
-// Ranks that an expert may take. room: ranks with fewer than `most` experts; closed: ranks without a path to room.
+// Sets of ranks as bits. room: ranks with fewer than `most` experts. closed: ranks from which no path leads to room.
 struct Room {
     u32 most;
     u64 room, closed;
 };
 
-// Assigns the expert to a rank; false if all reachable ranks are full.
+// Assigns an expert to a rank by a breadth-first search for an augmenting path. Returns false if all ranks reached are full.
 __device__ __forceinline__ bool augment(Ranks &s, int expert, Room &at, int lane) {
     u64 reach = s.holds[expert] & ~at.closed, fresh = reach;
     for (int rank = lane; rank < MOST_RANKS; rank += 32)
@@ -76,7 +78,8 @@ __device__ __forceinline__ bool augment(Ranks &s, int expert, Room &at, int lane
     return true;
 }
 
-// Extends loaded from the experts that must be read to all that are read. want [experts]. All threads.
+// Adds to `loaded`, the experts that must be read, the further experts that fit. want [experts]: the demand. All threads
+// must call it.
 __device__ __forceinline__ void fill_ranks(const Arguments &a, Ranks &s, const u8 *holds, const i64 *want, u32 *loaded) {
     const int lane = threadIdx.x % 32;
     for (int rank = threadIdx.x; rank < MOST_RANKS; rank += blockDim.x) s.active[rank] = 0;
@@ -87,7 +90,7 @@ __device__ __forceinline__ void fill_ranks(const Arguments &a, Ranks &s, const u
         u64 mask = 0;
         if (expert < a.experts)
             for (int rank = 0; rank < a.ranks; ++rank) mask |= (u64)(holds[expert * a.ranks + rank] != 0) << rank;
-        // Experts with one copy have no choice.
+        // An expert with one copy is assigned to its rank at once.
         const bool bound = must && mask && !(mask & mask - 1);
         if (bound) atomicAdd(&s.active[__ffsll(mask) - 1], 1u);
         s.holds[expert] = mask, s.rank_of[expert] = bound ? __ffsll(mask) - 1 : -1;

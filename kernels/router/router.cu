@@ -1,9 +1,10 @@
-// Opportunistic expert activation of a batch in one launch: every token's best k0 experts, their union, and every
-// token's best experts of the union with new weights (the rule is in epsim/policies/routing; ids are equal).
+// Opportunistic expert activation (oea) of a batch in one launch: finds the best k0 experts of each token and their union,
+// then the best experts of each token in the union, with new weights. epsim/policies/routing has the rule and gives the
+// same expert ids.
 //
-// Compiled for EXPERTS (at most; a multiple of 32), CLUSTER (blocks per batch: 1, 2, 4 or 8) and ONE (whether a warp has
-// at most one token). One warp per token. The blocks of a batch are a cluster and write their parts of the union to each
-// other's shared memory.
+// Compiled for EXPERTS (the most experts, a multiple of 32), CLUSTER (blocks per batch: 1, 2, 4 or 8) and ONE (whether a
+// warp has at most one token). A warp processes one token at a time. The blocks of a batch form a cluster and write their
+// parts of the union to each other's shared memory.
 
 #include "cluster.cuh"
 #include "token.cuh"
@@ -12,7 +13,7 @@ struct Shared {
     u32 part[PER_LANE], loaded[PER_LANE];
 };
 
-// Adds the token's guaranteed experts to the union. k0: 0 for the model's whole choice.
+// Adds the experts that the token is guaranteed to the union: the best k0 or, if k0 is 0, the model's whole choice.
 __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 row, int k0, u32 *loaded, int lane) {
     if (a.choice && (k0 == 0 || !token.rerouted)) {
 #pragma unroll
@@ -37,7 +38,7 @@ __device__ __forceinline__ void guarantee(const Arguments &a, Token &token, i64 
     }
 }
 
-// The number of tokens of the batch to reroute, which gives k0. mine: whether the warp's token is one of them.
+// The number of tokens of the batch that are rerouted; k0 depends on it. mine: whether the warp's token is one of them.
 __device__ __forceinline__ int batch_size(const Arguments &a, i64 first, bool mine) {
     if (!a.choice && !a.selected) return a.tokens;
     if (ONE && CLUSTER == 1) return __syncthreads_count(mine && threadIdx.x % 32 == 0);

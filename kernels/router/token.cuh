@@ -1,5 +1,6 @@
-// A token's experts in order of preference, by one warp: lane l holds experts l, l + 32, ... as words in the order of the
-// scores (rules in epsim/policies/routing; ids are equal). Compiled for EXPERTS (at most; a multiple of 32).
+// A warp orders the experts of one token by preference. Lane l holds experts l, l + 32, ...; their scores are converted to
+// integers in the same order. The rules are in epsim/policies/routing, which gives the same expert ids. Compiled for
+// EXPERTS: the most experts, a multiple of 32.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
@@ -9,25 +10,29 @@ typedef long long i64;
 constexpr int WARPS = 16, THREADS = 32 * WARPS, PER_LANE = EXPERTS / 32, MOST_STEPS = 8;
 
 struct Arguments {
-    const float *scores;       // [batches, tokens, experts]: what experts are compared by
-    const float *weight_basis; // the same shape, >= 0: what weights are proportional to; null: softmax of the scores
+    const float *scores;          // [batches, tokens, experts]: experts are compared by these scores
+    const float *weight_basis;    // the same shape, >= 0: weights are proportional to it; null: softmax of the scores
     const i64 *choice;            // [batches, tokens, top_k]: the model's choice, -1 for none; null: the best top_k
-    const float *choice_weights;  // the same shape, with own
-    const u8 *selected;          // [batches, tokens]: with own, tokens to reroute; else, tokens that are not padding; or null
-    i64 *ids;                  // [batches, tokens, width]
-    float *weights;            // the same
-    i64 *active;               // [batches]: size of the union
-    i64 *message;              // The next fields are for passes.cu only. [batches, shape of `kind`]: to be summed
-    const i64 *summed;         // the sums over ranks; null: k0 is that of the only step
-    const u8 *holds;           // [batches or 1, experts, ranks]: which rank has a copy
-    float p, scaling;          // scaling: without own, what a token's weights sum to
-    int renormalise;           // without own: 0 for weights that sum to the own choice's probability (times scaling)
-    int tokens, experts, top_k, width, most, maxp, steps;
-    int kind, number, ranks, held_each, blocks;  // held_each: one `holds` per batch; blocks: of `answer`, per batch
+    const float *choice_weights;  // [batches, tokens, top_k]: the weights of the choice; null if choice is null
+    const u8 *selected;           // [batches, tokens]: the tokens to reroute or, if choice is null, the tokens that are not
+                                  // padding; null: all tokens
+    i64 *ids;                     // [batches, tokens, width]: the chosen experts, -1 for none
+    float *weights;               // [batches, tokens, width]
+    i64 *active;                  // [batches]: number of experts in the union
+    // The next three pointers are for passes.cu only.
+    i64 *message;                 // [batches, shape of `kind`]: numbers to be summed over ranks
+    const i64 *summed;            // the sums over ranks; null: k0 is that of the only step
+    const u8 *holds;              // [batches or 1, experts, ranks]: whether a rank has a copy of the expert
+    // If choice is null: the weights of a token sum to scaling or, if renormalise is 0, to scaling times the probability of
+    // the best top_k.
+    float p, scaling;
+    int renormalise;
+    int tokens, experts, top_k, width, most, maxp, steps;  // most: kmax
+    int kind, number, ranks, held_each, blocks;  // held_each: each batch has its own `holds`; blocks: of `answer`, per batch
     int size[MOST_STEPS], k0[MOST_STEPS];
 };
 
-// Integers above 0 in the order of the scores; NaN is the smallest.
+// Converts a score to an integer above 0 in the same order. NaN is the smallest.
 __device__ __forceinline__ u32 word_of(float score) {
     const int bits = score != score ? (int)0xff800000 : __float_as_int(score);
     return (u32)(bits >= 0 ? bits : -(bits & 0x7fffffff)) ^ 0x80000000u;
@@ -38,17 +43,17 @@ __device__ __forceinline__ float score_of(u32 word) {
     return __int_as_float(bits >= 0 ? bits : (int)(0x80000000u | (u32)-bits));
 }
 
-// A token's experts. word: 0 for an expert that the token may not take. own: bit i for expert lane + 32 i.
+// The state of a warp's token. In choice and left, bit i is expert lane + 32 i.
 struct Token {
-    u32 word[PER_LANE];
+    u32 word[PER_LANE];  // The scores (word_of); 0 for an expert that the token may not take.
     u32 choice;
     int num_chosen;
-    bool rerouted;       // Whether the token is rerouted.
-    double total;    // Sum of its weight_basis.
-    float top, sum;  // Without weight_basis: largest score, and sum of exp(score - top).
-    int num_taken;       // Experts found so far: the i-th in lane i's `expert` and `found`, and removed from `left`.
+    bool rerouted;
+    double total;    // Sum of the token's weight_basis.
+    float top, sum;  // Without weight_basis: the largest score, and the sum of exp(score - top).
+    int num_taken;   // The number of experts taken so far. Lane i has the i-th in `expert` and `taken_word`.
     int expert;
-    u32 taken_word, left;
+    u32 taken_word, left;  // left: the experts not taken yet.
 };
 
 __device__ __forceinline__ double sum_of(double value) {
@@ -68,7 +73,7 @@ __device__ __forceinline__ float weigh(const Arguments &a, const Token &token, i
     return a.weight_basis == a.scores ? score_of(word) : a.weight_basis[row * a.experts + expert];
 }
 
-// What the model chose.
+// Loads the model's choice, and whether the token is to be rerouted.
 __device__ __forceinline__ void load_choice(const Arguments &a, i64 row, int lane, Token &token) {
     token.choice = 0, token.num_chosen = 0;
     token.rerouted = !a.selected || a.selected[row];
@@ -115,7 +120,8 @@ __device__ __forceinline__ void load(const Arguments &a, i64 row, int lane, Toke
     for (int i = 0; i < PER_LANE; ++i) token.left |= (token.word[i] != 0) << i;
 }
 
-// The best expert in `left` (bit i for expert lane + 32 i): own experts first, by score, ties by id; -1 for none.
+// The best expert in `left`, -1 for none. Experts of the model's choice come first, then the others; both by score, ties by
+// id. most: the expert's word.
 __device__ __forceinline__ int best(const Token &token, u32 left, int lane, u32 &most) {
     for (int others = token.num_chosen ? 0 : 1; others < 2; ++others) {
         const u32 among = others ? left & ~token.choice : left & token.choice;
@@ -130,7 +136,7 @@ __device__ __forceinline__ int best(const Token &token, u32 left, int lane, u32 
     return -1;
 }
 
-// The number of experts that the token prefers to this one.
+// The number of experts that the token prefers to `expert`.
 __device__ __forceinline__ int position(const Token &token, int expert, int lane) {
     const int slot = expert / 32;
     u32 word = 0;
@@ -159,7 +165,8 @@ __device__ __forceinline__ void take(Token &token, int expert, u32 word, int lan
     ++token.num_taken;
 }
 
-// The lane's experts of a set, whose word i holds experts 32 i to 32 i + 31.
+// The part of a set of experts that a lane holds: bit i is expert lane + 32 i. Word i of `loaded` has experts 32 i to
+// 32 i + 31.
 __device__ __forceinline__ u32 part_of(const u32 *loaded, int lane) {
     u32 part = 0;
 #pragma unroll
@@ -167,8 +174,8 @@ __device__ __forceinline__ u32 part_of(const u32 *loaded, int lane) {
     return part;
 }
 
-// Takes the best `most` allowed experts, those already found first, and computes their weights. Below the first step
-// (k0 is 0) the model's choice may lie beyond maxp.
+// Takes experts until `most` are taken: the best ones in `allowed`, after those that `guarantee` has already taken. Then
+// computes and writes their weights. maxp does not limit the model's choice if k0 is 0 (the batch is below the first step).
 __device__ __forceinline__ void choose(
     const Arguments &a, Token &token, i64 row, int k0, int most, u32 allowed, int lane) {
     int expert_id = -1;

@@ -24,7 +24,7 @@ static void copy_in(void *to, const void *from, u32 bytes, u64 &barrier, u64) {
     });
 }
 static void sync_threads(int threads) { meet_of(block().part, threads); }
-static u64 newest(const u64 *at) { give_way(); return *at; }
+static u64 load_acquire(const u64 *at) { give_way(); return *at; }
 static float wide(u32 bits, int which) { return __int_as_float(which ? bits & 0xffff0000u : bits << 16); }
 static u16 rounded(float value) {
     const u32 bits = __float_as_int(value);
