@@ -1,8 +1,8 @@
-"""Maps a rank's expert ids to physical experts and to ranks of the shared expert, by the policies of the simulator.
+"""Assigns a rank's tokens to physical experts, and to ranks for the shared expert, by the simulator's policy objects.
 
-A rank knows only its own tokens. If a policy needs those of other ranks, it makes one small collective: for the split,
-the sum of counts [E] (`reduced`) or all counts [R, E] (`gathered`); for a shared policy that looks at loads, the loads
-and tokens of the ranks [2, R]. Other policies make no collective.
+A rank knows only its own tokens. If a policy needs numbers of other ranks, one small collective gets them. For a split:
+the sum of the counts [E] (`reduced`), or the counts of all ranks [R, E] (`gathered`). For a shared policy: the summed
+loads and the token numbers of all ranks [2, R] (`reduced`), or the loads by source rank [R, R + 1] (`gathered`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from epsim.runtime.collective import Collective
 class Balancer:
     """Applies a policy stack to the tokens of one rank in one layer.
 
-    placement: of the layer, [1, P]; version: its name. setting: with this layer's number alone. split_needs,
-    shared_needs: the collectives that the split and the shared policy need.
+    placement: of this layer, [1, P]. version: the placement's version. setting: its `layers` is this layer's number.
+    split_needs, shared_needs: the collectives that the split and the shared policy need.
     """
 
     def __init__(self, stack: PolicyStack, placement: Placement, setting: Setting, collective: Collective) -> None:
@@ -31,7 +31,7 @@ class Balancer:
         if placement.num_ranks != collective.size:
             raise ValueError(f"the placement is for {placement.num_ranks} ranks, the group has {collective.size}")
         if stack.reader.acts:
-            raise ValueError(f"{str(stack)!r}: the runtime runs reader dense only")
+            raise ValueError(f"{str(stack)!r}: the runtime supports only the reader `dense`")
         self.bound: BoundStack = bind(stack, placement, setting)
         self.placement, self.collective, self.version = placement, collective, placement.version
         self.split_needs: Needs = self.bound.split.needs
@@ -45,19 +45,19 @@ class Balancer:
 
     @property
     def slots_per_rank(self) -> int:
-        """Slots per rank as the exchange numbers them, including the slot of the shared expert."""
+        """The number of slots per rank in the exchange, including the slot of the shared expert."""
         return self.placement.slots_per_rank + self.bound.has_shared
 
     def on(self, placement: Placement) -> Balancer:
-        """A balancer of the same stack for another placement."""
+        """A balancer with the same stack and another placement."""
         return Balancer(self.bound.stack, placement, self.bound.setting, self.collective)
 
     def begin(self, step: int) -> None:
-        """Sets the step number that random draws use. Call it before each replay of a captured graph."""
+        """Sets the step number for random draws. Call it before each replay of a captured graph. Nothing to do here."""
 
     def assign(self, ids: torch.Tensor, step: int) -> Assigned:
-        """The slots and shared ranks of this rank's tokens. ids [T, k] int64, -1 for none. Collective if a policy needs
-        one."""
+        """The slots of this rank's tokens, and the ranks of their shared expert. ids [T, k] int64, -1 for none.
+        Collective if a policy needs one."""
         batch = self._batch(ids, step)
         physical = self._physical(batch)
         shared_rank = self._shared(batch, physical) if self.bound.has_shared else None
@@ -90,7 +90,7 @@ class Balancer:
         return split.physical_ids(batch, rank_counts, fixed, copies, self.bound.setting.seed)
 
     def _fractions(self, counts: torch.Tensor) -> torch.Tensor:
-        """Fixed-point fractions [1, 1, P] from counts [1, 1, E]; empty for a split without fractions."""
+        """Fixed-point fractions [1, 1, P] from counts [1, 1, E]; empty if the split does not use fractions."""
         split, copies = self.bound.split, self.bound.copies
         return fixed_point(split.fractions(counts, copies), copies) if split.by_fractions else counts.new_empty(0)
 

@@ -1,4 +1,4 @@
-"""Balancing on a GPU by the kernels of `epsim.kernels.dispatch`.
+"""Balancing on a GPU with the kernels of `epsim.kernels.dispatch`.
 
 The results are the same integers as those of the policies. A call is a few launches and does not wait for the device.
 """
@@ -19,17 +19,17 @@ from epsim.runtime.collective import Collective
 
 
 def uncovered(stack: PolicyStack, setting: Setting, device: torch.device) -> str | None:
-    """The reason why the kernels cannot balance this stack, or None."""
+    """The reason why the kernels do not support this stack, or None if they do."""
     if device.type != "cuda" or not available():
         return "they need a GPU of compute capability 9.0, and CuPy"
     return Rule.of(stack.split, stack.shared, setting.shared_cost, setting.seed).uncovered()
 
 
 class KernelBalancer(Balancer):
-    """A `Balancer` on the GPU. The next call of `assign` overwrites the result of the last one.
+    """A `Balancer` on the GPU. Each call of `assign` overwrites the result of the previous one.
 
-    Random draws depend on the step number, which `begin` writes to the device. `assign` calls `begin`, except during
-    the capture of a CUDA graph. The caller must then call `begin` before each replay of the graph.
+    Random draws depend on the step number, which `begin` writes to the device. `assign` calls `begin`, except while a
+    CUDA graph is captured. Then the caller must call `begin` before each replay of the graph.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class KernelBalancer(Balancer):
 def make_balancer(
     stack: PolicyStack, placement: Placement, setting: Setting, collective: Collective, max_tokens: int
 ) -> Balancer:
-    """A balancer that uses the kernels if they cover the stack, else the PyTorch code of the policies."""
+    """A balancer that uses the kernels if they support the stack, else the PyTorch code of the policies."""
     if uncovered(stack, setting, placement.physical_to_logical.device) is None:
         return KernelBalancer(stack, placement, setting, collective, max_tokens)
     return Balancer(stack, placement, setting, collective)

@@ -1,4 +1,4 @@
-"""Heartbeats: every rank writes its position to a store and to a file, from which others can tell that it is lost."""
+"""Heartbeats: every rank writes its position to a store and to a file, so that others notice when it is lost."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ INTERVAL = 0.5
 SILENCE = 6.0
 """Seconds without a beat after which a process on another machine counts as dead or stopped."""
 STARVED = 18.0
-"""The same for a process that runs on this machine: a busy machine may delay its beats by seconds."""
+"""The same limit for a process that still runs on this machine. It is longer, because a busy machine delays beats."""
 HELD = 120.0
-"""The same in a dispatch that waits with the interpreter held; deep_ep gives up after 100 s."""
+"""The same limit in a dispatch that holds the GIL while it waits. deep_ep itself gives up after 100 s."""
 FAULT, BAD_INPUT = 1, 2
 KEY = "fault"
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The position of a rank. order: (turn, layer index, phase index), which grows during the job; a turn is one step
-    under one stack, numbered from 0. stopping: it got a stop signal. waiting: it is inside a collective. pid: its
-    process on `machine` (`this_machine`). holds: its dispatch waits for the others with Python's interpreter held, so
-    it cannot beat meanwhile."""
+    """The position of a rank. order: (turn, layer index, phase index), which grows during the job. A turn is one step
+    under one stack; turns count from 0. stopping: the rank got a stop signal. waiting: it is inside a collective.
+    pid: its process on `machine` (`this_machine`). holds: its dispatch holds the GIL while it waits for other ranks, so
+    it sends no beats meanwhile."""
 
     count: int
     order: tuple[int, int, int]
@@ -57,7 +57,7 @@ class Beat:
 
     @property
     def begun(self) -> int:
-        """The number of turns begun so far; between turns, while telemetry is written, none is running."""
+        """The number of turns begun so far. The next turn counts from its first layer on, not during telemetry."""
         return self.order[0] + (self.phase in LAYER_PHASES)
 
     @property
@@ -69,8 +69,8 @@ class Beat:
 
 
 class JobClock(PhaseClock):
-    """A clock that also writes a rank's position to a file, which processes of its machine can read after its death.
-    Beats are up to half a second old."""
+    """A clock that also writes a rank's position to a file, which other processes of the machine can read after the
+    rank's death. The file is exact; the last beat may be half a second older."""
 
     _page: mmap.mmap | None = None
 
@@ -93,7 +93,7 @@ def place_file(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The reason why a job ended. code: the exit status of every process; reporter: the rank that found it."""
+    """The reason why a job ended. code: the exit status of all processes. reporter: the rank that found the fault."""
 
     line: str
     code: int
@@ -101,7 +101,7 @@ class Fault:
 
 
 def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict[int, Beat]:
-    """The last heartbeat of each rank that has sent one. known: ranks that are known to have sent one. Raises
+    """The last heartbeat of each rank that has sent one. known: ranks from which a beat was read before. Raises
     RuntimeError or OSError if the store is gone."""
     present = [rank for rank in range(num_ranks) if rank in known or store.check([f"beat/{rank}"])]
     texts = store.multi_get([f"beat/{rank}" for rank in present]) if present else []
@@ -113,16 +113,16 @@ def read_beats(store: Store, num_ranks: int, known: Container[int] = ()) -> dict
 
 
 def stopped_words(store: Store, num_ranks: int, stopping: signal.Signals) -> str:
-    """The message of a job that a signal to its launcher stops: the position of the rank furthest behind."""
+    """The message of a job that ends because its launcher got a signal: the position of the rank furthest behind."""
     beats = read_beats(store, num_ranks)
     if not beats:
-        return f"stopped by {stopping.name} in phase setup, before ranks had met"
+        return f"stopped by {stopping.name} in phase setup, before any rank sent a heartbeat"
     rank = min(beats, key=lambda rank: beats[rank].order)
     return f"stopped by {stopping.name}; rank {rank} was in {beats[rank].words}"
 
 
 def read_fault(store: Store) -> Fault | None:
-    """The fault that a rank has written to the store; None if there is none or the store is gone."""
+    """The fault that a rank has written to the store, or None if there is no fault or no store any more."""
     try:
         return Fault(**json.loads(store.get(KEY))) if store.check([KEY]) else None
     except (RuntimeError, OSError):
@@ -130,10 +130,10 @@ def read_fault(store: Store) -> Fault | None:
 
 
 class Lookout:
-    """Reads the beats of all ranks and finds those that are lost.
+    """Reads the beats of all ranks and finds lost ranks.
 
-    store: a connection that nothing else uses, because a waiting call blocks it; None for a job of one process.
-    folder: of the ranks' position files. rank: this rank, -1 for a launcher.
+    store: a connection of its own, because a waiting call blocks a connection; None for a job of one process.
+    folder: the folder of the ranks' position files. rank: this rank, -1 for a launcher.
     """
 
     def __init__(self, store: Store | None, num_ranks: int, folder: Path, rank: int = -1) -> None:
@@ -148,8 +148,8 @@ class Lookout:
         self._lost_since: float | None = None
 
     def look(self) -> Fault | None:
-        """The fault, if any. A launcher calls this every `INTERVAL`. If no rank reports a lost rank for `SILENCE`
-        seconds, the launcher does: ranks that wait with the interpreter held cannot report it."""
+        """The fault, if any. A launcher calls this every `INTERVAL` seconds. It reports a lost rank itself if no rank
+        does so within `SILENCE` seconds, because ranks that wait with the GIL held cannot."""
         assert self._store is not None
         fault = read_fault(self._store)
         if fault is not None:
@@ -179,7 +179,7 @@ class Lookout:
         return None
 
     def _forgive(self) -> None:
-        """Extends all deadlines by the time during which this process itself did not run."""
+        """Extends all deadlines by the time for which this process itself did not run."""
         now = time.monotonic()
         lost, self._looked = now - self._looked - INTERVAL, now
         if lost > INTERVAL:
@@ -198,8 +198,8 @@ class Lookout:
             self._known[rank] = beat
 
     def _lost(self, rank: int, beat: Beat, now: float) -> bool:
-        """Whether a rank is dead or stopped. On this machine it is lost if its process is stopped, or is gone at two
-        checks (its last beat may arrive between them). On another machine it is lost if its beats stop."""
+        """Whether a rank is dead or stopped. On this machine: its process is stopped, or has ended at two checks in a
+        row (its last beat may arrive between them). On another machine: its beats have stopped."""
         silent = now - self._heard[rank]
         if not beat.machine or beat.machine != this_machine():
             return silent > (HELD if beat.holds else SILENCE)
@@ -214,12 +214,12 @@ class Lookout:
         return again
 
     def _held(self, rank: int, now: float) -> bool:
-        """Whether a rank is silent because it waits for the others' tokens with the interpreter held."""
+        """Whether a rank is silent because it holds the GIL while it waits for the tokens of other ranks."""
         silent = now - self._heard[rank] > 2 * INTERVAL
         return silent and self._known[rank].holds and self._last_place(rank).phase == "dispatch"
 
     def _last_place(self, rank: int) -> Beat:
-        """The position in a silent rank's file, if this machine has the file and it is later than the last beat."""
+        """The position in the rank's file, if this machine has the file and it is not older than the last beat."""
         beat = self._known[rank]
         try:
             phase, step, layer = place_file(self.folder, rank).read_text().split()
@@ -229,7 +229,7 @@ class Lookout:
         return later if later.step >= beat.step else beat
 
     def _publish(self, line: str, code: int) -> Fault:
-        """Writes a fault to the store and returns the first one written, with which all ranks end."""
+        """Writes a fault to the store. Returns the first fault that any rank has written, with which all ranks end."""
         assert self._store is not None
         fault = Fault(line, code, self.rank)
         try:
@@ -241,7 +241,7 @@ class Lookout:
 
 @functools.cache
 def this_machine() -> str:
-    """A name for the host and its process namespace: processes with equal names share process ids."""
+    """A name for the host and its process namespace. Processes with equal names see each other's process ids."""
     try:
         space = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -250,7 +250,7 @@ def this_machine() -> str:
 
 
 def process_state(pid: int) -> str:
-    """The state of a process of this machine: R, S, D or T (stopped) as in /proc/PID/stat; empty if it has ended."""
+    """The state of a process of this machine: R, S, D or T (stopped) as in /proc/PID/stat; "" if it has ended."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 
 class Collective:
-    """Sums and gathers small int64 tensors over the expert-parallel group; without a group, over this process alone.
+    """Sums and gathers small int64 tensors over the expert-parallel group, or over this process alone without a group.
 
-    calls: the number of calls of each collective, with which tests check that policies make no needless calls.
+    calls: the number of calls of each collective. Tests check with it that policies make no needless calls.
     """
 
     name = "torch"
@@ -21,7 +21,7 @@ class Collective:
         self.calls: Counter[str] = Counter()
 
     def close(self) -> None:
-        """Releases shared memory. Collective; call it before the process group is destroyed."""
+        """Releases shared memory. Collective. Call it before the process group is destroyed."""
 
     def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of int64 [...] over ranks, in place if possible."""
@@ -31,15 +31,15 @@ class Collective:
         return values
 
     def loads_and_tokens(self, loads: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum [R] of loads over source ranks, and every rank's number of tokens [R], in one all-reduce. loads [R]
-        int64: the load that this rank's tokens put on each rank; tokens []: their number."""
+        """The load of each rank [R], summed over source ranks, and the number of tokens of each source rank [R], by one
+        all-reduce. loads [R] int64: the load of each rank from this rank's tokens. tokens []: their number."""
         both = loads.new_zeros(2, self.size)
         both[0], both[1, self.rank] = loads, tokens
         both = self.all_reduce(both)
         return both[0], both[1]
 
     def all_gather(self, values: torch.Tensor) -> torch.Tensor:
-        """All ranks' values [R, ...] of int64 [...]."""
+        """The values [...] int64 of all ranks, [R, ...]."""
         self.calls["all_gather"] += 1
         gathered = values.new_empty(self.size, *values.shape)
         if self.size > 1:

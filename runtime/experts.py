@@ -1,4 +1,4 @@
-"""The experts of one rank: their weights by local slot, and the computation of the rows that the rank received."""
+"""The experts of one rank: their weights by local slot, and the computation of received rows."""
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ class Experts(torch.nn.Module):
         spare: int = 0,
     ) -> None:
         """local_experts: the expert in each local slot, -1 for an empty slot. spare: rows for experts that a relocation
-        moves."""
+        moves to this rank."""
         super().__init__()
         self.shape, self.layer, self.num_slots, self.dtype = shape, layer, len(local_experts), dtype
         self.apart = shape.has_shared and shape.shared_intermediate != shape.intermediate
@@ -69,14 +69,14 @@ class Experts(torch.nn.Module):
         self.down[row].copy_(down)
 
     def bytes_of(self, slot: int | None = None, row: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of a slot or of a row, as two flat byte tensors that share its memory."""
+        """The weights of a slot or of a row (gate_up, down), as flat byte tensors that share its memory."""
         at = row if slot is None else self._rows[slot]
         assert at is not None
         return self.gate_up[at].view(-1).view(torch.uint8), self.down[at].view(-1).view(torch.uint8)
 
     def switch(self, rows: dict[int, int]) -> None:
-        """rows: for each slot that changes, the spare row that it refers to from now on. Its old row becomes a spare
-        row."""
+        """Changes the rows of slots. rows: the new row of each such slot, which is a spare row. The old row of the slot
+        becomes a spare row."""
         for slot, row in rows.items():
             self.spare_rows.remove(row)
             self.spare_rows.append(self._rows[slot])
@@ -86,7 +86,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns outputs [N, H], the weighted sum of each row over its local slots, and counts [S + shared] int64, the
-        number of rows of each slot."""
+        number of rows that each slot served."""
         if received.hidden.is_cuda:
             if self._is_small(received):
                 return self._decode(received)

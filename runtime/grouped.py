@@ -1,8 +1,8 @@
 """Grouped expert computation on a GPU. The host never waits for the device.
 
-Rows are sorted by expert, multiplied by two grouped products (`torch._grouped_mm`), and summed back with their weights.
-Triton kernels sort, weight and sum. Buffers have the size of the worst case (all slots of all rows are used) and unused
-rows are skipped, so a layer of fixed size can be captured in a CUDA graph.
+Rows are sorted by expert, multiplied in two grouped products (`torch._grouped_mm`), weighted and summed. Triton kernels
+sort, weight and sum. Buffers have the size of the worst case, in which all slots of all rows are used. Unused rows are
+skipped. So a layer of fixed size can be captured in a CUDA graph.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -20,7 +20,7 @@ SCALED = 128
 
 
 class ExpertWeights(Protocol):
-    """What `compute` reads of `epsim.runtime.experts.Experts`, whose documentation has the shapes."""
+    """The attributes of `epsim.runtime.experts.Experts` that `compute` reads. Its docstring gives the shapes."""
 
     num_slots: int
     apart: bool
@@ -33,7 +33,7 @@ class ExpertWeights(Protocol):
 
 @triton.jit
 def _count(slots, group_of_slot, counts, num_pairs, block: tl.constexpr, bins: tl.constexpr):
-    """counts [bins] += the number of (row, slot) pairs of each group. Pairs without a slot go to the last bin."""
+    """Adds to counts [bins] the number of (row, slot) pairs of each group. Pairs without a slot go to the last bin."""
     at = tl.program_id(0) * block + tl.arange(0, block)
     slot = tl.load(slots + at, mask=at < num_pairs, other=-1)
     group = tl.load(group_of_slot + slot, mask=slot >= 0, other=bins - 1).to(tl.int32)
@@ -46,7 +46,7 @@ def _place(
     hidden, scales, slots, group_of_slot, cursor, position, rows, stride,
     width: tl.constexpr, columns: tl.constexpr, scaled: tl.constexpr, most: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: reserves a position in each of the row's groups and copies the row there.
+    """One program per row: reserves a position in the group of each of its slots and copies the row to it.
 
     position [N, columns]: these positions, -1 for none. cursor [groups]: the next free position of each group.
     """
@@ -86,7 +86,7 @@ def _weigh(
     sorted_rows, position, weights, outputs,
     width: tl.constexpr, columns: tl.constexpr, fill: tl.constexpr, most: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the weighted sum of its sorted rows. fill: whether rows without a slot are set to zero."""
+    """One program per row: the weighted sum over its slots. fill: whether rows without a slot are set to zero."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, most)
     sorted_row = tl.load(position + row * columns + column, mask=column < columns, other=-1)
@@ -103,7 +103,7 @@ def _weigh(
 
 @triton.jit
 def _to_float8(hidden, values, scales, width: tl.constexpr, blocks: tl.constexpr):
-    """One program per row: each block of 128 values is scaled by its largest value."""
+    """One program per row: divides each block of 128 values by a scale, its largest absolute value / 448."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, blocks)
     at = number[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -128,7 +128,7 @@ def compute(experts: ExpertWeights, received: Received) -> tuple[torch.Tensor, t
     if not experts.apart:
         weights = (experts.gate_up, experts.down)
         return _groups(received, slots, weights, experts.row_of_slot, fill=False)
-    # A shared expert of another width is computed in a second pass.
+    # A shared expert whose width differs is computed in a second pass.
     routed = torch.where(slots == shared, -1, slots)
     first, counts = _groups(received, routed, (experts.gate_up, experts.down), experts.row_of_slot[:shared], fill=True)
     alone = torch.where(slots == shared, 0, -1)

@@ -26,7 +26,7 @@ from epsim.runtime.routers import Router, Routing, make_router
 from epsim.runtime.weights import RandomWeights, WeightSource
 
 ROWS = 8
-"""The most rows of E + 1 numbers in one collective: a router policy sums one row for each k0 of its schedule."""
+"""The most rows of E + 1 numbers in one collective. A router policy sums one row for each k0 of its schedule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,13 +35,13 @@ class LayerRecord:
 
     layer: the model's layer number. placement_version: the `Placement.version` in use.
     chosen [T, k] int64: the experts that the model or the trace chose. ids [T, k] int64: the experts after the stack's
-    router policy, -1 for none. weights [T, k], shared_weight [T] float32: their weights, and the shared expert's.
-    scores [T, E] float32: the router's scores.
+    router policy, -1 for none. weights [T, k] float32: the weights of ids. shared_weight [T] float32: the weight of the
+    shared expert. scores [T, E] float32: the router's scores.
     physical [T, k] int64: the slot of each assignment, as numbered by the placement, -1 for none.
     shared_rank [T] int64: the rank that serves each token's shared expert, -1 for none; None if the layer has none.
     On a GPU, the layer's next call overwrites physical and shared_rank: copy them to keep them.
-    received [slots_per_rank] int64: how many rows each routed slot of this rank served, from all ranks.
-    received_shared [] int64: the same for its shared slot.
+    received [slots_per_rank] int64: the number of rows from all ranks that each routed slot of this rank served.
+    received_shared [] int64: the same for the slot of the shared expert.
     """
 
     step: int
@@ -61,7 +61,7 @@ class LayerRecord:
 class ExpertParallelMoE(torch.nn.Module):
     """One layer: route -> balance -> dispatch -> experts -> combine.
 
-    record: what the last call did, None before the first. observers: functions that are called with each record.
+    record: that of the last call, None before the first call. observers: functions that are called with each record.
     moving: whether a relocation is in progress (runtime/relocation.py).
     """
 
@@ -96,12 +96,12 @@ class ExpertParallelMoE(torch.nn.Module):
     ) -> torch.Tensor:
         """hidden [T, H] of this rank -> output [T, H]. Collective. T may be 0.
 
-        forced_ids [T, k] int64: experts of a trace, used instead of the router's choice, -1 for none. The router still
-        computes their weights. forced_scores [T, E] float32: scores of a trace, used instead of the router's, -inf for
-        unknown ones. token_ids [T] int64: for a router that hashes token ids. decode [T] bool: the tokens that a router
-        policy such as oea may reroute; None for all. Prefill tokens keep their choice.
-        Raises PhaseError for inputs that do not fit. On CPUs it also checks that the scores are finite; on a GPU use
-        `raise_if_bad`, because the check waits for the device.
+        forced_ids [T, k] int64: experts of a trace that replace the router's choice, -1 for none. The router still
+        computes their weights. forced_scores [T, E] float32: scores of a trace that replace the router's, -inf if
+        unknown. token_ids [T] int64: for a router that hashes token ids. decode [T] bool: the tokens that a router
+        policy such as oea may reroute; None for all. Other tokens keep the model's choice.
+        Raises PhaseError for inputs of the wrong shape or type and, on CPUs, for scores that are not finite. On a GPU
+        call `raise_if_bad` to check the scores, because the check waits for the device.
         """
         clock = self.clock
         clock.enter("route", step, self.layer)
@@ -126,7 +126,7 @@ class ExpertParallelMoE(torch.nn.Module):
         return output
 
     def raise_if_bad(self) -> None:
-        """Raises PhaseError if any score since the last check was not finite. Waits for the device."""
+        """Raises PhaseError if a score since the last check was not finite. Waits for the device."""
         if not bool(self.scores_total.isfinite()):
             self.scores_total.zero_()
             self.clock.enter("route", layer=self.layer)
@@ -181,7 +181,7 @@ class ExpertParallelMoE(torch.nn.Module):
                 f"forced ids are {list(forced_ids.shape)} {forced_ids.dtype}, "
                 f"not [{num_tokens}, {self.shape.top_k}] int64"
             )
-        if forced_ids.is_cuda:  # A check would wait for the device. The job checks a trace's ids on the host.
+        if forced_ids.is_cuda:  # a check would wait for the device; the job checks the ids of a trace on the host
             return
         if not bool(((forced_ids >= -1) & (forced_ids < self.shape.num_experts)).all()):
             raise self.clock.error(f"a forced id is outside 0..{self.shape.num_experts - 1} (or -1 for none)")
@@ -231,10 +231,10 @@ def build_layer(
 ) -> ExpertParallelMoE:
     """Builds a layer with all its parts. Collective.
 
-    placement: of this layer alone, [1, P]. exchange: `auto`, `deep_ep`, `torch`, or an exchange shared among layers.
-    collective: `auto`, `peer`, `torch`, or a shared one. max_tokens: the most tokens of a rank in a step.
-    weights, router: random, drawn from the seed, by default. spare_slots: rows for experts that a relocation moves.
-    Raises ValueError if shape, placement, stack and exchange do not fit together.
+    placement: of this layer only, [1, P]. exchange: `auto`, `deep_ep`, `torch`, or an object that layers share.
+    collective: `auto`, `peer`, `torch`, or an object that layers share. max_tokens: the most tokens of a rank in a
+    step. weights, router: by default random, drawn from the seed. spare_slots: rows per rank for relocations.
+    Raises ValueError if shape, placement, stack and exchange do not match.
     """
     if placement.num_experts != shape.num_experts:
         raise ValueError(f"the placement is for {placement.num_experts} experts, {shape.name} has {shape.num_experts}")

@@ -1,9 +1,10 @@
-// Sums or gathers a few numbers of every rank. One block writes its rank's numbers into the memory of every peer, and
-// reads the peers' numbers from its own memory. A rank's buffer: numbers [2][ranks][capacity], then a flag for each
+// Sums or gathers a few numbers of every rank. One thread block writes the numbers of its rank to the memory of every peer,
+// then reads the peers' numbers from its own memory. The buffer of a rank: numbers [2][ranks][capacity], then one flag per
 // rank.
 //
-// All calls are on one stream and are numbered. The numbers of call c go to half c % 2. A rank overwrites a half two
-// calls later. By then it has seen every peer's flag of the call in between, which a peer sets only after it has read.
+// All calls are on one stream and are numbered. The numbers of call c are in half c % 2 of the buffer. A rank overwrites a
+// half in call c + 2. This is safe: in call c + 1 it has waited for the flags of all peers, and a peer sets its flag of
+// call c + 1 only after it has read the numbers of call c.
 
 struct Arguments {
   const long long* mine;

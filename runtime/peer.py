@@ -1,4 +1,4 @@
-"""The collectives of balancing over peer memory: one small kernel, without NCCL and NVLink multicast.
+"""The collectives of balancing by direct access to the memory of peer GPUs: one small kernel, without NCCL.
 
 It works for GPUs of one host that can access each other's memory, and can be captured in a CUDA graph. The memory comes
 from `torch.distributed._symmetric_memory`; CuPy (NVRTC) compiles the kernel.
@@ -51,9 +51,9 @@ def obstacle(device: torch.device, group: dist.ProcessGroup | None) -> str | Non
 
 
 class PeerCollective(Collective):
-    """A `Collective` for at most `capacity` numbers per rank. A call's result is valid until the next call.
+    """A `Collective` for at most `capacity` numbers per rank. The result of a call is valid until the next call.
 
-    All calls of one object must be on one stream, in the same order on every rank. The constructor is collective.
+    All calls of an object must be on one stream, in the same order on every rank. The constructor is collective.
     """
 
     name = "peer"
@@ -81,7 +81,7 @@ class PeerCollective(Collective):
         for name, value in {**fixed, "rank": self.rank, "ranks": self.size, "capacity": capacity}.items():
             self._arguments[name] = value
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))  # Compile now, not in the first request.
+        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))  # Compiles now, so that the first request does not wait.
         torch.cuda.synchronize(device)
         self.calls.clear()
 
@@ -94,7 +94,7 @@ class PeerCollective(Collective):
         return self._share(values, sums=False).view(self.size, *values.shape)
 
     def close(self) -> None:
-        """Frees the memory, which no peer may still read; captured graphs must not be replayed afterwards."""
+        """Frees the shared memory after all ranks have ended their calls. Do not replay captured graphs afterwards."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         del self._handle, self._buffer
@@ -116,7 +116,7 @@ class PeerCollective(Collective):
 def choose_collective(
     name: str, group: dist.ProcessGroup | None, device: torch.device, capacity: int
 ) -> tuple[Collective, str]:
-    """The collective of a name, and the reason for the choice. Collective.
+    """The collective `name` and the reason for the choice. This call is collective.
 
     name: `torch`, `peer`, or `auto` (peer memory if possible, else torch). capacity: numbers per rank, such as E + 1.
     Raises ValueError for `peer` if peer memory cannot be used.

@@ -21,8 +21,8 @@ class PhaseError(ValueError):
 class PhaseClock:
     """Tracks the current phase of one rank, shared by its layers.
 
-    phase, step, layer: the current ones ("idle" between layers), readable from any thread. timed: whether to record
-    times, by events on the current CUDA stream (without synchronization) or by the host's clock.
+    phase, step, layer: the current ones (phase "idle" between layers), readable from any thread. timed: whether to
+    record times, with events on the current CUDA stream (without synchronization) or with the host's clock.
     """
 
     def __init__(self, rank: int, device: torch.device, timed: bool = False) -> None:
@@ -44,7 +44,7 @@ class PhaseClock:
         return PhaseError(self.rank, self.step, self.layer, self.phase, what)
 
     def times(self) -> dict[tuple[int, int, str], float]:
-        """Microseconds by (step, layer, phase) since the last call. On CUDA it waits for the device."""
+        """The times recorded since the last call, in microseconds by (step, layer, phase). Waits for a CUDA device."""
         if self._marks and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         totals: dict[tuple[int, int, str], float] = {}

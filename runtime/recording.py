@@ -1,4 +1,4 @@
-"""Records the routing of a run as tokens of a trace. Its replay gives the same load as the run."""
+"""Records the routing of a run as tokens of a trace. A replay of this trace gives the same load as the run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -17,8 +17,8 @@ RankRecording: TypeAlias = tuple[Array, Array | None]
 class RoutingRecorder:
     """Keeps the routed ids of every call of `layers`, in order, on this rank; `block` moves them to the CPU.
 
-    scores: for a stack with a router policy: keep the model's choice and its scores instead, from which the policy
-    gives the same routing in a replay.
+    scores: keep the model's choice and its scores instead, for a stack with a router policy. In a replay the policy
+    computes the same routing from them.
     """
 
     def __init__(self, layers: Sequence[ExpertParallelMoE], scores: bool = False) -> None:
@@ -28,7 +28,7 @@ class RoutingRecorder:
             layer.observers.append(self._see)
 
     def _see(self, record: LayerRecord) -> None:
-        # Copied, because a captured graph overwrites the tensor in the next step.
+        # A copy, because a captured graph overwrites the tensor in the next step.
         ids = (record.chosen if self.scores else record.ids).to(torch.int16, copy=True)
         self._seen[record.step, record.layer] = (ids, record.scores.clone() if self.scores else None)
 
@@ -49,7 +49,7 @@ class RoutingRecorder:
     def block(
         self, group: dist.ProcessGroup | None = None, phase_of: Mapping[int, Phase] | None = None
     ) -> TokenBlock | None:
-        """All ranks' tokens on rank 0, else None. Collective. Raises ValueError if ranks recorded different steps.
+        """The tokens of all ranks on rank 0, None on others. Collective. Raises ValueError if recorded steps differ.
 
         phase_of: the phase of each step, to be stored in the block.
         """

@@ -1,4 +1,4 @@
-"""Computes the layer in one process, expert by expert. The output under every policy must equal this one."""
+"""Computes a layer in one process, expert by expert. The layer's output must equal this under every policy."""
 
 import torch
 

@@ -1,13 +1,12 @@
 """Changes the placement of a running layer. Weights move in pieces between steps, so that no step waits long.
 
 The slots that change are divided into waves. In a wave, at most as many experts arrive at a rank as it has spare rows,
-and the placement after each wave has all experts. The weights of arriving experts are received in spare rows; per step,
-at most `bytes_per_step` bytes go into and out of each rank. When all experts of a wave have arrived, all ranks change
-at the same step: their slots refer to the new rows, and the wave's placement is in use. Tokens therefore always find
-whole experts, and the change itself copies nothing. All ranks compute the same plan from the two placements.
+and the placement after each wave has all experts. A rank receives the weights of arriving experts in spare rows. In
+each step at most `bytes_per_step` bytes go into and out of each rank. When all experts of a wave have arrived, all ranks
+switch to the wave's placement at the same step: their slots then refer to the new rows. So tokens always find complete
+experts, and the switch itself copies nothing. All ranks compute the same plan from the two placements.
 
-Empty slots: a slot that becomes empty needs no spare row and moves no bytes. A slot that was empty is filled like
-others.
+A slot that becomes empty needs no spare row and moves no bytes. A slot that was empty is filled like any other slot.
 """
 
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ class Piece:
 def plan_waves(old: list[int], new: list[int], num_ranks: int, spare: int) -> list[list[int]]:
     """The slots that change in each wave. old, new [P]: the expert in each slot, -1 for an empty slot.
 
-    A slot that holds the last copy of an expert changes in the same wave as a slot where that expert arrives.
+    A slot with the last copy of an expert changes in the same wave as a slot at which this expert arrives.
     Raises ValueError if `spare` rows per rank are too few.
     """
     per_rank = len(old) // num_ranks
@@ -76,8 +75,8 @@ def plan_waves(old: list[int], new: list[int], num_ranks: int, spare: int) -> li
 
 
 def plan_moves(now: list[int], new: list[int], wave: list[int], per_rank: int) -> list[Move]:
-    """The source of each arriving expert: a copy on the same rank if there is one, else the rank that sends least so
-    far."""
+    """The source of each arriving expert: a copy on the same rank or, if there is none, a copy on the rank that sends
+    the fewest experts so far."""
     given: dict[int, int] = {}
     moves = []
     for target in wave:
@@ -93,7 +92,7 @@ def plan_moves(now: list[int], new: list[int], wave: list[int], per_rank: int) -
 
 
 def plan_pieces(moves: list[Move], per_rank: int, num_bytes: int, most: int) -> list[list[Piece]]:
-    """The pieces of each step, in order of moves: at most `most` bytes into and out of each rank."""
+    """The pieces of each step, in the order of moves. At most `most` bytes go into and out of each rank in a step."""
     left = dict.fromkeys(range(len(moves)), 0)
     steps: list[list[Piece]] = []
     while left:
@@ -137,7 +136,7 @@ class Relocation:
         are too few, or if another relocation of the layer has not ended."""
         balancer, experts = layer.balancer, layer.experts
         if layer.moving:
-            raise ValueError(f"layer {layer.layer} is still moving to another placement: advance that one to its end")
+            raise ValueError(f"layer {layer.layer} has a relocation in progress: call its advance() until it is done")
         if bytes_per_step < 1:
             raise ValueError(f"bytes per step {bytes_per_step}: give at least 1")
         old = balancer.placement
@@ -172,10 +171,9 @@ class Relocation:
         return self._wave == len(self._waves)
 
     def advance(self, step: int) -> int:
-        """Moves the pieces of the next step; after a wave's last pieces, the slots change. Collective, between two
-        steps.
+        """Moves the pieces of the next step. After the last pieces of a wave, the slots change.
 
-        Returns the bytes that this rank received.
+        Collective. Call it between two steps. Returns the number of bytes that this rank received.
         """
         if self.done:
             return 0
@@ -219,14 +217,14 @@ class Relocation:
         return dist.P2POp(kind, part, group=self.collective.group, group_peer=peer)  # type: ignore[arg-type]
 
     def _bytes(self, piece: Piece, slot: int | None = None, row: int | None = None) -> list[torch.Tensor]:
-        """The piece of a slot's or a row's weights, as parts of gate_up and down that are not empty."""
+        """The bytes of a piece in a slot or a row, as slices of gate_up and down without empty ones."""
         gate_up, down = self.layer.experts.bytes_of(slot, row)
         cut = self._parts[0]
         parts = [gate_up[piece.begin : min(piece.end, cut)], down[max(piece.begin - cut, 0) : max(piece.end - cut, 0)]]
         return [part for part in parts if part.numel()]
 
     def _check_agreement(self, placement: Placement, bytes_per_step: int) -> None:
-        """Checks by one small collective that all ranks passed the same. On NCCL it also opens the connections."""
+        """Checks by a small collective that all ranks passed the same arguments. It also opens NCCL's connections."""
         if self.collective.size == 1:
             return
         device = self.layer.experts.gate_up.device

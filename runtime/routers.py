@@ -13,9 +13,9 @@ from epsim.runtime.seeds import generator
 class Routing:
     """ids [T, k] int64: logical experts, -1 for none; weights [T, k] float32, 0 where the id is -1.
 
-    shared_weight [T] float32: weight of the shared expert's output. total [] float32: sum of `weight_basis`, whose
-    values are >= 0; it is finite exactly where all of them are. scores [T, E] float32: what the router chooses by.
-    weight_basis [T, E] float32: what the weights are proportional to.
+    shared_weight [T] float32: the weight of the shared expert's output. scores [T, E] float32: the values by which the
+    router chooses. weight_basis [T, E] float32, >= 0: the weights of chosen experts are proportional to it.
+    total [] float32: the sum of weight_basis, which is finite exactly if all its values are.
     """
 
     ids: torch.Tensor
@@ -29,7 +29,7 @@ class Routing:
 class Router(torch.nn.Module):
     """Scores the logits of a linear layer, and chooses and weights the k best. Subclasses define `score` and `choose`.
 
-    weight [E, H]; bias [E] float32: added to the scores only for the choice; gate [H] or None: of the shared expert.
+    weight [E, H]. bias [E] float32: added to the scores for the choice only. gate [H]: of the shared expert, or None.
     """
 
     def __init__(self, shape: LayerShape, weight: torch.Tensor, gate: torch.Tensor | None = None) -> None:
@@ -45,11 +45,11 @@ class Router(torch.nn.Module):
         self.register_buffer("_one", weight.new_ones(1, dtype=torch.float32), persistent=False)
 
     def score(self, logits: torch.Tensor) -> torch.Tensor:
-        """The scores [T, E] float32 >= 0 of logits [T, E] float32; weights are proportional to them."""
+        """The scores [T, E] float32 >= 0 of logits [T, E] float32. Weights are proportional to the scores."""
         raise NotImplementedError
 
     def chosen_by(self, scores: torch.Tensor) -> torch.Tensor:
-        """The values [T, E] by which experts are compared, from their scores [T, E]."""
+        """The values [T, E] by which experts are compared, from the scores [T, E]."""
         return scores
 
     def choose(self, scores: torch.Tensor, token_ids: torch.Tensor | None) -> torch.Tensor:
@@ -63,8 +63,8 @@ class Router(torch.nn.Module):
         forced_ids: torch.Tensor | None = None,
         forced_scores: torch.Tensor | None = None,
     ) -> Routing:
-        """The routing of hidden [T, H]. forced_ids [T, k] replace the choice and are weighted by the scores;
-        forced_scores [T, E] float32 (-inf where unknown) replace the scores."""
+        """The routing of hidden [T, H]. forced_ids [T, k] replace the choice; their weights come from the scores.
+        forced_scores [T, E] float32 (-inf if unknown) replace the scores."""
         if forced_scores is None:
             scores = self.score(F.linear(hidden, self.weight).float())
             compared = self.chosen_by(scores)
@@ -98,7 +98,8 @@ class SoftmaxTopK(Router):
 class SigmoidGroups(Router):
     """DeepSeek-V3 (modeling_deepseek.py, MoEGate "noaux_tc"): chosen by sigmoid plus bias, weighted by the sigmoid.
 
-    Only experts of the `top_groups` of `groups` groups whose two best biased scores have the largest sum are eligible.
+    Experts are in `groups` groups. Only those of the `top_groups` groups with the largest sum of their two best biased
+    scores can be chosen.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class SigmoidGroups(Router):
 
 
 class TokenHash(Router):
-    """DeepSeek-V4's first layers: a table gives each token id's experts; scores sqrt(softplus) only weight them.
+    """DeepSeek-V4's first layers: a table gives the experts of each token id. Scores sqrt(softplus) give the weights.
 
     table [vocabulary, k] int64.
     """
@@ -150,7 +151,7 @@ class TokenHash(Router):
             raise ValueError("a router that hashes the token's id needs token_ids [T]")
         if token_ids.shape[0] != scores.shape[0]:
             raise ValueError(f"{token_ids.shape[0]} token ids given for {scores.shape[0]} tokens")
-        if token_ids.is_cuda:  # A check would wait for the device, which checks the index itself.
+        if token_ids.is_cuda:  # A check would wait for the device. Indexing on the device checks it.
             return self.table[token_ids]
         outside = (token_ids < 0) | (token_ids >= len(self.table))
         if bool(outside.any()):
@@ -160,7 +161,7 @@ class TokenHash(Router):
 
 
 def hash_table(vocabulary: int, shape: LayerShape, seed: int, layer: int) -> torch.Tensor:
-    """k distinct experts for every token id, all equally likely: [vocabulary, k] int64."""
+    """k distinct experts for every token id, drawn uniformly: [vocabulary, k] int64."""
     source = generator(torch.device("cpu"), "hash table", seed, layer)
     parts = [
         torch.rand(size, shape.num_experts, generator=source).topk(shape.top_k, dim=1).indices

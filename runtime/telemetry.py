@@ -1,4 +1,4 @@
-"""Telemetry of a run per step, stack, layer and rank. It is on disk as soon as a step is finished.
+"""Telemetry of a run: one row per step, stack, layer and rank. It is on disk as soon as a step has ended.
 
 While the job runs, each rank appends finished steps to an Arrow stream. If the process dies, the stream is readable up
 to the last complete step. At the end it is converted to a Parquet file of the same name.
@@ -37,7 +37,7 @@ COUNTS = {
 
 
 def schema_of(num_ranks: int) -> pa.Schema:
-    """rows_to: rows of hidden states sent to each rank (a token goes to a rank once). PHASE_us: microseconds."""
+    """rows_to: rows of hidden states sent to each rank (a token is sent to a rank once). PHASE_us: in microseconds."""
 
     return pa.schema(
         [
@@ -59,7 +59,7 @@ def rank_file(folder: Path, rank: int) -> Path:
 class TelemetryWriter:
     """Writes one rank's telemetry. description: of the job, for the file's metadata.
 
-    first_step: rows of an earlier attempt are kept up to this step and dropped from it on. Raises CannotWriteError.
+    first_step: rows of an earlier attempt are kept before this step and dropped from it on. Raises CannotWriteError.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TelemetryWriter:
         kept: list[pa.RecordBatch] = []
         if first_step is not None and (self.path.exists() or self._stream.exists()):
             kept = read_rank(folder, rank).filter(pc.field("step") < first_step).to_batches()
-        # Kept rows are in the new file before the old one is removed: the disk may be full, the process may end here.
+        # The new file has all kept rows before the old one is removed: the disk may be full, the process may end.
         begun = self._stream.with_suffix(".begun")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class TelemetryWriter:
 
 
 def read_stream(path: Path) -> pa.Table:
-    """The rows of an unfinished rank, up to its last complete step."""
+    """The rows of a rank that did not finish, up to its last complete step."""
     batches = []
     with pa.memory_map(os.fspath(path)) as source, pa.ipc.open_stream(source) as stream:
         schema = stream.schema
@@ -153,7 +153,7 @@ def read_telemetry(folder: str | os.PathLike[str]) -> pa.Table:
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """The rows of all ranks' tables for the steps that all of them have."""
+    """The rows of the tables of all ranks, for the steps that all tables have."""
     steps = set(tables[0]["step"].to_pylist())
     for table in tables[1:]:
         steps &= set(table["step"].to_pylist())

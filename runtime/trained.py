@@ -19,7 +19,7 @@ from epsim.traces.model.train import read_model
 @dataclass(frozen=True, slots=True)
 class Reading:
     """The model's input. text: a file, or None for held-out text of the corpus. sequence: the most tokens per sequence
-    in a step that is not decode, None for the model's limit. context: tokens read before a decode step."""
+    in a prefill step, None for the model's limit. context: tokens before each decode token."""
 
     text: Path | None = None
     sequence: int | None = None
@@ -29,8 +29,8 @@ class Reading:
 class TrainedModel:
     """A model like Qwen2-MoE. Each rank reads its own text, with as many tokens per step as the trace has on this rank.
 
-    The tokens of a decode step belong to as many sequences, each with a context of `context` tokens. The model's own
-    experts read the context on this rank, once for all stacks and untimed. The tokens of another step form new
+    Each token of a decode step continues a sequence of its own, after a context of `context` tokens. The model's own
+    experts process the context on this rank, once for all stacks and untimed. The tokens of other steps form new
     sequences. text: a description of the source. Raises ValueError if model, job and reading do not match. Collective.
     """
 
@@ -74,10 +74,11 @@ class TrainedModel:
         elif self._num_tokens:
             length = min(self._length, self._num_tokens)
             ids = self._read(offset, self._num_tokens)
-            # Padding follows the last sequence's tokens, which cannot attend to it, and no layer's experts see it.
+            # Padding follows the tokens of the last sequence, which do not attend to it. Experts do not process it.
             self._ids = F.pad(ids, (0, -len(ids) % length)).view(-1, length)
         if self._place.group is not None:
-            dist.barrier(self._place.group)  # else the first layer's time includes the wait for the longest context
+            # Without this barrier, the time of the first layer would include the wait for the longest context.
+            dist.barrier(self._place.group)
 
     @torch.no_grad()
     def run(self, stack: int, step: int, tokens: Tokens, poison: bool) -> None:
@@ -86,7 +87,7 @@ class TrainedModel:
             cached = self._cache is not None
             self._model(input_ids=self._ids, use_cache=cached, past_key_values=self._cache)
             if cached:
-                self._cache.crop(-1)  # drop this step's token, because other stacks read it too
+                self._cache.crop(-1)  # removes the token of this step, because other stacks process it too
             return
         # A rank without tokens still takes part in the collectives.
         nothing = torch.empty(0, self._job.shape.hidden, device=self._place.device, dtype=self._place.dtype)
@@ -103,21 +104,18 @@ class TrainedModel:
         return F.pad(output, (0, 0, 0, len(flat) - len(real))).view(hidden.shape)
 
     def _read(self, start: int, num_tokens: int) -> torch.Tensor:
-        """[num_tokens] of the text from offset `start`, repeated if it ends."""
+        """[num_tokens] token ids of the text from offset `start`; after its end the text begins again."""
         at = (start + torch.arange(num_tokens)) % len(self._stream)
         return self._stream[at].to(self._place.device)
 
 
 class _Switch(torch.nn.Module):
-    """Replaces a block of experts. original: the block that it replaces, which reads the untimed context."""
+    """Replaces a block of experts. original: the replaced block, which still processes the untimed context."""
 
     def __init__(self, model: TrainedModel, number: int, original: torch.nn.Module) -> None:
         super().__init__()
-        self._model, self._number, self._original = (
-            [model],
-            number,
-            original,
-        )  # in a list, so that it is not a submodule
+        self._model = [model]  # in a list, so that the model does not become a submodule
+        self._number, self._original = number, original
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         model = self._model[0]
@@ -126,7 +124,7 @@ class _Switch(torch.nn.Module):
 
 
 def _text(folder: Path, file: Path | None, seed: int, vocabulary: int) -> tuple[torch.Tensor, str]:
-    """Token ids [N] int64 and a description of their source. The corpus is beside the model, or in the cache."""
+    """Token ids [N] int64, and a description of their source. The corpus is beside the model, or in the cache."""
     corpus = None
     for cache in (folder.resolve().parent, None):
         try:
@@ -143,10 +141,8 @@ def _text(folder: Path, file: Path | None, seed: int, vocabulary: int) -> tuple[
     words = "held-out text of the prepared corpus"
     if file is not None:
         try:
-            parts, words = (
-                [corpus_tokens.encode(corpus.tokenizer, [file.read_text(errors="replace")])],
-                f"text of {file.name}",
-            )
+            parts = [corpus_tokens.encode(corpus.tokenizer, [file.read_text(errors="replace")])]
+            words = f"text of {file.name}"
         except OSError as error:
             raise ValueError(f"--text {file}: cannot be read ({error.strerror})") from None
     stream = torch.cat([torch.from_numpy(ids.astype("int64")) for ids in parts])

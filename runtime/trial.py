@@ -18,8 +18,8 @@ Kind: TypeAlias = Literal["kill", "stop", "sleep", "hold", "nan", "short"]
 @dataclass(frozen=True, slots=True)
 class Trial:
     """An injected fault, `KIND:rank=R,step=S,layer=L,phase=P` in EPSIM_TRIAL_FAULT. kill, stop (SIGSTOP), sleep and
-    hold (sleep with the interpreter held) act at that position; nan sets the step's hidden states to NaN; short runs
-    no step from that one on."""
+    hold (sleep with the GIL held) act at that position. nan sets the hidden states of the step to NaN. short ends the
+    rank's steps before that step."""
 
     kind: Kind
     rank: int
@@ -39,7 +39,7 @@ class Trial:
         phase = fields.pop("phase", "")
         for key, value in fields.items():
             if not value.isdecimal():
-                raise ValueError(f"EPSIM_TRIAL_FAULT {text!r}: {key} is {value!r}, not a whole number")
+                raise ValueError(f"EPSIM_TRIAL_FAULT {text!r}: {key} is {value!r}, not an integer")
         return cls(kind, phase=phase, **{key: int(value) for key, value in fields.items()})  # type: ignore[arg-type]
 
 

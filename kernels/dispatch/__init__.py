@@ -1,6 +1,6 @@
 """Maps a batch's top-k ids to physical experts on the GPU. The host does not wait for the device.
 
-`Rule.of(split, shared, cost, seed)` states the policies to follow. `Dispatcher` runs the kernels. If
+`Rule.of(split, shared, cost, seed)` selects the policies. `Dispatcher` runs the kernels. If
 `Rule.uncovered()` returns a reason, or if `available()` is false, use the PyTorch code of the policies instead.
 """
 

@@ -11,7 +11,7 @@ import torch
 from epsim.kernels.split.launch import compiled, macros, with_headers
 
 MOST_EXPERTS, MOST_SLOTS, MOST_ASSIGNMENTS = 1 << 10, (1 << 16) - 1, 1 << 22
-"""The largest sizes that fit the words and tables of dispatch.cu."""
+"""The largest sizes for which the words and tables of dispatch.cu have enough bits."""
 BUFFERS = ("counts", "rank_counts", "words", "ends", "routed", "step", "physical", "shared_rank", "slots_out")
 POINTERS = ("ids", "rows", "loads", "split", *BUFFERS, "first", "copies", "nearest", "node")
 NUMBERS = ("tokens", "top_k", "experts", "slots", "ranks", "rank", "follow", "shared", "global", "plus_local")
@@ -33,8 +33,8 @@ WORD = (1 << 64) - 1
 class Sizes:
     """Launch sizes.
 
-    threads: per block, of all kernels but `count`. count_threads, count_blocks: of `count`. items: ids that a thread of
-    `count` processes at a time. sources: source ranks per thread of `serve`. most_blocks: the most blocks of `assign`.
+    threads: per block, of all kernels except `count`. count_threads, count_blocks: those of `count`. items: ids that a
+    thread of `count` processes at a time. sources: source ranks per thread of `serve`. most_blocks: limit for `assign`.
     """
 
     threads: int = 256
@@ -54,7 +54,7 @@ class Sizes:
 
 
 def available() -> bool:
-    """Whether CuPy is installed and PyTorch's current CUDA device has clusters of blocks (compute capability 9.0)."""
+    """Whether CuPy is installed and PyTorch's current CUDA device has clusters of thread blocks (capability 9.0)."""
     usable = importlib.util.find_spec("cupy") is not None and torch.cuda.is_available()
     return usable and torch.cuda.get_device_capability() >= (9, 0)
 
@@ -83,7 +83,7 @@ def first_link(part: int) -> int:
 
 
 def shared_bytes(name: str, sizes: Sizes, experts: int, num_slots: int, num_ranks: int) -> int:
-    """Bytes of shared memory of a block, as the kernel of that name uses it."""
+    """Bytes of shared memory per block of the kernel of that name."""
     threads, count_warps = sizes.threads, sizes.count_threads // 32
     ends = [4 * num_slots] * 2 + [4 * experts] * 2 + [2 * num_slots]
     spans = {

@@ -23,8 +23,8 @@ class Assigned:
     physical [N, k] int64: physical experts, numbered as in the placement; -1 for none.
     shared_rank [N] int64: the rank that serves a token's shared expert, -1 for a token without experts; None if the
     model has no shared expert.
-    slots [N, k + 1] int64: physical experts and, in column k, the shared expert, numbered with one more slot per rank:
-    its last slot is for the shared expert. The same as `physical` if the model has no shared expert.
+    slots [N, k + 1] int64: physical experts and, in column k, the shared expert. Here each rank has one more slot, the
+    last one, for the shared expert. The same as `physical` if the model has no shared expert.
     """
 
     physical: torch.Tensor
@@ -36,13 +36,13 @@ class Dispatcher:
     """Maps a source rank's top-k ids to physical experts, for all layers of a placement.
 
         counts = dispatcher.count(ids)
-        # Here the caller runs dispatcher.rule.collective: it sums counts over ranks, or gathers them to [R, E + 1].
+        # The caller now runs dispatcher.rule.collective, which sums counts over ranks or gathers them to [R, E + 1].
         assigned = dispatcher.assign(layer, counts)
 
     Both calls run on PyTorch's current stream, allocate nothing and do not wait for the device. They can be captured in
-    a CUDA graph for a fixed number of tokens. Random draws use `step` [1] int64 on the device, the number of the step:
-    the caller writes it before each step, also between replays of a graph.
-    The results are the same integers as those of epsim.policies for the rank's tokens.
+    a CUDA graph for a fixed number of tokens. Random draws depend on the step number, `step` [1] int64 on the device.
+    The caller writes it before each step and before each replay of a graph.
+    The results are the same integers as those of epsim.policies for the tokens of this rank.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Dispatcher:
     ) -> None:
         """Compiles the kernels.
 
-        node_of_rank [R]: ascending. layers: the model's number of each layer. max_tokens: the most tokens of any rank
-        in a step. nearest [L, R, E] int64: for the split `static`, the slot that serves each source rank.
-        Raises ValueError if `Rule.uncovered` returns a reason, or if sizes are too large for the tables.
+        node_of_rank [R]: the node of each rank, ascending. layers: the model's layer numbers. max_tokens: the most
+        tokens of any rank in a step. nearest [L, R, E] int64: for the split `static`, the slot that serves an expert's
+        tokens of each source rank. Raises ValueError if `Rule.uncovered` returns a reason, or if sizes are too large.
         """
         num_ranks, num_experts, num_slots = structure.num_ranks, structure.num_experts, structure.num_physical
         slots = structure.physical_to_logical
@@ -127,7 +127,7 @@ class Dispatcher:
     def count(self, ids: torch.Tensor) -> torch.Tensor:
         """The number of tokens of each expert, then the number of tokens with any expert, [E + 1] int64.
 
-        ids [N, k] int64: logical experts, -1 for none. The caller may overwrite the result; the next call does."""
+        ids [N, k] int64: logical experts, -1 for none. The caller may change the result; the next call does."""
         fits = ids.shape == (len(ids), self.top_k) and len(ids) <= self.max_tokens
         if not fits or not self._takes(ids):
             expected = f"[at most {self.max_tokens}, {self.top_k}] int64, contiguous, on {self._counts.device}"
@@ -162,7 +162,7 @@ class Dispatcher:
         if rule.solves:
             split = self._solve(loads[None, : structure.num_experts], self._layer[layer : layer + 1])
         arguments["split"] = 0 if split is None else split.data_ptr()
-        # The next kernel may begin before the split ends: `count` and the collective ended before the split began.
+        # The next kernel may begin before the split ends: before it waits, it reads only results of `count`.
         if rule.gathered:
             self._launch("quotas", (-(-structure.num_experts // (self.sizes.threads // 32)),), early=True)
         elif rule.sees_all_ranks:
@@ -177,7 +177,7 @@ class Dispatcher:
         return Assigned(physical, self._shared_rank[: self._tokens], self._slots_out[: self._tokens])
 
     def _takes(self, given: torch.Tensor) -> bool:
-        """Whether the kernels can read the tensor: they get only its address."""
+        """Whether the kernels can read the tensor. They get only its address, so they cannot check it."""
         return given.dtype == torch.int64 and given.is_contiguous() and given.device == self._counts.device
 
     def _solve(self, loads: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The rules that the dispatch kernels follow: those that the split and the shared policy of a stack declare."""
+"""The rules of the dispatch kernels. The split and the shared policy of a stack declare them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Follow: TypeAlias = Literal["systematic", "sampled", "nearest", "gathered"]
 class SplitRule:
     """How an expert's tokens are divided over its copies.
 
-    solves: by the fractions that give the lowest peak load; otherwise in equal parts. follow: how tokens are assigned
-    by these fractions. `systematic`: each source rank rounds its own tokens. `sampled`: one random draw per token.
-    `gathered`: the split is in whole tokens, from the gathered counts. `nearest`: a table gives each
-    source rank's copy.
+    solves: whether the fractions are those of the lowest peak load; otherwise they are equal. follow: how tokens are
+    assigned by these fractions. `systematic`: each source rank rounds its own tokens. `sampled`: one random draw per
+    token. `gathered`: the split is in whole tokens, computed from the gathered counts. `nearest`: a table gives the
+    copy for each source rank.
     """
 
     solves: bool = False
@@ -27,9 +27,9 @@ class SplitRule:
 class SharedRule:
     """Where a token's shared expert is computed.
 
-    candidates: `none` (there is no shared expert), the token's `own` rank, the ranks that it `visited`, or `all` ranks.
-    plus_local: a rank's load includes the shared work of its own tokens. sees_all_ranks: loads count the tokens of all
-    ranks, not only those of the source rank.
+    candidates: `none` (no shared expert), `own` (the source rank), `visited` (the ranks that the token visits and the
+    source rank), or `all` ranks. plus_local: whether a rank's load includes the shared work of its own tokens.
+    sees_all_ranks: whether loads count the tokens of all ranks, not only those of the source rank.
     """
 
     candidates: Literal["none", "own", "visited", "all"]
@@ -39,8 +39,8 @@ class SharedRule:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The rules of a stack. split, shared: None if the policy has no kernel. names: of both policies. cost: of the
-    shared expert, in routed assignments. seed: of the random draws."""
+    """The rules of a stack. split, shared: None if the policy has no kernel. names: those of the two policies. cost: a
+    token of the shared expert, in routed assignments. seed: of the random draws."""
 
     split: SplitRule | None
     shared: SharedRule | None
@@ -55,7 +55,7 @@ class Rule:
         return cls(split.kernel, shared.kernel if cost > 0 else SharedRule("none"), names, cost, seed)
 
     def uncovered(self) -> str | None:
-        """The reason why the kernels do not cover this rule, in one line, or None."""
+        """The reason why the kernels cannot run this rule, in one line, or None if they can."""
         if self.split is None:
             return f"split {self.names[0]} has no kernel"
         if self.shared is None:

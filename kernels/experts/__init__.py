@@ -1,7 +1,7 @@
 """Computes the experts of small batches (decode). The time grows with the number of active experts.
 
-`decode` picks the fused CUDA kernel on Hopper, Triton on other GPUs and for shapes that the kernel does not cover, and
-plain PyTorch on CPUs.
+`decode` chooses the implementation: the fused CUDA kernel on Hopper; Triton on other GPUs and for shapes that the CUDA
+kernel does not support; plain PyTorch on CPUs.
 """
 
 from epsim.kernels.experts.decode import MOST_TOKENS, decode

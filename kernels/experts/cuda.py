@@ -24,7 +24,7 @@ THREADS = 32 * (WARPS + 1)
 
 
 def pitch(inner: int) -> int:
-    """Bytes between rows of a stage."""
+    """Bytes between rows of a stage in shared memory, as in decode.cu."""
     size = 2 * min(inner, LONGEST)
     return size + (64 if size % 128 == 0 else 0)
 
@@ -88,12 +88,12 @@ def _kernel(device: int, sizes: Sizes) -> int:
 
 @functools.cache
 def _arrived(device: int) -> torch.Tensor:
-    """The counters of decode.cu. All launches share one pair: each fills the GPU, so no two run at once."""
+    """The counters of decode.cu. All launches share them. A launch fills the GPU, so no two run at the same time."""
     return torch.zeros(2, dtype=torch.int64, device=f"cuda:{device}")
 
 
 def uncovered(hidden: torch.Tensor, ids: torch.Tensor, gate_up: torch.Tensor, slots: int) -> str | None:
-    """The reason why decode.cu does not cover this, or None."""
+    """The reason why decode.cu cannot compute these experts, or None if it can."""
     size, inter = gate_up.shape[2], gate_up.shape[1] // 2
     if size % 32 or inter % 32:
         return f"hidden {size} and intermediate {inter} are not both multiples of 32"

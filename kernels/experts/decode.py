@@ -22,12 +22,12 @@ def decode(
 
     hidden [B, H] bfloat16, B <= 64; ids [B, k] int64: experts, distinct in a row, -1 for none (a row of -1 is padding
     and gives zeros); weights [B, k] float32. gate_up [E, 2 I, H] (gate's I rows, then up's), down [E, H, I] bfloat16.
-    rows [S] int64: if ids are slots, the row of each slot in gate_up and down. counts [S] int64: the number of tokens
-    of each is written here.
+    rows [S] int64: ids are then slots, and this is the row of each slot in gate_up and down. counts [S] int64: if
+    given, receives the number of tokens of each expert or slot.
     Sums are in float32; activated values are weighted, then rounded to bfloat16. Each implementation gives the same
     bits in every run. The call does not wait for the GPU and can be captured in a CUDA graph.
-    Raises ValueError for inputs of the wrong shape, type or device. Ids that are out of range or twice in a row are
-    checked only on a CPU, because on a GPU the check would wait. There such ids read other memory or lose a weight.
+    Raises ValueError for inputs of the wrong shape, type or device. Ids out of range, or twice in a row, raise it only
+    on a CPU, because on a GPU the check would wait. On a GPU such ids read wrong memory or lose a weight.
     """
     _check(hidden, ids, weights, gate_up, down)
     slots = len(gate_up) if rows is None else len(rows)
@@ -73,7 +73,7 @@ def _check(
 
 
 def _check_slots(hidden: torch.Tensor, slots: int, rows: torch.Tensor | None, counts: torch.Tensor | None) -> None:
-    """Raises ValueError unless rows and counts are contiguous int64 on the device of hidden, as kernels assume."""
+    """Raises ValueError unless rows and counts are contiguous int64 tensors on the device of hidden."""
     for name, tensor in (("rows", rows), ("counts", counts)):
         if tensor is None:
             continue

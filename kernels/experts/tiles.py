@@ -1,8 +1,8 @@
-"""Computes the experts of a small batch with two Triton launches: gate, up and their product; then down and the sum.
+"""Computes the experts of a small batch in two Triton launches: silu(gate) * up, then down and the sum over experts.
 
-Every product uses all tokens of the batch (padded to 16) and masks those that the expert does not serve. This costs
-nothing, because tensor cores are idle while weights load. Sums run over experts in ascending order, so every run gives
-the same bits. With TRITON_INTERPRET=1 it runs on CPUs.
+Every matrix product uses all tokens of the batch (padded to 16) and masks those that the expert does not serve. This
+costs no time, because tensor cores are idle while weights load. Sums are over experts in ascending order, so every run
+gives the same bits. With TRITON_INTERPRET=1 it runs on CPUs.
 """
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
@@ -17,8 +17,8 @@ import triton.language as tl
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """For each launch: rows of weights per program, inner values per step, warps and stages. parts: programs that
-    share the experts of the second launch's rows."""
+    """For each launch: rows of weights per program, inner values per step, warps, and stages. parts: the number of
+    programs among which the second launch divides the experts."""
 
     first: tuple[int, int, int, int] = (32, 128, 4, 4)
     second: tuple[int, int, int, int] = (32, 256, 4, 5)
@@ -37,7 +37,7 @@ def _served(ids, weights, slot, tokens, columns: tl.constexpr, rows: tl.constexp
 
 @triton.jit
 def _list(ids, listed, counts, pairs, slots, bins: tl.constexpr, block: tl.constexpr, counted: tl.constexpr):
-    """Writes the number of active slots, then these in ascending order, to listed [slots + 1]. One program."""
+    """Writes to listed [slots + 1] the number of active slots, then these slots in ascending order. One program."""
     at = tl.arange(0, block)
     slot = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32)
     histogram = tl.histogram(tl.where(slot >= 0, slot, bins - 1), bins)
@@ -56,7 +56,7 @@ def _first(
     rows: tl.constexpr, most: tl.constexpr, bins: tl.constexpr,
     height: tl.constexpr, step: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """One program per slot and `height` columns of the inner dimension; programs of slots without tokens return."""
+    """gate, up and activation. One program per slot and `height` channels; it returns if the slot has no tokens."""
     slot = tl.program_id(1)
     if slot == slots:
         if tl.program_id(0) == 0:
@@ -94,7 +94,7 @@ def _second(
     columns: tl.constexpr, size: tl.constexpr, inter: tl.constexpr, own_rows: tl.constexpr, parts: tl.constexpr,
     rows: tl.constexpr, most: tl.constexpr, height: tl.constexpr, step: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
-    """One program per `height` columns of the output and share of the experts; the last to end adds the shares."""
+    """down. One program per `height` output columns and part of the experts; the last one to end sums the parts."""
     part = tl.program_id(1)
     active = tl.load(listed)
     token, column = tl.arange(0, rows), tl.program_id(0) * height + tl.arange(0, height)
@@ -102,7 +102,7 @@ def _second(
     total = tl.zeros((height, rows), tl.float32)
     chunks: tl.constexpr = tl.cdiv(inter, step)
     first = active * part // parts
-    # One loop over experts and inner values, so that loads prefetch the next expert.
+    # A single loop over experts and inner values, so that the weights of the next expert are prefetched.
     for item in tl.range(0, (active * (part + 1) // parts - first) * chunks, num_stages=stages):
         slot = tl.load(listed + 1 + first + item // chunks)
         served, _ = _served(ids, weights, slot, tokens, columns, rows, most)
@@ -125,10 +125,12 @@ def _second(
         done = tl.atomic_add(finished + tl.program_id(0), 1, sem="acq_rel")
         if done == parts - 1:
             tl.debug_barrier()
-            whole = tl.zeros((height, rows), tl.float32)
+            sum_of_parts = tl.zeros((height, rows), tl.float32)
             for other in range(parts):
-                whole += tl.load(partial + other * tokens * size + cell, mask=kept, other=0.0, cache_modifier=".cg")
-            tl.store(output + cell, whole.to(output.dtype.element_ty), mask=kept)
+                sum_of_parts += tl.load(
+                    partial + other * tokens * size + cell, mask=kept, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(output + cell, sum_of_parts.to(output.dtype.element_ty), mask=kept)
             tl.store(finished + tl.program_id(0), 0)
 
 
@@ -142,7 +144,7 @@ def tiled(
     counts: torch.Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> torch.Tensor:
-    """`decode` in two launches."""
+    """`decode` in two Triton launches."""
     tiling = tiling or Tiling()
     (tokens, columns), (num_rows, size, inter) = ids.shape, down.shape
     slots = num_rows if rows is None else len(rows)

@@ -1,7 +1,7 @@
 """The channel reader reads only those channels of each routed expert that matter to a token.
 
-Each stage has a file with a reference in plain PyTorch for any device: codes, rotate, build and store run once; screen,
-select and read run in each step. `bytes` counts what is read; `rivals` holds the methods to compare with.
+Each stage has a file with a reference in plain PyTorch for any device. codes, rotate, build and store run once; screen,
+select and read run in each step. `bytes` counts the bytes that are read; `rivals` has other methods for comparison.
 """
 
 from epsim.kernels.reader.build import RANK, LayerSketch, build_layer

@@ -1,5 +1,5 @@
-"""Reads one set of channels for a whole batch, those with the largest sum of scores over its tokens, so that its bytes
-stay within the budget. Uses CUDA kernels if they cover the device and the shape, else plain PyTorch."""
+"""Reads one set of channels for all tokens of a batch: those with the largest sum of scores over its tokens, as many as
+the budget of bytes allows. Uses CUDA kernels if they support the device and the shape, else plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from epsim.kernels.reader.select import keep_for_batch
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchReader:
     """layer: experts and sketch. kept_of [E + 1] int32: channels that a batch keeps, by its number of active experts.
-    Make it with `of`."""
+    Create it with `of`."""
 
     layer: ReaderLayer
     kept_of: torch.Tensor
 
     @classmethod
     def of(cls, layer: ReaderLayer, budget: float) -> BatchReader:
-        """Makes a reader. budget: the share of its active experts' bytes that a batch may read. Raises ValueError if
-        the screen alone reads more."""
+        """Creates a reader. budget: the fraction of the bytes of its active experts that a batch may read. Raises
+        ValueError if the screen alone reads more."""
         return cls(layer, layer.channels_kept(budget, range(layer.sketch.num_experts + 1)))
 
     @property
@@ -40,10 +40,11 @@ class BatchReader:
         """The layer's output [T, H] bfloat16 for x [T, H] bfloat16, ids [T, k] int64 (distinct in a row, -1 for none)
         and weights [T, k] float32.
 
-        A token without experts gives zeros and does not count in the choice. kept [E, ceil(I / 32)] int32 is written:
-        bit c % 32 of word c / 32 is channel c of an expert. Every run gives the same bits. The call does not wait for
-        the GPU and can be captured in a CUDA graph. The kernels take up to 128 tokens and round Rx to fp16 for their
-        screen. Raises ValueError for inputs of the wrong shape, type or device.
+        The output of a token without experts is zero, and it does not influence the choice of channels. kept [E,
+        ceil(I / 32)] int32, if given, receives the kept channels: bit c % 32 of word c / 32 is channel c of an expert.
+        Every run gives the same bits. The call does not wait for the GPU and can be captured in a CUDA graph. The
+        kernels take up to 128 tokens and round the rotated x to fp16 for the screen. Raises ValueError for inputs of
+        the wrong shape, type or device.
         """
         layer = self.layer
         layer.check(x, ids, weights)
@@ -78,7 +79,7 @@ class BatchReader:
 
 
 def of_experts(taken: torch.Tensor, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Kept channels as bits, [E, ceil(I / 32)] int32, from taken [T, k, I] bool, equal in all slots of an expert."""
+    """Kept channels as bits, [E, ceil(I / 32)] int32. taken [T, k, I] bool: equal wherever a token has the expert."""
     marks = torch.zeros(num_experts + 1, taken.shape[2], dtype=torch.bool, device=ids.device)
     marks[torch.where(ids >= 0, ids, num_experts).flatten()] = taken.flatten(0, 1)
     return as_words(marks[:num_experts, None])

@@ -28,12 +28,12 @@ PREPARING, THREADS, SCREENING, PROJECTING = 1024, 256, 128, 128
 WARPS, AHEAD, DEPTH, STRIP, FINISHED, LISTED, BINS = 8, 4, 4, 256, 2, 64, 4096
 MOST_TOKENS, MOST_EXPERTS, MOST_COLUMNS = 128, 512, 64
 FEW_TOKENS = 64
-"""Up to so many tokens, the screen takes 8 tokens of an expert at a time; above, 16."""
+"""For at most this many tokens, the screen processes 8 tokens of an expert at a time; for more tokens, 16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The constants of batch.cu, as in `cuda.Sizes`."""
+    """The constants of batch.cu. `cuda.Sizes` explains them."""
 
     hidden: int
     inter: int
@@ -51,7 +51,7 @@ class Sizes:
 
     @property
     def record(self) -> int:
-        """Bytes of a token's coordinates in one block of 128."""
+        """Bytes of a record: a token's chosen coordinates in one block of 128, with their unit."""
         return 2 * self.coordinates + 16
 
     @property
@@ -60,26 +60,26 @@ class Sizes:
         return -(-self.inter // 32) * 32
 
     def screening(self, together: int) -> int:
-        """Bytes of shared memory of a block that screens `together` tokens of an expert at a time."""
+        """Bytes of shared memory of a thread block that screens `together` tokens of an expert at a time."""
         stage = 80 * self.coordinates + 640 + together * self.record
         return AHEAD * stage + 4 * self.blocks * self.coordinates
 
     @property
     def extending(self) -> int:
-        """Bytes of one stage of `extend`, over all warps."""
+        """Bytes of one stage of the kernel `extend`, for all warps."""
         warp_blocks = -(-self.hidden // 32 // WARPS)
         span = -(-warp_blocks // -(-warp_blocks // 8))
         return WARPS * 16 * span * 64
 
     def stages(self, tokens: int) -> int:
-        """The number of stages of `extend`: as many as fit beside its sums, 2 to 4."""
+        """The number of stages of `extend`: as many as fit into shared memory with its partial sums, at most 4."""
         return min((MOST_SHARED - self._extending_beside(tokens)) // self.extending, 4)
 
     def _extending_beside(self, tokens: int) -> int:
         return LISTED * 36 + -(-tokens // 8) * 4096
 
     def launches(self, tokens: int, experts: int, columns: int, blocks: int) -> Iterator[tuple[str, int, int, int]]:
-        """(name, blocks, threads, bytes of shared memory) of each kernel. blocks: those of `extend`."""
+        """(name, blocks, threads, bytes of shared memory) of each kernel. blocks: the number of blocks of `extend`."""
         most, strips, words = min(experts, tokens * columns), -(-self.hidden // STRIP), self.padded // 32
         pairs = experts * (-(-tokens // 32) * 4 + 4)
         yield "prepare", self.blocks + 1, PREPARING, max(tokens * 513 + 656, pairs) + 15 & ~15
@@ -95,7 +95,7 @@ class Sizes:
 
 
 def uncovered(sizes: Sizes, tokens: int, experts: int, columns: int) -> str | None:
-    """The reason why batch.cu does not cover this, or None."""
+    """The reason why batch.cu cannot run these sizes, or None if it can."""
     if sizes.hidden % BLOCK or sizes.inter % 8:
         return f"hidden {sizes.hidden} is not a multiple of {BLOCK} or intermediate {sizes.inter} not one of 8"
     if (why := uncovered_sketch(sizes.coordinates, sizes.rank)) is not None:
@@ -153,7 +153,7 @@ def argument_of(
         "parts": (torch.float32, pairs * sizes.hidden),
         "mapped": (torch.float32, pairs * MAP),
     }
-    # One allocation for all: several would take the host longer than the kernels run.
+    # One allocation for all buffers: several allocations would take the host longer than the kernels run.
     begins, end = {}, 0
     for name, (dtype, size) in shapes.items():
         begins[name] = end

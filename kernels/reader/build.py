@@ -18,11 +18,11 @@ RANK = 32
 class LayerSketch:
     """The sketch of E experts with I channels and H inputs; B = H / 128 blocks.
 
-    codes [E, H, row_bytes(I)] uint8: in the rotated basis; a row holds one coordinate's codes of all channels
-    (`code_rows`). scales [E, B, 2, I] float16: of gate (0) and up (1). errors [E, B, 2, I] float16: rounded up; a read
-    does not need them. norms [E, I] bfloat16: lengths of the down columns. signs [H] int8: of the rotation.
-    basis [H, r] bfloat16: U, the first left singular vectors of all down columns of the layer. coefficients [E, I, r]
-    bfloat16: b = U^T d.
+    codes [E, H, row_bytes(I)] uint8: ternary codes in the rotated basis; a row has the codes of one coordinate
+    (`code_rows`). scales [E, B, 2, I] float16: of gate (0) and up (1). errors [E, B, 2, I] float16: lengths of the
+    errors, rounded up; reads do not need them. norms [E, I] bfloat16: lengths of the down columns d. signs [H] int8: of
+    the rotation. basis [H, r] bfloat16: U, the first left singular vectors of all down columns of the layer.
+    coefficients [E, I, r] bfloat16: b = U^T d.
     """
 
     codes: torch.Tensor
@@ -53,7 +53,7 @@ class LayerSketch:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The shape and type that each tensor must have, given E, H, I and r from `codes`, `norms` and `basis`."""
+        """The shape and type that each tensor must have. E, H, I and r are those of `codes`, `norms` and `basis`."""
         experts, hidden, inter, rank = self.num_experts, self.hidden, self.intermediate, self.rank
         tables = ((experts, hidden // BLOCK, 2, inter), torch.float16)
         return {
@@ -86,8 +86,8 @@ class LayerSketch:
 def build_layer(gate_up: torch.Tensor, down: torch.Tensor, seed: int = 0, rank: int = RANK) -> LayerSketch:
     """The sketch of a layer, on the device of its weights gate_up [E, 2I, H] (gate rows, then up rows), down [E, H, I].
 
-    It needs no data but the weights; rotation, codes and map are computed in float64. Raises ValueError for weights
-    that are not finite or exceed float16 scales, and for shapes that do not fit each other.
+    It needs the weights only. Rotation, codes and map are computed in float64. Raises ValueError for weights that are
+    not finite or too large for float16 scales, and for shapes that do not match.
     """
     num_experts, double, hidden = gate_up.shape if gate_up.ndim == 3 else (0, 0, 0)
     intermediate = double // 2
@@ -124,7 +124,7 @@ def build_layer(gate_up: torch.Tensor, down: torch.Tensor, seed: int = 0, rank: 
         sketch.norms[expert] = columns.norm(dim=0).to(torch.bfloat16)
         sketch.coefficients[expert] = (columns.T @ sketch.basis.double()).to(torch.bfloat16)
         if not bool(torch.isfinite(sketch.norms[expert]).all() and torch.isfinite(sketch.coefficients[expert]).all()):
-            raise ValueError(f"expert {expert} has a down column longer than bfloat16 can hold: it cannot be restored")
+            raise ValueError(f"expert {expert} has a down column whose length exceeds bfloat16: it cannot be restored")
     return sketch
 
 

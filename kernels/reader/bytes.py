@@ -10,18 +10,18 @@ import torch
 from epsim.kernels.reader.codes import BLOCK, SECTOR, row_bytes
 
 Source = Literal["sketch", "int4-gate", "cats"]
-"""What channel scores are made from: the ternary sketch, an int4 copy of the gate rows, the gate rows themselves."""
+"""The source of channel scores: the ternary sketch, an int4 copy of the gate rows, or the gate rows (CATS)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBytes:
-    """hidden, intermediate: sizes of the experts. weight_bytes: bytes per weight. coordinates: of each 128, read by the
-    screen. rank: of the restoring map, 0 for none. source: of the scores. sector: 1 counts bytes without rounding.
+    """hidden, intermediate: sizes of the experts. weight_bytes: bytes per weight. coordinates: how many of each 128 the
+    screen reads. rank: of the map that restores skipped channels, 0 for none. sector: 1 counts bytes without rounding.
 
-    A token reads, for each of its experts, the screen (codes of the chosen coordinates, scales, norms; or what another
-    source needs); for each kept channel its gate, up and down weights; for each skipped channel its b; and once the
-    signs and U. Errors of the sketch are not read. Activations are not counted. Raises ValueError if the source of the
-    scores needs a hidden size that is a multiple of 128, and it is not.
+    A token reads: for each of its experts the screen (codes of the chosen coordinates, scales and norms; another source
+    of scores has other data); for each kept channel its gate, up and down weights; for each skipped channel its
+    coefficients b; and once the signs and U. Errors of the sketch are not read, and activations are not counted.
+    Raises ValueError if the source needs a hidden size that is a multiple of 128 and gets another.
     """
 
     hidden: int
@@ -43,8 +43,8 @@ class ReadBytes:
         return int(-(-count // self.sector) * self.sector)
 
     def _anywhere(self, count: int) -> int:
-        """Bytes read for `count` bytes that begin at any multiple of count, as parts of a tensor do: they may begin and
-        end inside a sector."""
+        """Bytes read for an item of `count` bytes in an array of such items, which may begin and end inside a sector:
+        the most for any item."""
         return self._whole(count + self.sector - gcd(count, self.sector))
 
     @property
@@ -64,7 +64,7 @@ class ReadBytes:
 
     @property
     def beside_codes(self) -> int:
-        """Bytes of an expert's screen that do not depend on the coordinates."""
+        """Bytes of an expert's screen without the codes, which do not depend on the number of coordinates."""
         norms = self._anywhere(2 * self.intermediate)
         if self.source == "cats":
             return norms + self.intermediate * self.weight_row
@@ -93,7 +93,7 @@ class ReadBytes:
         return signs + self._whole(2 * self.hidden * self.rank)
 
     def resident(self, num_experts: int) -> int:
-        """Bytes that a layer of so many experts keeps in memory in addition to their weights: the sketch with its
+        """Bytes that a layer of num_experts experts keeps in memory in addition to the weights: the sketch with its
         errors, without padding."""
         norms = 2 * self.intermediate
         each = {
@@ -105,8 +105,8 @@ class ReadBytes:
         return num_experts * (each + 2 * self.intermediate * self.rank) + signs + 2 * self.hidden * self.rank
 
     def token(self, num_experts: int, num_kept: int, num_ranks: int = 1) -> int:
-        """Bytes read for a token with so many experts, kept channels and ranks. A token that keeps all channels reads
-        the weights only. Each rank reads its own signs and U."""
+        """Bytes read for a token with num_experts experts on num_ranks ranks. A token that keeps all channels reads
+        only the weights. Each rank reads its own signs and U."""
         channels = num_experts * self.intermediate
         if num_kept >= channels:
             return num_experts * self.expert
@@ -114,24 +114,24 @@ class ReadBytes:
         return read + (channels - num_kept) * self.skipped_channel + (self.once * num_ranks if num_experts else 0)
 
     def kept(self, budget: float, num_experts: int, num_ranks: int = 1) -> int:
-        """The most channels that a token with so many experts and ranks may keep so that `token` stays within the
-        budget, a share of its experts' bytes. Raises ValueError if the screen alone exceeds the budget."""
+        """The most channels that a token may keep so that `token` stays within the budget, a fraction of the bytes of
+        its experts. Raises ValueError if the screen alone exceeds the budget."""
         if isnan(budget):
-            raise ValueError("a budget of nan: give a share of the bytes of a token's experts, above 0 and up to 1")
+            raise ValueError("a budget of nan: give a fraction of the bytes of a token's experts, above 0 and up to 1")
         channels = num_experts * self.intermediate
         if budget >= 1 or not num_experts:
             return channels
-        # In whole bytes: a rounded product may exceed the budget.
+        # Rounded down to whole bytes, because a float product may exceed the budget.
         room = floor(Fraction(max(budget, 0.0)) * num_experts * self.expert) - self.token(num_experts, 0, num_ranks)
         if room < 0:
             least = ceil(Fraction(self.token(num_experts, 0, num_ranks), num_experts * self.expert) * 10_000) / 10_000
             where = f" on {num_ranks} ranks" if num_ranks > 1 else ""
-            more = "more" if least < 1 else "1, which reads them whole"
+            more = "more" if least < 1 else "1, which reads whole experts"
             raise ValueError(
                 f"a budget of {budget:g} is too small: with {num_experts} experts of {self.hidden} x "
-                f"{self.intermediate}{where} the choice alone reads {least:.4f}; give {more}"
+                f"{self.intermediate}{where} choosing channels alone reads {least:.4f}; give {more}"
             )
-        # At most one less than all, because the screen is read too.
+        # Below a budget of 1, at least one channel is skipped, because the screen is read too.
         return min(room // (self.kept_channel - self.skipped_channel), channels - 1)
 
 
@@ -148,8 +148,8 @@ def token_bytes(sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor) -> torc
 def union_bytes(
     sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor, coordinates: torch.Tensor, num_experts: int
 ) -> int:
-    """Bytes that a batch reads: for each active expert, the union over its tokens of coordinates, kept channels and
-    skipped channels. coordinates [T, H] bool: those that each token's screen reads."""
+    """Bytes that a batch reads: for each active expert, the unions over its tokens of the coordinates, of the kept
+    channels, and of the skipped channels. coordinates [T, H] bool: those that the screen of each token reads."""
     slots = torch.where(ids >= 0, ids, num_experts).flatten()
 
     def union(marks: torch.Tensor) -> torch.Tensor:

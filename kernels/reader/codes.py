@@ -9,7 +9,7 @@ CODES_A_BYTE = 5
 SECTOR = 32
 """A GPU reads memory in aligned units of this many bytes."""
 LARGEST = 65504.0
-"""The largest float16: the length of a block of weights may not exceed it."""
+"""The largest float16, which is also the largest allowed length of a block of weights."""
 
 
 def in_blocks(values: torch.Tensor) -> torch.Tensor:
@@ -18,8 +18,8 @@ def in_blocks(values: torch.Tensor) -> torch.Tensor:
 
 
 class Ternary(NamedTuple):
-    """codes [..., 128] int8 in -1, 0, 1; scale [...] float16; error [...] float16: the length of w - scale * codes,
-    rounded up, so that |w.x - scale codes.x| <= error |x|."""
+    """codes [..., 128] int8: -1, 0 or 1. scale [...] float16. error [...] float16: the length of w - scale * codes,
+    rounded up, so that |w.x - scale codes.x| <= error |x|. w: a block of weights."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -27,15 +27,16 @@ class Ternary(NamedTuple):
 
 
 def ternary(blocks: torch.Tensor) -> Ternary:
-    """The codes of least squared error of blocks [..., 128] float64 (of float32 weights, length at most `LARGEST`).
+    """The codes and scale with the least squared error for blocks [..., 128] float64 of float32 weights.
 
-    If the m weights of largest size get a code other than 0, the best scale is their mean size, and the squared error
-    is |w|^2 - S_m^2 / m, where S_m is the sum of their sizes. So sort, and take the m that maximises S_m^2 / m.
+    The length of a block may be at most `LARGEST`. If the m largest absolute values get a code other than 0, the best
+    scale is their mean, and the squared error is |w|^2 - S_m^2 / m, where S_m is their sum. The m that maximises
+    S_m^2 / m is found after sorting.
     """
     sizes, order = blocks.abs().sort(dim=-1, descending=True, stable=True)
     number = torch.arange(1, blocks.shape[-1] + 1, device=blocks.device, dtype=blocks.dtype)
     sums = sizes.cumsum(-1)
-    # Normalised, so that squares of tiny weights do not underflow.
+    # Sums are divided by the total, so that the squares of tiny weights do not underflow.
     gain = (sums / sums[..., -1:].clamp(min=torch.finfo(blocks.dtype).tiny)).square() / number
     last = gain.argmax(-1, keepdim=True)
     scale = (sums.gather(-1, last) / (last + 1)).to(torch.float16)
@@ -46,7 +47,7 @@ def ternary(blocks: torch.Tensor) -> Ternary:
 
 
 def rounded_up(values: torch.Tensor) -> torch.Tensor:
-    """values [...] float64 >= 0 rounded up to float16, with a margin for rounding in the sums they come from."""
+    """Rounds values [...] float64 >= 0 up to float16, with a margin for rounding errors in the values."""
     wide = values * (1 + 2.0**-40)
     near = wide.to(torch.float16)
     next_one = (near.view(torch.int16) + 1).view(torch.float16)
@@ -58,10 +59,10 @@ NEGATIVE = 128
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Packs codes [..., n] in -1, 0, 1 into [..., ceil(n / 5)] uint8, padded with 0.
+    """Packs codes [..., n], which are -1, 0 or 1, into [..., ceil(n / 5)] uint8, padded with code 0.
 
-    A byte holds five codes: the size of sum code 3^i (at most 121), plus 128 if it is negative. With its upper bit
-    moved, it is a float16 that holds the sum in units of the smallest float16."""
+    A byte has five codes: the absolute value (at most 121) of the sum of code_i 3^i, plus 128 if the sum is negative.
+    The lower 7 bits as a float16 mantissa, with bit 7 as the sign, are this sum in units of the smallest float16."""
     short = -codes.shape[-1] % CODES_A_BYTE
     digits = torch.nn.functional.pad(codes.to(torch.int16), (0, short))
     powers = torch.tensor(POWERS, dtype=torch.int16, device=codes.device)
@@ -78,15 +79,15 @@ def unpacked(packed_codes: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def row_bytes(intermediate: int, sector: int = SECTOR) -> int:
-    """Bytes of one coordinate's codes of an expert's gate and up channels, in whole sectors."""
+    """Bytes of a row: the codes of one coordinate for all gate and up channels of an expert, in whole sectors."""
     return -(-2 * -(-intermediate // CODES_A_BYTE) // sector) * sector
 
 
 def code_rows(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Packs one coordinate's codes gate, up [..., I] into a row [..., row_bytes(I)] uint8.
+    """Packs the codes of one coordinate, gate and up [..., I], into a row [..., row_bytes(I)] uint8.
 
-    Bytes 2m and 2m + 1 hold channels 5m to 5m + 4 of gate and of up, so one 16-bit word has both; zeros fill the last
-    sector.
+    Byte 2m has the gate codes of channels 5m to 5m + 4, byte 2m + 1 their up codes, so that one 16-bit word has both.
+    Zeros fill the last sector.
     """
     words = torch.stack([packed(gate), packed(up)], -1).flatten(-2)
     short = row_bytes(gate.shape[-1]) - words.shape[-1]

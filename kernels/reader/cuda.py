@@ -24,7 +24,7 @@ WARPS = 16
 THREADS = 32 * WARPS
 LONGEST, MOST_CHANNELS, MOST_EXPERTS, MAP = 3072, 16384, 32, 32
 CHOOSING = 4096 * 4 + 1024 * 8
-"""Bytes of shared memory for the choice: bins and rivals."""
+"""Bytes of shared memory for choosing channels: bins and candidates."""
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a block may have (compute capability 9.0)."""
 
@@ -33,8 +33,8 @@ MOST_SHARED = 227 << 10
 class Sizes:
     """The constants of reader.cu.
 
-    columns: experts per token. coordinates: how many of each 128 are read. rank: of the map, 0 for none. gelu: whether
-    the activation is GELU, otherwise SiLU.
+    columns: experts per token. coordinates: how many of each 128 are read. rank: of the map, 0 for none. gelu: true for
+    GELU, false for SiLU.
     """
 
     hidden: int
@@ -50,43 +50,43 @@ class Sizes:
 
     @property
     def words(self) -> int:
-        """32-bit words that hold one bit per channel of a token."""
+        """The number of 32-bit words with one bit per channel of a token."""
         return -(-self.columns * self.inter // 32)
 
     @property
     def scores(self) -> int:
-        """Scores of a token, rounded up to a multiple of 64."""
+        """The number of scores of a token, rounded up to a multiple of 64."""
         return -(-self.columns * self.inter // 64) * 64
 
     @property
     def buffers(self) -> int:
-        """Screen tasks whose codes a block holds: with two, the next codes load while one task is computed."""
-        return 2 if self._rest + self._screening(2) <= MOST_SHARED else 1
+        """The number of screen tasks whose codes a block holds. With two, the next codes load during computation."""
+        return 2 if self._fixed + self._screening(2) <= MOST_SHARED else 1
 
     @property
     def gathering(self) -> int:
-        """Channels whose rows a block holds, at most one per warp."""
-        return max(min((MOST_SHARED - self._rest) // (6 * self.hidden), WARPS), 1)
+        """The number of channels whose rows a block holds in shared memory, at most one per warp."""
+        return max(min((MOST_SHARED - self._fixed) // (6 * self.hidden), WARPS), 1)
 
     @property
     def shared(self) -> int:
         """Bytes of shared memory of a block: the struct Shared of reader.cu."""
         turns = max(self._screening(self.buffers), self.gathering * 6 * self.hidden)
-        return (turns + self._rest) // 128 * 128
+        return (turns + self._fixed) // 128 * 128
 
     def _screening(self, buffers: int) -> int:
         blocks = self.hidden // BLOCK
         return blocks * (buffers * (self.coordinates * 37 + 4) + 1280) + 16 + CHOOSING
 
     @property
-    def _rest(self) -> int:
-        """Bytes that a block needs in every stage, with padding."""
+    def _fixed(self) -> int:
+        """Bytes of shared memory that a block needs in all stages, with padding."""
         by_channel = 2 * self.columns * self.inter + 4 * self.words
         return 2 * self.hidden + WARPS * (128 + 16 + 8 + 8) + THREADS * 4 + by_channel + 64 + 512
 
 
 def uncovered_sketch(coordinates: int, rank: int) -> str | None:
-    """The reason why no kernel of the reader covers these coordinates or this rank of the map, or None."""
+    """The reason why no kernel of the reader supports these coordinates or this rank of the map, or None."""
     if coordinates % 16 or not 0 < coordinates <= BLOCK:
         return f"{coordinates} coordinates of {BLOCK} are not a multiple of 16"
     if rank not in (0, MAP):
@@ -95,7 +95,7 @@ def uncovered_sketch(coordinates: int, rank: int) -> str | None:
 
 
 def uncovered(sizes: Sizes) -> str | None:
-    """The reason why reader.cu does not cover this, or None."""
+    """The reason why reader.cu cannot run these sizes, or None if it can."""
     if sizes.hidden % BLOCK or sizes.hidden > LONGEST:
         return f"hidden {sizes.hidden} is not a multiple of {BLOCK} up to {LONGEST}"
     if not 0 < sizes.columns <= MOST_EXPERTS:
@@ -125,8 +125,8 @@ def _kernel(device: int, sizes: Sizes) -> int:
 
 
 def workspace(sizes: Sizes, tokens: int, blocks: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The words that blocks exchange, for up to so many tokens. Each carries the number of the launch that wrote it, so
-    that zeros and words of earlier launches are recognised as old."""
+    """The words that blocks exchange, for up to `tokens` tokens. Each word has a tag, the number of the launch that
+    wrote it, by which blocks recognise zeros and words of earlier launches as old."""
     rows = max(blocks, tokens)
     estimates = (tokens, sizes.columns, sizes.inter)
     words = {
@@ -140,12 +140,12 @@ def workspace(sizes: Sizes, tokens: int, blocks: int, device: torch.device) -> d
 
 @functools.cache
 def _ended(device: int) -> torch.Tensor:
-    """A counter of ended blocks over all launches. All kernels share it, because they have equally many blocks."""
+    """The number of blocks that have ended, over all launches. All kernels share it: they have equally many blocks."""
     return torch.zeros(1, dtype=torch.int64, device=f"cuda:{device}")
 
 
 _workspaces: dict[tuple[int, Sizes, int], dict[str, torch.Tensor]] = {}
-"""Workspaces by device, sizes and most tokens. They are never freed, because graphs may hold their addresses."""
+"""Workspaces by device, sizes and most tokens. They are never freed, because CUDA graphs may hold their addresses."""
 
 
 def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor]:
@@ -153,8 +153,8 @@ def _workspace(sizes: Sizes, tokens: int, device: int) -> dict[str, torch.Tensor
     key = (device, sizes, most)
     if key not in _workspaces:
         if torch.cuda.is_current_stream_capturing():
-            # Zeros written in a capture would only be written in its replays.
-            raise ValueError(f"read {tokens} tokens once before a capture of such a read in a CUDA graph")
+            # During a capture, the zeros would not be written now but in every replay.
+            raise ValueError(f"read {tokens} tokens once before capturing such a read in a CUDA graph")
         _workspaces[key] = workspace(sizes, most, blocks_of(device), torch.device("cuda", device))
         torch.cuda.synchronize(device)
     return {**_workspaces[key], "ended": _ended(device)}
@@ -191,7 +191,7 @@ def fused(
     blocks = blocks_of(device)
     argument, held = argument_of(sketch, x, {**tensors, **_workspace(sizes, len(x), device)}, kept)
     stream = torch.cuda.current_stream().cuda_stream
-    # Blocks wait for each other, so all must run at once: there is one per multiprocessor, each has room for one, and a
-    # launch begins early only when all blocks of the launch before it already run.
+    # Blocks wait for each other, so all must run at the same time. There is one block per multiprocessor, and a launch
+    # begins early only after all blocks of the previous launch have begun.
     launch(_kernel(device, sizes), (blocks,), THREADS, sizes.shared, stream, argument, early=True)
     return held["output"]

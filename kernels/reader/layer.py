@@ -1,4 +1,4 @@
-"""Reads a layer's experts by channels: the fused kernel if it covers the device and the shape, else plain PyTorch."""
+"""Reads a layer's experts by channels: the fused kernel if it supports the device and the shape, else plain PyTorch."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class ReaderLayer:
         coordinates: int = COORDINATES,
         restore: bool = True,
     ) -> ReaderLayer:
-        """Makes a layer from down [E, H, I], as checkpoints have it. budget: the share of its experts' bytes that a
-        token may read. Raises ValueError if the screen alone reads more, or if weights are not bfloat16."""
+        """Creates a layer from down [E, H, I], as checkpoints have it. budget: the fraction of its experts' bytes that
+        a token may read. Raises ValueError if the screen alone reads more, or if weights are not bfloat16."""
         if gate_up.dtype != torch.bfloat16 or down.dtype != torch.bfloat16:
             raise ValueError(f"weights are {gate_up.dtype} and {down.dtype}: a channel reader takes bfloat16")
         # The kernel needs contiguous tensors.
@@ -61,11 +61,11 @@ class ReaderLayer:
 
     @property
     def rank(self) -> int:
-        """The rank of the restoring map, 0 if nothing is restored."""
+        """The rank of the map that restores skipped channels, 0 if none are restored."""
         return self.sketch.rank if self.restore else 0
 
     def channels_kept(self, budget: float, numbers: range) -> torch.Tensor:
-        """The most channels in the budget for each number of experts, int32. Raises ValueError if it is too small."""
+        """The most channels within the budget, for each number of experts, int32. Raises ValueError if none fit."""
         sizes = ReadBytes(self.sketch.hidden, self.sketch.intermediate, 2, self.coordinates, self.rank)
         kept = [sizes.kept(budget, number) if number else 0 for number in numbers]
         return torch.tensor(kept, dtype=torch.int32, device=self.gate_up.device)
@@ -79,10 +79,10 @@ class ReaderLayer:
     ) -> torch.Tensor:
         """The output [T, H] bfloat16 of x [T, H] bfloat16, ids [T, k] int64 (-1 for none), weights [T, k] float32.
 
-        kept [T, ceil(k I / 32)] int32 is written: bit c % 32 of word c / 32 is channel c, slot after slot. Every run
-        gives the same bits. The call does not wait for the GPU, and after a first read of as many tokens it can be
-        captured in a CUDA graph. Reads on one device share memory, so they must not run on two streams at once. Raises
-        ValueError for inputs of the wrong shape, type or device.
+        kept [T, ceil(k I / 32)] int32, if given, receives the kept channels: bit c % 32 of word c / 32 is channel c % I
+        of the token's expert c / I. Every run gives the same bits. The call does not wait for the GPU. After a first
+        read of as many tokens it can be captured in a CUDA graph. Reads on one device share memory, so they must not
+        run on two streams at the same time. Raises ValueError for inputs of the wrong shape, type or device.
         """
         self.check(x, ids, weights)
         self._check_kept(kept, len(x))
@@ -111,7 +111,7 @@ class ReaderLayer:
     def screened(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, batches: Batches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In plain PyTorch: scores (-1 for an id of -1) and estimated activations of all channels, [T, k, I]."""
+        """Plain PyTorch: the scores (-1 if the id is -1) and the estimated activations of all channels, [T, k, I]."""
         gate, up = Screen(self.sketch).estimates(x, ids, self.coordinates, batches)
         estimates = GATES[self.gate](gate) * up
         scores = output_scores(weights, self.sketch.norms[ids.clamp(min=0)], estimates)
@@ -120,7 +120,7 @@ class ReaderLayer:
     def output(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, kept: torch.Tensor, estimates: torch.Tensor
     ) -> torch.Tensor:
-        """In plain PyTorch: the output [T, H] bfloat16 from the kept channels [T, k, I] bool and the estimates."""
+        """Plain PyTorch: the output [T, H] bfloat16 from the kept channels [T, k, I] bool and the estimates."""
         experts = Experts(self.gate_up, self.down.transpose(1, 2), GATES[self.gate])
         sketch = self.sketch if self.restore else None
         return read_output(x, ids, weights, experts, kept, estimates, sketch).bfloat16()

@@ -55,8 +55,8 @@ def read_output(
 def restored(amounts: torch.Tensor, ids: torch.Tensor, sketch: LayerSketch) -> torch.Tensor:
     """What skipped channels would add to the output, [T, H], restored with the low-rank map: U * (sum of w_j p_j b_j).
 
-    amounts [T, k, I]: w_j p_j of skipped channels, 0 for kept ones; the result has their type. It is a sum over
-    experts, so each rank of an expert-parallel group can restore the part of its experts.
+    amounts [T, k, I]: w_j p_j of skipped channels, 0 for kept channels. The result has their type. It is a sum over
+    experts, so each rank of an expert-parallel group can compute the part of its experts.
     """
     coefficients = sketch.coefficients.to(amounts.dtype).transpose(1, 2)
     summed = slot_products(amounts, ids, coefficients).sum(1)
@@ -64,5 +64,5 @@ def restored(amounts: torch.Tensor, ids: torch.Tensor, sketch: LayerSketch) -> t
 
 
 def _of_experts(weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The weights as [T, k, 1], with 0 in empty slots."""
+    """The weights as [T, k, 1], with 0 if the id is -1."""
     return weights.masked_fill(ids < 0, 0.0)[..., None]

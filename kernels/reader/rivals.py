@@ -1,7 +1,8 @@
-"""Methods that the sketch is compared with: an int4 copy of the gate rows, and sparse inputs after TEAL and WINA.
+"""Methods for comparison with the sketch: an int4 copy of the gate rows, and the sparse inputs of TEAL and WINA.
 
-TEAL: arXiv 2408.14690 (inputs of each matrix by size); WINA: arXiv 2505.19427 (by size times the length of the
-matrix's column); CATS: arXiv 2404.08763 (channels by the gate's activation, `ReadBytes.source` "cats").
+TEAL (arXiv 2408.14690) chooses inputs of each matrix by absolute value, WINA (arXiv 2505.19427) by absolute value times
+the length of the matrix column. CATS (arXiv 2404.08763) chooses channels by the activation of the gate:
+`ReadBytes.source` "cats".
 """
 
 from typing import Literal
@@ -26,10 +27,10 @@ def int4_gate(gate: torch.Tensor) -> torch.Tensor:
 
 
 def sparse_inputs_share(budget: float, hidden: int, intermediate: int, which: Inputs, weight_bytes: float = 2) -> float:
-    """The largest share of each matrix's inputs for which the bytes read of an expert stay within the budget.
+    """The largest fraction of each matrix's inputs for which the bytes read per expert stay within the budget.
 
-    An input's gate and up weights together, and a channel's down weights, are counted in whole sectors. WINA also reads
-    the lengths of the columns.
+    The gate and up weights of an input together, and the down weights of a channel, are counted in whole sectors. WINA
+    also reads the lengths of the columns.
     """
     whole = [-(-n * weight_bytes // SECTOR) * SECTOR for n in (2 * intermediate, hidden)]
     dense = 3 * intermediate * -(-hidden * weight_bytes // SECTOR) * SECTOR
@@ -40,16 +41,16 @@ def sparse_inputs_share(budget: float, hidden: int, intermediate: int, which: In
 def sparse_inputs_output(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts, share: float, which: Inputs
 ) -> torch.Tensor:
-    """The output [T, H] for x [T, H], ids and weights [T, k]: gate and up from the floor(share H) inputs, down from
-    the floor(share I) activations of each expert with the highest scores."""
-    here = ids.clamp(min=0)
+    """The output [T, H] for x [T, H], ids and weights [T, k]. gate and up use the floor(share H) inputs with the
+    highest scores, and down the floor(share I) activations with the highest scores of each expert."""
+    expert = ids.clamp(min=0)
     sizes = x.float().abs()[:, None].expand(-1, ids.shape[1], -1)
     if which == "wina":
-        sizes = sizes * experts.gate_up.float().norm(dim=1)[here]
+        sizes = sizes * experts.gate_up.float().norm(dim=1)[expert]
     inputs = torch.where(top_mask(sizes, int(share * x.shape[1])), x[:, None], 0.0)
     gate, up = slot_products(inputs, ids, experts.gate_up).chunk(2, -1)
     hidden = experts.activation(gate) * up
     amounts = hidden.float().abs()
     if which == "wina":
-        amounts = amounts * experts.down.float().norm(dim=1)[here]
+        amounts = amounts * experts.down.float().norm(dim=1)[expert]
     return experts.outputs(torch.where(top_mask(amounts, int(share * hidden.shape[-1])), hidden, 0.0), ids, weights)

@@ -30,8 +30,8 @@ def random_signs(hidden: int, seed: int) -> torch.Tensor:
 def rotated(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """R values for values [..., H] and signs [H], in the type of values. R is orthogonal: it keeps inner products.
 
-    Block b is hadamard @ (signs * values) of block b, divided by sqrt(128) last, so that sums that are equal stay equal
-    in any implementation.
+    Block b is hadamard @ (signs * values) of block b, divided by sqrt(128). The division comes last, so that equal sums
+    stay equal in every implementation.
     """
     blocks = in_blocks(values * signs.to(values.dtype))
     turned: torch.Tensor = blocks @ hadamard(values.dtype, values.device) * BLOCK**-0.5

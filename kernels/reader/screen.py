@@ -24,13 +24,13 @@ class Batches(NamedTuple):
 
 
 def coordinates(rotated_x: torch.Tensor, number: int) -> torch.Tensor:
-    """The `number` coordinates of largest size in each block of rotated_x [T, H], [T, H] bool; ties to the lower."""
+    """The `number` largest absolute values per block of rotated_x [T, H], as [T, H] bool; ties: the lower index."""
     return top_mask(in_blocks(rotated_x.abs()), number).flatten(-2)
 
 
 def batch_coordinates(rotated_x: torch.Tensor, number: int, batch: torch.Tensor, count: int) -> torch.Tensor:
-    """The same for whole batches, [T, H] bool: the `number` coordinates of each block of rotated_x [T, H] with the
-    largest sum of squares over the batch's tokens. batch [T]: each token's batch, of `count`."""
+    """`coordinates` for whole batches, [T, H] bool: the `number` coordinates of each block of rotated_x [T, H] with the
+    largest sum of squares over the batch's tokens. batch [T]: the batch of each token, of `count` batches."""
     squares = rotated_x.new_zeros(count, rotated_x.shape[1]).index_add_(0, batch, rotated_x.square())
     return coordinates(squares, number)[batch]
 
@@ -51,8 +51,8 @@ class Screen:
         self, x: torch.Tensor, ids: torch.Tensor, number: int = COORDINATES, batches: Batches | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate and up estimates [T, k, I] for x [T, H] and ids [T, k], from the `number` largest coordinates of each
-        block of Rx; 128 is the full screen. batches: groups of tokens that share their coordinates; tokens without
-        experts do not count in the choice."""
+        block of the rotated x; 128 is the full screen. batches: groups of tokens that share their coordinates; tokens
+        without experts do not influence the choice."""
         rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
         if batches is None:
             read = coordinates(rotated_x, number)
@@ -67,8 +67,8 @@ class Screen:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Upper bounds of the errors of `estimates` in exact arithmetic, gate and up [T, k, I].
 
-        They sum, over blocks b, error_b |x_b| and scale_b times the sizes of the coordinates not read, because no code
-        is larger than 1.
+        A bound is the sum over blocks b of error_b |x_b| + scale_b * (sum of the absolute values of the coordinates
+        that are not read), because no code is larger than 1.
         """
         rotated_x = rotated(x.to(self.dtype), self.sketch.signs)
         unread = rotated_x.abs() * ~coordinates(rotated_x, number)

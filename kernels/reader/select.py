@@ -1,4 +1,4 @@
-"""Selects the channels to keep: the k of highest score, or all above a threshold. Ties go to the lower index."""
+"""Selects the channels to keep: the k with the highest scores, or all above a threshold. Ties: the lower index."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import torch
 
 
 def top_mask(values: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
-    """The `number` largest of values [..., n], as [..., n] bool; ties by index. number: an integer or [...] int64.
+    """The `number` largest of values [..., n], as [..., n] bool; ties: the lower index. number: an int or [...] int64.
 
     It only compares values, so it is exact and the same on every device. NaN counts as infinite.
     """
@@ -18,13 +18,13 @@ def top_mask(values: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
             return torch.full_like(values, number > 0, dtype=torch.bool)
         return _down_to(values, values.topk(number, -1).values.amin(-1, keepdim=True), number)
     wanted = number.clamp(0, size)[..., None]
-    least = values.sort(-1, descending=True).values.gather(-1, (wanted - 1).clamp(min=0))
-    return _down_to(values, least, wanted) & (wanted > 0)
+    threshold = values.sort(-1, descending=True).values.gather(-1, (wanted - 1).clamp(min=0))
+    return _down_to(values, threshold, wanted) & (wanted > 0)
 
 
-def _down_to(values: torch.Tensor, least: torch.Tensor, wanted: int | torch.Tensor) -> torch.Tensor:
-    """The values above `least`, and the first of those equal to it, `wanted` in total."""
-    above, tied = values > least, values == least
+def _down_to(values: torch.Tensor, threshold: torch.Tensor, wanted: int | torch.Tensor) -> torch.Tensor:
+    """The values above `threshold`, and the first of those equal to it, `wanted` in total."""
+    above, tied = values > threshold, values == threshold
     room = wanted - above.sum(-1, keepdim=True)
     return above | (tied & (tied.cumsum(-1) <= room))
 
@@ -37,8 +37,8 @@ def output_scores(weights: torch.Tensor, norms: torch.Tensor, activations: torch
 
 
 def keep_top(scores: torch.Tensor, number: int | torch.Tensor) -> torch.Tensor:
-    """The `number` channels of highest score over all experts of each token, [T, k, I] bool. scores [T, k, I]. Ties go
-    to the earlier slot, then the lower channel."""
+    """The `number` channels with the highest scores over all experts of each token, [T, k, I] bool. scores [T, k, I].
+    Ties go to the earlier of the token's k experts, then to the lower channel."""
     return top_mask(scores.flatten(1), number).view_as(scores)
 
 
@@ -54,9 +54,9 @@ def keep_for_batch(
     number: int | torch.Tensor,
     batch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The `number` channels of each batch with the largest sum of scores over its tokens, [T, k, I] bool; every token
-    of the expert keeps them. ids [T, k] int64, -1 for none. batch [T]: each token's batch of n, with number [n]; None
-    for one batch."""
+    """The `number` channels of each batch with the largest sum of scores over its tokens, [T, k, I] bool. All tokens of
+    an expert keep the same channels. ids [T, k] int64, -1 for none. batch [T]: the batch of each token, of n batches
+    with number [n]; None for one batch."""
     where = torch.where(ids >= 0, ids, num_experts)
     count = 1
     if batch is not None:
@@ -85,12 +85,12 @@ def rank_quotas(
     num_ranks: int,
     by: ShareBy,
 ) -> torch.Tensor:
-    """How many of a token's `number` [T] int64 channels each rank keeps, [T, R] int64. They sum to `number`, or to 0
-    for a token without experts of any weight. ids and weights [T, k], rank_of_expert [E].
+    """How many channels of each token each rank keeps, [T, R] int64. They sum to number [T] int64, or to 0 for a token
+    whose weights are all 0. ids and weights [T, k], rank_of_expert [E].
 
-    Quotas are proportional to the number of the token's experts on a rank, or to the size of their weights (to the
-    number if these are NaN), rounded by largest remainder, ties to the lower rank. Every rank that serves the token
-    knows these inputs, so all compute the same quotas without communication.
+    Quotas are proportional to the number of the token's experts on a rank or, by "weights", to the sum of the absolute
+    weights there (to the number if a weight is not finite). They are rounded by largest remainder, ties to the lower
+    rank. Every rank that serves the token knows these inputs, so all ranks get the same quotas without communication.
     """
     served = (ids >= 0) & (weights != 0)
     amount = served.double()
@@ -111,8 +111,8 @@ def rank_quotas(
 def keep_by_rank(
     scores: torch.Tensor, ids: torch.Tensor, quotas: torch.Tensor, rank_of_expert: torch.Tensor
 ) -> torch.Tensor:
-    """The channels of highest score on each rank, as many as its quota [T, R], as [T, k, I] bool. If a rank has fewer
-    channels than its quota, other ranks do not get the rest."""
+    """The channels with the highest scores on each rank, as many as its quota [T, R], as [T, k, I] bool. If a rank has
+    fewer channels than its quota, the remaining quota is not given to other ranks."""
     rank = torch.where(ids >= 0, rank_of_expert[ids.clamp(min=0)], -1)
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for number in range(quotas.shape[1]):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 FEW = 256
-"""Up to so many (token, expert) pairs, weights are gathered without host synchronization, as CUDA graphs need."""
+"""For at most this many (token, expert) pairs, weights are gathered without host synchronization, for CUDA graphs."""
 
 
 def slot_products(values: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ def slot_products(values: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor)
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Grouped product: rows up to ends[e] belong to expert e; the result of rows after the last end is masked later."""
+    """Grouped product: rows before ends[e] belong to experts up to e. The caller masks the rows after the last end."""
     grouped: Any = getattr(F, "grouped_mm", None)
     if grouped is not None and rows.is_cuda and rows.dtype == torch.bfloat16:
         out: torch.Tensor = grouped(rows, weight.transpose(1, 2), offs=ends.to(torch.int32))

@@ -24,13 +24,13 @@ FUSED = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(gate_up_proj|down_proj)$"
 SINGLE = re.compile(r"layers\.(\d+)\.(?:.*\.)?experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 PREDICTORS = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)[^.]*\.")
-"""Names of the layers that predict further tokens, which are also numbered from 0."""
+"""Names of multi-token prediction layers, which are also numbered from 0."""
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of weights in a folder, without sketches.
+    """The weight files of a folder, without sketches.
 
-    Raises ValueError if there are none, if one is incomplete, or if a file of the index is missing.
+    Raises ValueError if there are none, if one is incomplete, or if a file that the index lists is missing.
     """
     files = [path for path in sorted(folder.glob("*.safetensors")) if not _is_sketch(path)]
     if not files:
@@ -48,7 +48,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _is_sketch(path: Path) -> bool:
-    """Whether a file is a sketch of any version, which holds no weights and may be overwritten."""
+    """Whether a file is a sketch of any version, not a file of weights."""
     try:
         with safe_open(path, "pt") as opened:
             return str((opened.metadata() or {}).get("format")).startswith(KIND)
@@ -57,7 +57,7 @@ def _is_sketch(path: Path) -> bool:
 
 
 def _num_layers(folder: Path) -> int | None:
-    """The model's number of layers, if a configuration beside the weights gives it."""
+    """The model's number of layers from config.json, or None if the folder has no such file or entry."""
     config = folder / "config.json"
     if not config.is_file():
         return None
@@ -70,7 +70,7 @@ def _num_layers(folder: Path) -> int | None:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """SHA-256 over the SHA-256 of each file of weights, in order of file names."""
+    """SHA-256 over the SHA-256 hashes of all weight files, in the order of file names."""
 
     def digest_of(path: Path) -> bytes:
         digest = hashlib.sha256()
@@ -100,7 +100,7 @@ class Checkpoint:
                     self._add((int(match[1]), match[2], -1), opened, name)
                 elif match := SINGLE.search(name):
                     self._add((int(match[1]), match[3], int(match[2])), opened, name)
-        # DeepSeek-V3 and GLM-4.5 number the layers that predict further tokens after the model's last layer.
+        # DeepSeek-V3 and GLM-4.5 number multi-token prediction layers after the model's last layer.
         end = _num_layers(folder)
         self.layers = sorted({layer for layer, _, _ in self._at if end is None or layer < end})
         if not self.layers:
@@ -169,7 +169,7 @@ def build_checkpoint(
 
 
 def build_named(layer: int, gate_up: torch.Tensor, down: torch.Tensor, seed: int, rank: int) -> LayerSketch:
-    """`build_layer` for a layer of a model. seed: of the model. Errors name the layer."""
+    """`build_layer` for layer `layer` of a model. seed: one for the model. Error messages name the layer."""
     try:
         return build_layer(gate_up, down, (seed * 100_003 + layer) % (1 << 63), rank)
     except ValueError as error:
@@ -216,7 +216,7 @@ def load_sketches(path: Path, folder: Path, dtype: str) -> dict[int, LayerSketch
 
 
 def _whole(parts: dict[str, torch.Tensor], where: str, again: str) -> LayerSketch:
-    """The sketch of these tensors. Raises ValueError if one is missing or they do not fit each other."""
+    """The sketch with these tensors. Raises ValueError if one is missing or if shapes do not match."""
     if sorted(parts) != sorted(field.name for field in fields(LayerSketch)):
         raise ValueError(f"{where} holds {', '.join(sorted(parts))}, which is not a sketch: {again}")
     for name, dimensions in (("codes", 3), ("norms", 2), ("basis", 2)):
@@ -232,12 +232,12 @@ def _whole(parts: dict[str, torch.Tensor], where: str, again: str) -> LayerSketc
 
 
 def _possible(name: str, tensor: torch.Tensor) -> bool:
-    """Whether `build_layer` can produce these values. Kernels and `unpacked` would read other codes differently."""
+    """Whether `build_layer` can produce these values. Kernels and `unpacked` would decode other codes differently."""
     if not tensor.numel():
         return True
     if name == "codes":
         return all(int((expert & (NEGATIVE - 1)).max()) <= sum(POWERS) for expert in tensor)
     if name == "signs":
         return bool((tensor.abs() == 1).all())
-    least, most = (float(value) for value in tensor.aminmax())
-    return math.isfinite(least + most) and (least >= 0 or name in ("basis", "coefficients"))
+    lowest, highest = (float(value) for value in tensor.aminmax())
+    return math.isfinite(lowest + highest) and (lowest >= 0 or name in ("basis", "coefficients"))

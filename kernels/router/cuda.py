@@ -32,8 +32,8 @@ ARGUMENTS = np.dtype(
 class Rule:
     """The arguments of `oea(k0, p, kmax, maxp)` (epsim/policies/routing/oea.py).
 
-    steps: (smallest batch size, k0), ascending; smaller batches take the model's own choice. kmax: None for k. maxp:
-    None for all experts.
+    steps: pairs (smallest batch size, k0), ascending. Batches below the first step keep the model's choice. kmax: None
+    for k. maxp: None for all experts.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -44,18 +44,18 @@ class Rule:
 
 @functools.cache
 def available(device: int) -> bool:
-    """Whether CuPy is installed and the device has clusters of blocks (compute capability 9.0)."""
+    """Whether CuPy is installed and the device supports clusters of thread blocks (compute capability 9.0)."""
     return importlib.util.find_spec("cupy") is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def uncovered(rule: Rule, tokens: int, experts: int, top_k: int) -> str | None:
-    """The reason why router.cu does not cover this, or None."""
+    """The reason why router.cu cannot run this rule on these sizes, or None if it can."""
     if experts > MOST_EXPERTS or tokens > MOST_TOKENS or not tokens:
         return f"{experts} experts and {tokens} tokens, not up to {MOST_EXPERTS} and 1 to {MOST_TOKENS}"
     if max(top_k, rule.kmax or 0) > LANES or len(rule.steps) > MOST_STEPS:
         return f"k {top_k}, kmax {rule.kmax} and {len(rule.steps)} steps, more than {LANES}, {LANES} and {MOST_STEPS}"
     if rule.kmax is not None and rule.kmax < top_k:
-        return f"kmax {rule.kmax} is less than k, {top_k}, which batches below the first step take"
+        return f"kmax {rule.kmax} is less than k {top_k}, the experts per token of batches below the first step"
     return None
 
 
@@ -65,13 +65,13 @@ def source(name: str = "router.cu") -> str:
 
 
 def definitions(tokens: int, experts: int) -> dict[str, int]:
-    """The constants of router.cu. A cluster has as many blocks (up to 8) as give each token a warp."""
+    """The constants of router.cu. A cluster has enough blocks to give each token a warp, but at most 8."""
     blocks = next(size for size in (1, 2, 4, 8) if size == 8 or tokens <= size * WARPS)
     return {"EXPERTS": -(-experts // 32) * 32, "CLUSTER": blocks, "ONE": int(tokens <= blocks * WARPS)}
 
 
 def threads_of(tokens: int) -> int:
-    """Threads per block: one warp per token if one block is enough."""
+    """Threads per block: one warp per token, at most WARPS warps."""
     return 32 * min(tokens, WARPS)
 
 
@@ -89,7 +89,7 @@ def arguments_of(
     tensors: dict[str, torch.Tensor],
     further: tuple[int, ...] = (0, 0, 0, 0, 0),
 ) -> Any:
-    """The argument of a kernel, from tensors by the names of its pointers. further: tensors for passes.cu only."""
+    """The struct Arguments of a kernel. tensors: by the names in POINTERS. further: the numbers for passes.cu only."""
     tokens, experts = scores.shape[-2:]
     width = tensors["ids"].shape[-1] if "ids" in tensors else 0
     sizes, k0 = np.zeros(MOST_STEPS, np.int32), np.zeros(MOST_STEPS, np.int32)
@@ -111,9 +111,9 @@ def check(rule: Rule, scores: torch.Tensor, top_k: int, given: dict[str, torch.T
         raise ValueError(f"the router kernel does not cover this: {reason}")
     sizes, k0 = zip(*rule.steps, strict=True) if rule.steps else ((), ())
     if not k0 or list(sizes) != sorted(set(sizes)) or not 1 <= min(k0) <= max(k0) <= top_k <= experts:
-        raise ValueError(f"steps {rule.steps}: give batch sizes that ascend, each with k0 of 1 to k, {top_k}")
+        raise ValueError(f"steps {rule.steps}: give ascending batch sizes, each with a k0 from 1 to k ({top_k})")
     if rule.maxp is not None and rule.maxp < max(k0):
-        raise ValueError(f"maxp {rule.maxp} is less than k0, {max(k0)}, which every token is guaranteed")
+        raise ValueError(f"maxp {rule.maxp} is less than k0 {max(k0)}, the number of experts that each token keeps")
     if rule.kmax is not None and rule.kmax > experts:
         raise ValueError(f"kmax {rule.kmax}, but there are {experts} experts")
     wide = (*scores.shape[:-1], top_k)
@@ -160,8 +160,8 @@ def reroute(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reroutes a batch like `Oea.route`, from the tensors of RouterWork for all tokens of the batch.
 
-    Returns expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, equal up to rounding;
-    active [...] int64: the number of experts that are read.
+    Returns expert_ids [..., B, k'] int64, the same as on the CPU; weights [..., B, k'] float32, the same as on the CPU
+    up to rounding; and active [...] int64, the number of active experts.
     """
     choice = {"choice": expert_ids, "choice_weights": weights.float(), "selected": decode}
     return _run(rule, scores.float(), expert_ids.shape[-1], 1.0, True, choice | {"weight_basis": weight_basis.float()})
@@ -177,8 +177,8 @@ def route_logits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`reroute` from the logits [..., B, E] float32 of a softmax router, in one launch.
 
-    Experts are ordered by logit, ties by id. Weights are the softmax probabilities of the kept experts. They sum to
-    `scaling`, or without renormalise to `scaling` times the probability of the k best. live [..., B] bool: rows that
-    are not padding.
+    Experts are ordered by logit, ties by id. Weights are proportional to the softmax probabilities of the kept experts.
+    They sum to `scaling` or, without renormalise, to `scaling` times the sum of the k largest probabilities.
+    live [..., B] bool: rows that are not padding; None for all rows.
     """
     return _run(rule, logits, top_k, scaling, renormalise, {} if live is None else {"selected": live})

@@ -1,4 +1,4 @@
-"""passes.cu: routes a batch whose tokens live on several ranks, in two launches with a sum over ranks between them."""
+"""Routes a batch whose tokens are on several ranks: two launches of passes.cu, and a sum over ranks between them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NO_RULE = Rule(())
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which experts tokens may take (the policies are in epsim/policies/routing).
+    """Which experts tokens may take. The policies are in epsim/policies/routing.
 
-    kind: `base`, each token its best k0 (oea.py, pruned); `union`, the union of these bases (oea.py, oea); `ranks`, the
-    union and what also fits the ranks (ranks.py); `popular`, the `number` most popular experts, and `least`, those with
-    `number` choices or more (rivals.py). rule: for the first three kinds; the others have none.
+    kind: `base`, a token's best k0 experts (`pruned` in oea.py); `union`, the union of the bases of all tokens (`oea`);
+    `ranks`, the union and experts that fit ranks with slack (ranks.py); `popular`, the `number` most popular experts;
+    `least`, experts with at least `number` choices (both in rivals.py). rule: of the first three kinds only.
     """
 
     kind: Kind
@@ -33,11 +33,11 @@ class Plan:
 
     @property
     def settled(self) -> bool:
-        """Whether a rank needs nothing from other ranks, because k0 does not depend on the batch size."""
+        """Whether a rank needs no numbers of other ranks, because k0 does not depend on the batch size."""
         return self.kind == "base" and len(self.rule.steps) == 1 and self.rule.steps[0][0] <= 1
 
     def shape(self, experts: int) -> tuple[int, ...]:
-        """The shape of the numbers of one batch that are summed over ranks."""
+        """The shape of the numbers that are summed over ranks, for one batch."""
         if self.kind == "base":
             return (1,)
         if self.kind in ("popular", "least"):
@@ -46,12 +46,12 @@ class Plan:
 
 
 def uncovered(plan: Plan, experts: int, top_k: int, ranks: int) -> str | None:
-    """The reason why passes.cu does not cover this, or None."""
+    """The reason why passes.cu cannot run this plan on these sizes, or None if it can."""
     rule = plan.rule
     if experts > MOST_EXPERTS or max(top_k, rule.kmax or 0) > LANES or len(rule.steps) > MOST_STEPS:
         return f"{experts} experts, k {top_k}, kmax {rule.kmax} and {len(rule.steps)} steps"
     if rule.kmax is not None and rule.kmax < top_k:
-        return f"kmax {rule.kmax} is less than k, {top_k}, which batches below the first step take"
+        return f"kmax {rule.kmax} is less than k {top_k}, the experts per token of batches below the first step"
     if plan.kind == "ranks" and ranks > MOST_RANKS:
         return f"{ranks} ranks, more than {MOST_RANKS}"
     return None
@@ -64,7 +64,7 @@ def _kernel(device: int, name: str, experts: int, cluster: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Passes:
-    """Both launches for one batch, or several along leading axes; neither waits for the device. Make it with `of`."""
+    """The two launches for one batch, or several along leading axes; they do not wait for the device. See `of`."""
 
     plan: Plan
     tensors: dict[str, torch.Tensor]
@@ -81,7 +81,7 @@ class Passes:
         decode: torch.Tensor,
         holds: torch.Tensor | None = None,
     ) -> Passes:
-        """Takes the tensors of RouterWork, for this rank's tokens."""
+        """Creates it from the tensors of RouterWork for this rank's tokens."""
         assert expert_ids.dtype == torch.int64
         assert decode.dtype == torch.bool
         compared = scores.float().contiguous()
@@ -96,7 +96,7 @@ class Passes:
         return cls(plan, tensors | {"holds": each.contiguous()}, holds.shape[-1])
 
     def demand(self) -> torch.Tensor:
-        """The numbers of this rank's tokens that are summed over ranks, [..., *plan.shape(E)] int64."""
+        """The numbers that the caller sums over ranks, from this rank's tokens, [..., *plan.shape(E)] int64."""
         *lead, tokens, experts = self.tensors["scores"].shape
         message = self._empty(*lead, *self.plan.shape(experts), dtype=torch.int64)
         size = definitions(tokens, experts)
@@ -107,8 +107,8 @@ class Passes:
         return message
 
     def answer(self, summed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """expert_ids [..., B, k'] int64 and weights [..., B, k'] float32. summed: `demand` summed over all ranks, or
-        None if the plan is settled."""
+        """expert_ids [..., B, k'] int64, weights [..., B, k'] float32. summed: `demand` summed over ranks, or None if
+        the plan is settled."""
         *lead, tokens, experts = self.tensors["scores"].shape
         top_k, blocks = self.tensors["choice"].shape[-1], -(-tokens // WARPS)
         width = min(max(self.plan.rule.kmax or 0, top_k), experts)

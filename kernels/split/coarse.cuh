@@ -1,9 +1,9 @@
-// The search of coarse.py. Lane r holds rank r, a set of ranks is the bits of a word, and a wave has at most one copy
-// on each rank.
+// The search of coarse.py. Lane r holds rank r, and a set of ranks is a 32-bit mask. A wave has at most one copy on each
+// rank, so all its experts are processed at the same time.
 
-// A rank's copy in a wave. mask: the ranks of its expert, 0 if the rank has no copy in the wave. need, part: the loads
-// of the expert and of the copy, in units. others: one byte for each of the expert's first three other ranks, with 0x40
-// set if that rank is before this one, or ABSENT; the last byte is the rank itself.
+// A rank's copy in a wave. mask: the ranks of its expert, 0 if the rank has no copy in the wave. need, part: the loads of
+// the expert and of the copy, in units. others: one byte for each of the expert's first three other ranks: the rank, with
+// 0x40 set if it is lower than this one, or with ABSENT set if there is none. The highest byte is the rank itself.
 struct __align__(16) Cell {
   u32 mask;
   int need, part;
@@ -15,7 +15,7 @@ const u32 ABSENT = 0x80;
 
 __device__ int lowest_bit(u32 bits) { return __ffs(bits) - 1; }
 
-// a / n rounded down, for 0 <= a <= 2^30 + 32, from inverse = (2^32 - 1) / n.
+// a / n rounded down, for 0 <= a <= 2^30 + 32. inverse: (2^32 - 1) / n, rounded down.
 __device__ int over(int a, int n, u32 inverse) {
   int q = __umulhi(a, inverse);
   return a - q * n >= n ? q + 1 : q;
@@ -23,10 +23,11 @@ __device__ int over(int a, int n, u32 inverse) {
 
 __device__ int over(const Problem &p, int a, int n) { return over(a, n, p.inverse_units[n]); }
 
-// The new part of the lane's copy, in a wave of experts with three to OTHERS + 1 copies, or with more.
+// Water-filling in a wave of experts with three to OTHERS + 1 copies. Returns the new load of the lane's copy. base_load:
+// the load of the lane's rank without this copy.
 template <int OTHERS>
 __device__ int pour_few(const Cell &cell, int base_load) {
-  u32 volume = 0;  // the load needed to raise lower ranks to this rank's level
+  u32 volume = 0;  // the load that would raise all lower ranks to the level of this rank
   bool lowest = true;
   int other_load[OTHERS];
 #pragma unroll
@@ -78,13 +79,13 @@ __device__ void sweep(Problem &p, int &load, int lane) {
   bool mine = lane < p.ranks;
   Cell *at = p.cells + (mine ? lane : 0), now = {0, 0, 0, static_cast<u32>(lane)}, next = now;
   if (mine) next = *at;
-  // The cell of the next wave is read ahead. There is room for one wave more than any layer has.
+  // The cell of the next wave is read in advance. The array has one wave more than any layer, so that this stays in bounds.
 #pragma unroll 2
   for (int w = 0; w < p.pair_waves; ++w) {
     now = next;
     if (mine) next = at[p.ranks];
     int base_load = load - now.part, other_load = __shfl_sync(ALL, base_load, now.others);
-    // The first of two copies takes half, rounded down; the second, where 0x40 is set, takes half, rounded up.
+    // The first of two copies takes half of the load, rounded down; the second (0x40 is set) takes half, rounded up.
     int odd = now.need + static_cast<int>(now.others >> 6 & 1);
     int part = min(max((other_load - base_load + odd) >> 1, 0), now.need);
     load = base_load + part;
@@ -108,8 +109,8 @@ __device__ void sweep(Problem &p, int &load, int lane) {
   }
 }
 
-// Each lane computes the bound of the set of ranks whose load is at least its own. With up to 16 ranks, lane and
-// lane + 16 compute half of it each.
+// Each lane computes the bound of the set of ranks whose load is at least that of its rank; returns the best bound. With up
+// to 16 ranks, lanes r and r + 16 compute half of the sum each.
 __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
   bool halves = p.ranks <= 16;
   int step = halves ? 2 : 1, begin = halves ? lane >> 4 : 0, rank = halves ? lane & 15 : lane;
@@ -137,8 +138,9 @@ __device__ Captive level_sets(const Problem &p, int load, int fixed, int lane) {
   return {__shfl_sync(ALL, inside, owner), __shfl_sync(ALL, captive, owner), best};
 }
 
-// A rank's position in the trees of ranks that partly used copies connect: its depth (0 for a root), its parent, by a
-// copy in the wave `edge`, and the tree's mean load. earlier: the ranks before it with the same parent and edge.
+// A rank's node in a spanning tree of ranks that partly used copies connect. depth: 0 for the root. parent: the parent rank.
+// edge: the wave of the expert that connects the rank to its parent. mean: the mean load of the tree. earlier: the lower
+// ranks with the same parent and edge, as bits.
 struct TreeNode {
   int depth, parent, edge, mean;
   u32 earlier;
@@ -183,13 +185,13 @@ __device__ TreeNode build_trees(Problem &p, int load, int lane) {
     used_here -= p.ranks;
     if (mine && *used_here >> node.parent & 1) node.edge = w;
   }
-  // Only an expert with more than two copies connects a rank to several others.
+  // Only an expert with more than two copies connects several ranks to one parent.
   if (__ballot_sync(ALL, node.depth && node.edge >= p.pair_waves))
     node.earlier = __match_any_sync(ALL, node.depth ? node.edge << 5 | node.parent : -1 - lane) & ((1u << lane) - 1);
   return node;
 }
 
-// The flows along the trees, computed by depth, from the leaves to the roots.
+// coarse.level_out: the flows along the trees, computed level by level from the leaves to the roots.
 __device__ void level_out(Problem &p, const TreeNode &node, int &load, int lane) {
   int deepest = __reduce_max_sync(ALL, static_cast<u32>(node.depth));
   int most_earlier = __reduce_max_sync(ALL, static_cast<u32>(__popc(node.earlier)));
@@ -199,7 +201,7 @@ __device__ void level_out(Problem &p, const TreeNode &node, int &load, int lane)
   for (int depth = deepest; depth; --depth) {
     bool moves = node.depth == depth;
     int held = p.loads[lane], amount = moves ? held - node.mean : 0, drawn = 0, left = 0;
-    if (moves) left = amount < 0 ? *from : *to;  // other pointers may be invalid
+    if (moves) left = amount < 0 ? *from : *to;  // the pointers of other lanes may be invalid
     u32 ahead = node.earlier;
     for (int i = 0; i < most_earlier; ++i, ahead &= ahead - 1) {
       int other_amount = __shfl_sync(ALL, amount, lowest_bit(ahead));
@@ -218,12 +220,14 @@ __device__ void level_out(Problem &p, const TreeNode &node, int &load, int lane)
   load = p.loads[lane];
 }
 
-// How far the peak may be above the bound, as a share of the bound in 2^-32: a little less than the tolerance.
+// The gap between peak and bound at which the search ends, as a fraction of the bound in units of 2^-32. It is slightly
+// smaller than the tolerance, because rounding to units may lose load.
 __device__ u32 spare_of(const Problem &p, double tol) {
   return p.whole ? 0 : static_cast<u32>(static_cast<i64>(tol * 0.96875 * 4294967296.0));
 }
 
-// The work of the other warps in the search: the second warp computes bounds while the first builds trees or sweeps.
+// What the other warps do during the search: the second warp computes bounds while the first builds trees or sweeps. The
+// other warps only take part in the barriers.
 template <int WARPS>
 __device__ void compute_bounds(Problem &p, int fixed, int warp, int lane) {
   while (true) {

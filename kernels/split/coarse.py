@@ -1,8 +1,8 @@
 """The split's search in 30-bit integers: sweeps of water-filling, levelling along trees, bounds from level sets.
 
-Loads are integer multiples of a unit, a power of two chosen so that the total has 2^29 to 2^30 units. Integer sums do
-not depend on their order, so the GPU form (coarse.cuh), which processes all ranks at once, gives the same bits. The
-result is usually within the tolerance; cpu.py checks it in float64 and continues from it if not.
+Loads are rounded to integer multiples of a unit. The unit is a power of two, chosen so that the total has 2^29 to 2^30
+units. Integer sums do not depend on their order, so the GPU form (coarse.cuh), which processes all ranks at once, gives
+the same bits. cpu.py checks the result in float64. If it is not within the tolerance, cpu.py continues from it.
 """
 
 import math
@@ -15,17 +15,17 @@ from epsim.kernels.split.flow import Graph, largest
 from epsim.kernels.split.structure import Floats, Ints, Longs
 
 MOST_RANKS = 32
-"""The most ranks for this search: sets of ranks are the bits of a word."""
+"""The most ranks for this search, in which a set of ranks is a 32-bit mask."""
 MOST_SWEEPS, MOST_WHOLE = 40, 8
 """The most sweeps before augmenting paths take over, for real-valued and for integral splits."""
 COLD, WARM, LEVELLED = 2, 1, 8
-"""A search from the even split levels ranks from sweep COLD on, a search from another batch's split from sweep WARM on
-(or at once if that split is near). After LEVELLED sweeps ranks are levelled at every other sweep only, because sweeps
-and levelling may undo each other."""
+"""A search levels ranks from sweep COLD on if it starts from the even split, and from sweep WARM on if it starts from
+another batch's split (at once if that split is good). After LEVELLED sweeps, ranks are levelled only at every other
+sweep, because sweeps and levelling may undo each other."""
 
 
 class Scratch(NamedTuple):
-    """need [K], part [copies]: loads of experts and copies, in units. words [6, R], used [E], tree [4, R]: buffers."""
+    """need [K], part [copies]: loads of experts and copies in units. Buffers: words [6, R], used [E], tree [4, R]."""
 
     need: Longs
     part: Longs
@@ -36,7 +36,7 @@ class Scratch(NamedTuple):
 
 @njit(nogil=True, error_model="numpy")
 def unit_of(total: float, whole: bool) -> float:
-    """Units per load of 1.0. whole: at most 1, so that whole tokens move."""
+    """The number of units per load of 1.0. whole: at most 1, so that only whole tokens move."""
     if total <= 0.0:
         return 1.0
     exponent = min(max(30 - math.frexp(total)[1], -1000), 1000)
@@ -70,19 +70,19 @@ def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
             total += part
             if part > most_part:
                 most_copy, most_part = c, part
-        # Outside this range, float32 cannot represent the total, or 2^30 units over the total.
+        # Outside this range, float32 cannot represent the total, or 2^30 units divided by the total.
         if not np.float32(1e-28) <= total <= np.float32(1e38):
             for c in range(first, last):
                 before[c] = 1.0
             total, most_copy = np.float32(last - first), first
-        # The other copies sum to less than the need. The largest copy takes the rest.
+        # Rounded down, the other copies sum to at most the need. The largest copy takes the remaining load.
         scale = np.float32(need[k]) / total
-        rest = need[k]
+        remaining = need[k]
         for c in range(first, last):
             if c != most_copy:
                 x[c] = int(np.float32(before[c]) * scale)
-                rest -= x[c]
-        x[most_copy] = rest
+                remaining -= x[c]
+        x[most_copy] = remaining
 
 
 @njit(nogil=True, error_model="numpy")
@@ -113,7 +113,7 @@ def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
             total += load[ranks[c]]
             if load[ranks[c]] < load[ranks[lowest]]:
                 lowest = c
-        # Ranks above the water level, total / wet, are dropped until none is left (Michelot's projection).
+        # Ranks above the water level, total / wet, are removed until none is above it (Michelot's projection).
         wet = last - first
         while True:
             under, lower = 0, need[k]
@@ -125,14 +125,14 @@ def sweep(graph: Graph, need: Longs, x: Longs, load: Longs) -> None:
                 break
             wet, total = under, lower
         level = total // wet
-        rest = need[k]
+        remaining = need[k]
         for c in range(first, last):
             if c != lowest and load[ranks[c]] < level:
-                x[c] = min(level - load[ranks[c]], rest)
+                x[c] = min(level - load[ranks[c]], remaining)
                 load[ranks[c]] += x[c]
-                rest -= x[c]
-        x[lowest] = rest
-        load[ranks[lowest]] += rest
+                remaining -= x[c]
+        x[lowest] = remaining
+        load[ranks[lowest]] += remaining
 
 
 @njit(nogil=True, error_model="numpy")
@@ -161,7 +161,7 @@ def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool
     captive, best = 0, -1
     for i in range(num_ranks):
         captive += held[i]
-        # Computed in float64, which is faster, and exact once rounded down.
+        # A division in float64 is faster than in integers. After rounding down it is exact.
         held[i] = int((captive + (i if whole else 0)) / (i + 1))
         best = max(best, held[i])
     best_rank, best_set = num_ranks, 0
@@ -174,16 +174,16 @@ def level_sets(graph: Graph, need: Longs, fixed: Longs, load: Longs, whole: bool
 
 @njit(nogil=True, error_model="numpy")
 def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
-    """Moves each set of ranks that partly used copies connect towards its mean load, along a spanning tree.
+    """Moves the loads of ranks connected by partly used copies towards their mean, along a spanning tree.
 
-    At the least-squares split, such ranks have equal loads, and any flow with the right sums reaches this. The flow
-    along the tree is computed from the leaves to the root. A flow larger than a copy can carry is cut.
+    At the least-squares split, such ranks have equal loads. On a tree, one flow gives all ranks the mean load; it is
+    computed from the leaves to the root. A flow on an edge is limited to the load of the copy that it leaves.
     """
     num_ranks = load.size
-    near, levels, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
+    adjacent, levels, used, tree = scratch.words[0], scratch.words[1], scratch.used, scratch.tree
     parent, from_copy, to_copy, ranks = tree[0], tree[1], tree[2], graph.copy_rank
     seen = 0
-    near[:] = 0
+    adjacent[:] = 0
     for k in range(graph.demand.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
         using = 0
@@ -192,27 +192,27 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
         used[k] = using
         for c in range(first, last):
             if x[c] > 0:
-                near[ranks[c]] |= using
+                adjacent[ranks[c]] |= using
     for r in range(num_ranks):
-        if not near[r] & ~(1 << r):
+        if not adjacent[r] & ~(1 << r):
             seen |= 1 << r  # not connected to another rank
     everyone = (1 << num_ranks) - 1
     while seen != everyone:
         # A tree is flat, and its paths are short, if its root is the rank with the most neighbours.
-        root, most_near = 0, 0
+        root, most_adjacent = 0, 0
         for r in range(num_ranks):
-            degree = num_bits(near[r]) if not seen >> r & 1 else 0
-            if degree > most_near:
-                root, most_near = r, degree
-        num_levels, now, tree_ranks, total = 0, 1 << root, 1 << root, load[root]
-        while now:
-            after = 0
-            while now:
-                u = num_bits((now & -now) - 1)
-                now &= now - 1
-                fresh = near[u] & ~tree_ranks
+            degree = num_bits(adjacent[r]) if not seen >> r & 1 else 0
+            if degree > most_adjacent:
+                root, most_adjacent = r, degree
+        num_levels, frontier, tree_ranks, total = 0, 1 << root, 1 << root, load[root]
+        while frontier:
+            next_frontier = 0
+            while frontier:
+                u = num_bits((frontier & -frontier) - 1)
+                frontier &= frontier - 1
+                fresh = adjacent[u] & ~tree_ranks
                 tree_ranks |= fresh
-                after |= fresh
+                next_frontier |= fresh
                 while fresh:
                     v = num_bits((fresh & -fresh) - 1)
                     fresh &= fresh - 1
@@ -226,23 +226,23 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
                     while ranks[c] != u:
                         c += 1
                     from_copy[v] = c
-            levels[num_levels] = now = after
+            levels[num_levels] = frontier = next_frontier
             num_levels += 1
         seen |= tree_ranks
         mean = total // num_bits(tree_ranks)
         for level in range(num_levels - 2, -1, -1):
-            # First the ranks of a level that draw load, so that they draw on what their parents' copies had before.
-            for drawing in (True, False):
+            # Ranks that receive load come first, so that they receive only load that their parents' copies already had.
+            for receiving in (True, False):
                 left = levels[level]
                 while left:
                     v = num_bits((left & -left) - 1)
                     left &= left - 1
                     amount = load[v] - mean
-                    if (amount < 0) != drawing:
+                    if (amount < 0) != receiving:
                         continue
                     c, d = from_copy[v], to_copy[v]
-                    amount = -min(-amount, x[c]) if drawing else min(amount, x[d])
-                    if drawing:
+                    amount = -min(-amount, x[c]) if receiving else min(amount, x[d])
+                    if receiving:
                         levels[level] &= ~(1 << v)
                     x[d] -= amount
                     x[c] += amount
@@ -254,10 +254,10 @@ def level_out(graph: Graph, x: Longs, load: Longs, scratch: Scratch) -> None:
 def search(
     graph: Graph, fixed: Longs, load: Longs, tol: float, limit: int, unlevelled: int, whole: bool, scratch: Scratch
 ) -> tuple[int, int, int]:
-    """Improves scratch.part until the peak load is within tol of a bound. fixed, load [R]: in units.
+    """Improves scratch.part until the peak load is within tol of a lower bound. fixed, load [R]: in units.
 
-    unlevelled: the number of sweeps before ranks are levelled.
-    Returns the bits of the set of ranks that gives the bound, the number of sweeps (at most limit), and the peak load.
+    unlevelled: the number of sweeps before the first levelling.
+    Returns the set of ranks that gives the bound (as bits), the number of sweeps (at most limit), and the peak load.
     """
     need, x, words = scratch.need, scratch.part, scratch.words
     num_ranks = load.size
@@ -266,7 +266,7 @@ def search(
     for r in range(num_ranks):
         if fixed[r] > bound:
             bound, inside = fixed[r], 1 << r
-    # A little less than the tolerance. The rest allows for what the integer units lose.
+    # Slightly less than the tolerance, because rounding to units may lose load.
     spare = 0 if whole else int(tol * 0.96875 * 4294967296.0)
     sweeps = 0
     while top > bound + (bound * spare >> 32):
@@ -286,7 +286,7 @@ def search(
         sweep(graph, need, x, load)
         top = largest(load)
         sweeps += 1
-        if new_bound > bound:  # a GPU computes it during the sweep
+        if new_bound > bound:  # used only after the sweep, because a GPU computes the bound during the sweep
             bound, inside = new_bound, new_set
     return inside, sweeps, top
 

@@ -44,7 +44,7 @@ NUM_SWEEPS = 3
 
 @njit(nogil=True, error_model="numpy")
 def add_fixed(fixed_start: Ints, fixed_expert: Ints, values: Floats, fixed: Floats) -> tuple[float, float]:
-    """Sums the fixed experts of each rank into fixed [R]. Returns the total, and the lowest load if it is below 0."""
+    """Sums the fixed experts of each rank into fixed [R]. Returns their total, and the lowest load or 0."""
     total, low = 0.0, 0.0
     for r in range(fixed.size):
         fixed[r] = 0.0
@@ -81,7 +81,7 @@ def near_split(
     scratch: Scratch,
     seen: Search,
 ) -> tuple[float, int, int, bool]:
-    """Computes x and load by the search in coarse.py. warm: starts from x if it is better than the even split.
+    """Computes x and load by the search in coarse.py. warm: start from x if it is better than the even split.
 
     Returns the bound's numerator and size, the number of sweeps, and whether the even split may have a lower peak.
     """
@@ -110,7 +110,7 @@ def near_split(
     for c in range(x.size):
         x[c] = part[c] * inverse
     for k in range(need.size):
-        x[graph.copy_start[k]] += graph.demand[k] - need[k] * inverse  # the part that the integer units lose
+        x[graph.copy_start[k]] += graph.demand[k] - need[k] * inverse  # the load lost by rounding to units
     add_loads(graph, x, fixed, load)
     size = 0
     for r in range(load.size):
@@ -131,7 +131,7 @@ def far_split(
     limit: int,
     whole: bool,
 ) -> tuple[float, int, int, bool]:
-    """As near_split, but by three sweeps in float64, for more than 32 ranks."""
+    """`near_split` for more than 32 ranks: three sweeps of water-filling in float64."""
     if warm:
         flow.rescale(graph, x)
     else:
@@ -181,8 +181,8 @@ def _solve_range(
     """Solves problems one after the other: loads [N, E] of the layers `layer` [N].
 
     start [N, P], or [0, P] for none. Results: split [N, P] ([0, P] if not wanted), peak, numerator, size, sweeps and
-    status [N]. A problem whose status is not OK has no other result. A total of too_large or more is refused. whole:
-    integral split (see the module docstring).
+    status [N]. If status is not OK, the other results are undefined. TOO_LARGE: the loads sum to too_large or more.
+    whole: integral split (see the module docstring).
     """
     num_ranks = tables.fixed_start.shape[1] - 1
     num_experts = loads.shape[1]
@@ -197,7 +197,7 @@ def _solve_range(
     words, tree = np.empty((6, num_ranks), np.int64), np.empty((4, num_ranks), np.int32)
     needs, used = np.empty((2, num_experts), np.int64)
     parts = np.empty(num_physical, np.int64)
-    tiny_part = num_ranks / (2 * num_physical)  # unused copies of a rank together hold less than half of the slack
+    tiny_part = num_ranks / (2 * num_physical)  # ignored copies of a rank sum to less than half of the slack
     for b in range(loads.shape[0]):
         at = layer[b]
         values[:num_experts] = loads[b]
@@ -245,9 +245,9 @@ def _solve_range(
         proven = (peak[b] - 1.0) * size[b] < numerator[b] if whole else peak[b] <= numerator[b] / size[b] * (1 + tol)
         rounds = 0
         if not proven:
-            rest = limit - sweeps[b]
+            rounds_left = limit - sweeps[b]
             numerator[b], size[b], rounds = flow.close_gap(
-                graph, fixed, x, load, numerator[b], size[b], tol, tiny_part, rest, whole, seen
+                graph, fixed, x, load, numerator[b], size[b], tol, tiny_part, rounds_left, whole, seen
             )
             if rounds:
                 sweeps[b] += rounds
@@ -256,7 +256,7 @@ def _solve_range(
                 add_loads(graph, x, fixed, load)
                 peak[b] = largest(load)
         if not whole and (look_at_even or rounds):
-            # The result is never worse than the even split, not even within the tolerance.
+            # Within the tolerance, the peak may be higher than that of the even split. Then use the even split.
             even_peak = add_even(graph, share, fixed, load)
             if peak[b] > even_peak:
                 for c in range(x.size):
@@ -269,10 +269,10 @@ def _solve_range(
 
 
 def _cached(stamp: str) -> Callable[..., None]:
-    """_solve_range, compiled once per stamp and cached on disk.
+    """_solve_range, compiled once per stamp (a hash of the sources) and cached on disk.
 
-    numba's cache checks the function's own file alone, so it would keep code compiled from an older flow.py. A variable
-    of the enclosing function is part of the cache key.
+    numba's cache checks only the file of the function itself and would keep code compiled from an older flow.py. The
+    stamp becomes part of the cache key, because it is a variable of the enclosing function.
     """
 
     @njit(cache=True, nogil=True, error_model="numpy")

@@ -1,4 +1,4 @@
-"""The split on CUDA devices (split.cu): one warp per problem. It gives the same bits as the CPU form.
+"""The split on CUDA devices (split.cu), one or eight warps per problem. It gives the same bits as on the CPU.
 
 NVRTC compiles the kernel at first use, and CuPy caches the binary on disk. A call is one launch on PyTorch's current
 stream and reads nothing back. It can be captured in a CUDA graph after a first call, which compiles the kernel and
@@ -21,7 +21,7 @@ from epsim.kernels.split.structure import SplitStructure
 
 NUM_INVERSES = 33
 NEAR = 32
-"""Up to this number of ranks, each lane holds one rank."""
+"""Up to this number of ranks, each lane of a warp holds one rank."""
 WIDE, FEW = 8, 264
 """A launch of at most FEW problems uses WIDE warps per problem. An H200 solves FEW problems at the same time."""
 TWIN = 0x8000
@@ -35,7 +35,7 @@ ARGUMENTS = np.dtype(
 )
 """The struct Arguments of split.cu."""
 Section: TypeAlias = tuple[Any, int, type]
-"""The values of a section, its length, and its element type."""
+"""A section of a layer's table: its values, its padded length, and its element type."""
 _PACKING = threading.Lock()
 """Threads of a replay share structures: one thread packs the tables, the others wait."""
 INVERSE_UNITS = np.array([0, *((2**32 - 1) // n for n in range(1, NUM_INVERSES))], np.uint32)
@@ -47,7 +47,7 @@ def available() -> bool:
 
 
 def pack(structure: SplitStructure) -> tuple[npt.NDArray[np.uint8], dict[str, int]]:
-    """The tables in the layout that `place_table` in split.cu reads, [L, bytes], and the sizes of their sections."""
+    """The tables in the layout that `bind_table` in state.cuh reads, [L, bytes], and the sizes of their sections."""
     t = structure.tables
     num_layers, num_ranks, num_experts = structure.num_layers, structure.num_ranks, structure.num_experts
     near = num_ranks <= NEAR
@@ -153,9 +153,9 @@ def _others(wave_mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def _waves(structure: SplitStructure, at: int) -> tuple[list[int], int]:
-    """Where each wave of a layer's experts begins, with the end of the last one, and the number of waves of pairs.
+    """The first expert of each wave of a layer, then the end of the last wave; and the number of waves of pairs.
 
-    A wave: consecutive experts that share no rank, one per lane. A pair: an expert with two copies.
+    A wave has up to 32 consecutive experts that share no rank. A pair is an expert with two copies.
     """
     t = structure.tables
     first, end = t.expert_start[at], t.expert_start[at + 1]

@@ -1,10 +1,10 @@
-// For more than 32 ranks, the steps over ranks, with the queues of flow.py. The lanes look at a rank's copies, and at
-// an expert's ranks, in parallel, and add new ranks in the order of the CPU's queue. Load moves along one path at a
-// time.
+// Augmenting paths, levelling and bounds for more than 32 ranks, with the queues of flow.py. The lanes examine the copies of
+// a rank, and the ranks of an expert, in parallel. They add new ranks to the queue in the order of flow.py. Load moves along
+// one path at a time.
 
-// Processes rank u of the queue: calls found(lanes of new ranks, this lane's rank, from) for each expert that leads to
-// new ranks (32 of its ranks at a time), after marking these as seen and adding them to the queue. Only copies with a
-// load above `tiny` are followed, and only to copies for which leads(copy) is true.
+// Processes rank u of the queue. For each expert that leads to new ranks, marks these as seen, adds them to the queue (up to
+// 32 at a time), and calls visit(whether this lane has a new rank, the rank). It follows copies with a load above `tiny`,
+// to copies for which leads(copy) is true.
 template <class Leads, class Visit>
 __device__ void expand_far(Problem &p, int u, int source, double tiny, int mark, int &tail, int lane, Leads leads,
                            Visit visit) {
@@ -21,7 +21,8 @@ __device__ void expand_far(Problem &p, int u, int source, double tiny, int mark,
           open = open || (p.seen[p.copy_rank[d]] != mark && leads(d));
       }
     }
-    // Pushes in between change only copies of experts whose ranks are all seen, or copies earlier on the path.
+    // `open` stays valid while visit() pushes load: a push changes only copies of experts whose ranks have all been seen, or
+    // copies earlier on the path.
     for (u32 left = __ballot_sync(ALL, open); left; left &= left - 1) {
       int owner = __ffs(left) - 1, from = __shfl_sync(ALL, c, owner), expert = __shfl_sync(ALL, k, owner);
       int last = p.copy_start[expert + 1];

@@ -12,7 +12,7 @@ from numba import njit
 from epsim.kernels.split.structure import Floats, Ints, Longs
 
 NUM_LEVELLED = 3
-"""Ranks are levelled after each of the first rounds of pushes. Pushes alone, which always end, follow."""
+"""Ranks are levelled after each of the first NUM_LEVELLED rounds. Later rounds only push load, which always ends."""
 
 
 class Graph(NamedTuple):
@@ -28,10 +28,10 @@ class Graph(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Work space of the breadth-first search, by rank (seen_expert: by expert).
+    """Buffers of the breadth-first search, one element per rank (seen_expert: per expert).
 
-    seen_rank, seen_expert: the round in which it was last reached. root: the root of the rank's tree. from_copy,
-    to_copy: on the edge to this rank, the copy that load leaves and the copy that it goes to. queue: the ranks reached.
+    seen_rank, seen_expert: the round in which the rank or expert was last reached. root: the root of the rank's tree.
+    from_copy, to_copy: load that moves to this rank leaves from_copy and goes to to_copy. queue: the ranks reached.
     """
 
     seen_rank: Ints
@@ -69,7 +69,7 @@ def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
             total += load[ranks[c]]
             if load[ranks[c]] < load[ranks[lowest]]:
                 lowest = c
-        # The water level: ranks above it are dropped until none is left (Michelot's projection).
+        # The water level: ranks above it are removed, and it is computed again, until none is above (Michelot).
         wet = last - first
         level = total / wet
         while True:
@@ -84,21 +84,21 @@ def water_fill(graph: Graph, x: Floats, load: Floats, whole: bool) -> None:
             level = total / wet
         if whole:
             level = math.floor(level) * 1.0
-        # The lowest rank takes the rest, so that the parts sum to the need despite rounding.
-        rest = need
+        # The lowest rank takes the remaining load, so that the parts sum to the need despite rounding.
+        remaining = need
         for c in range(first, last):
             if c != lowest and load[ranks[c]] < level:
-                part = min(level - load[ranks[c]], rest)
+                part = min(level - load[ranks[c]], remaining)
                 x[c] = part
                 load[ranks[c]] += part
-                rest -= part
-        x[lowest] = rest
-        load[ranks[lowest]] += rest
+                remaining -= part
+        x[lowest] = remaining
+        load[ranks[lowest]] += remaining
 
 
 @njit(nogil=True, error_model="numpy")
 def rescale(graph: Graph, x: Floats) -> None:
-    """Scales each expert's copies to sum to its demand, in proportion; evenly if that is not finite."""
+    """Scales the loads of each expert's copies to sum to its demand. Equal loads if the scale is not finite."""
     for k in range(graph.demand.size):
         first, last = graph.copy_start[k], graph.copy_start[k + 1]
         need = graph.demand[k]
@@ -115,17 +115,17 @@ def rescale(graph: Graph, x: Floats) -> None:
             total = 1.0 * (last - first)
             largest = first
         scale = 1.0 if total == need else need / total
-        rest = need
+        remaining = need
         for c in range(first, last):
             if c != largest:
-                x[c] = min(x[c] * scale, rest)
-                rest -= x[c]
-        x[largest] = rest
+                x[c] = min(x[c] * scale, remaining)
+                remaining -= x[c]
+        x[largest] = remaining
 
 
 @njit(nogil=True, error_model="numpy")
 def neighbours(graph: Graph, c: int, seen: Search, mark: int) -> tuple[int, int]:
-    """The range of copies to which load of copy c can move; empty if this round has already visited the expert."""
+    """The range of copies to which the load of copy c can move; empty if this round has already visited its expert."""
     if c < graph.num_paired:
         return c ^ 1, (c ^ 1) + 1
     k = graph.copy_expert[c]
@@ -149,9 +149,9 @@ def push_along(graph: Any, x: Any, load: Any, amount: Any, source: int, target: 
 
 @njit(nogil=True, error_model="numpy")
 def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) -> None:
-    """Moves each set of ranks that partly used copies connect towards its mean load, along a spanning tree.
+    """Moves the loads of ranks connected by partly used copies towards their mean, along a spanning tree.
 
-    As coarse.level_out, in float64.
+    The same as coarse.level_out, in float64.
     """
     tail = 0
     for r in range(load.size):
@@ -192,10 +192,10 @@ def level_out(graph: Graph, x: Floats, load: Floats, seen: Search, mark: int) ->
 
 @njit(nogil=True, error_model="numpy")
 def push(graph: Graph, x: Floats, load: Floats, cap: float, slack: float, tiny: float, seen: Search, mark: int) -> int:
-    """Breadth-first search from the ranks above cap + slack. Pushes load along the tree to ranks below cap - slack.
+    """Breadth-first search from all ranks above cap + slack. Pushes load along the tree to ranks below cap - slack.
 
-    A copy with a load of `tiny` or less counts as unused. Returns 0 if no rank is above, -1 if load was pushed, else
-    the size of the closed set of ranks (those with seen_rank == mark).
+    Copies with a load of at most `tiny` are not followed. Returns 0 if no rank is above cap + slack, -1 if load was
+    pushed, else the size of the closed set of ranks (those with seen_rank == mark).
     """
     head, tail = 0, 0
     for r in range(load.size):
@@ -270,10 +270,10 @@ def close_gap(
     whole: bool,
     seen: Search,
 ) -> tuple[float, int, int]:
-    """Pushes load until no rank is above numerator / size by more than tol. Closed sets of ranks raise this bound.
+    """Pushes load until no rank is above the bound numerator / size by more than tol. Closed sets raise the bound.
 
-    tiny_part: copies with a load below this share of the slack count as unused. Returns the last numerator and size,
-    and the number of rounds (at most limit).
+    tiny_part: copies with a load of at most this share of the slack are not followed. Returns the last numerator and
+    size, and the number of rounds (at most limit).
     """
     seen.seen_rank[:] = 0
     seen.seen_expert[:] = 0
@@ -297,7 +297,7 @@ def close_gap(
         if reached > 0:
             captive = captive_load(graph, fixed, seen, mark)
             if not whole and captive * size <= numerator * reached:
-                break  # only rounding errors are left; the caller checks whether the gap is closed
+                break  # the bound no longer rises, up to rounding errors; the caller checks whether the gap is closed
             numerator, size = captive, reached
         elif not whole and rounds <= NUM_LEVELLED:
             level_out(graph, x, load, seen, mark + 1)

@@ -38,7 +38,7 @@ class _Config(ctypes.Structure):
 
 
 DEFAULT_SHARED = 48 << 10
-"""Bytes of dynamic shared memory that a kernel may have without asking for more."""
+"""Bytes of dynamic shared memory that a kernel may use without setting its maximum."""
 COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 EARLY = ctypes.pointer(_Attribute(STREAM_SERIALIZATION, 0, (1,)))
 TOGETHER = ctypes.pointer(_Attribute(COOPERATIVE, 0, (1,)))
@@ -50,8 +50,8 @@ def _launch_kernel() -> Any:
 
 
 def with_headers(path: Path, without: Container[str] = ()) -> str:
-    """The text of a CUDA file with our headers inserted, except those in `without`. CuPy caches binaries by this
-    text."""
+    """The text of a CUDA file with the project's headers inserted, except those in `without`. CuPy caches binaries by
+    this text."""
 
     def text(include: re.Match[str]) -> str:
         header = path.parent / include[1]
@@ -70,7 +70,7 @@ def _module(source: str, options: tuple[str, ...]) -> Any:
 def compiled(
     device: int, source: str, definitions: dict[str, int], name: str, shared: int = 0, exact: bool = False
 ) -> int:
-    """The driver's handle of a kernel. NVRTC compiles it; CuPy caches the binary on disk. The caller keeps the handle.
+    """Compiles a kernel and returns the driver's handle, which the caller keeps. CuPy caches the binary on disk.
 
     definitions: macros for the compiler. shared: bytes of dynamic shared memory per block. exact: no fused
     multiply-adds, so that sums and products are rounded as on the CPU.
@@ -88,7 +88,7 @@ def compiled(
 
 
 def macros(sizes: Any, *properties: str) -> dict[str, int]:
-    """Macros for `compiled`: a dataclass's fields and some of its properties, by their names in capitals."""
+    """Macros for `compiled`: the fields of a dataclass and some of its properties, by their names in capitals."""
     names = (*(field.name for field in dataclasses.fields(sizes)), *properties)
     return {name.upper(): int(getattr(sizes, name)) for name in names}
 
@@ -105,8 +105,8 @@ def launch(
 ) -> None:
     """Launches a kernel whose only parameter is a structure. function, stream: handles of the driver.
 
-    early: the kernel may begin before the previous one has ended. together: its blocks wait for each other, so all must
-    run at once. Not both. Raises RuntimeError if the driver refuses the launch.
+    early: the kernel may begin before the previous one has ended. together: a cooperative launch, for blocks that wait
+    for each other. Not both. Raises RuntimeError if the driver refuses the launch.
     """
     config = _Config(
         (*grid, 1, 1)[:3], (threads, 1, 1), shared, stream, TOGETHER if together else EARLY, early or together

@@ -1,13 +1,13 @@
-// Augmenting paths in float64 for up to 32 ranks, for problems that the search does not settle. Lane r holds rank r; a
-// set of ranks is the bits of a word.
+// Augmenting paths in float64 for up to 32 ranks, for problems that the integer search does not solve. Lane r holds rank r,
+// and a set of ranks is a 32-bit mask.
 
-// A lane's position in the search tree: its index in the queue, and the fields of flow.Search.
+// A lane's node of the search tree: its position in the queue, its parent rank, and the fields of flow.Search.
 struct Reached {
   int position, root, parent, from, to;
 };
 
-// Fills reach: for each copy with a load above `tiny`, in the order of rank_copy, the ranks of its expert (from `over`,
-// by expert). Returns the ranks that rank `lane` reaches in one step.
+// Fills p.reach, in the order of rank_copy: for each copy with a load above `tiny`, the ranks of its expert. over: ranks by
+// expert. Returns the ranks that rank `lane` reaches in one step.
 __device__ u32 find_neighbours(Problem &p, const u32 *over, double tiny, int lane) {
   for (int i = lane; i < p.copies; i += 32) {
     int c = p.rank_copy[i];
@@ -23,8 +23,8 @@ __device__ u32 find_neighbours(Problem &p, const u32 *over, double tiny, int lan
   return near;
 }
 
-// Processes rank u of the queue: calls found(new ranks, root) for each expert that leads to new ranks, in the CPU's
-// order.
+// Processes rank u of the queue: calls visit(new ranks, root) for each expert that leads to new ranks, in the order of
+// flow.py.
 template <class Visit>
 __device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &node, int lane, Visit visit) {
   u32 below = (1u << lane) - 1;
@@ -57,14 +57,15 @@ __device__ void expand(const Problem &p, int u, u32 &seen, int &tail, Reached &n
   }
 }
 
-// flow.push. Returns whether load was pushed. seen: the ranks above the bound on entry, the ranks reached on return.
+// flow.push. Returns whether load was pushed. seen: on entry the ranks above the bound, on return the ranks reached.
 __device__ bool push(Problem &p, double &load, double cap, double slack, double tiny, u32 &seen, int lane) {
   Reached node = {__popc(seen & ((1u << lane) - 1)), lane, lane, 0, 0};
   int tail = __popc(seen);
   bool pushed = false;
   u32 near = find_neighbours(p, p.mask, tiny, lane);
   while (true) {
-    // The next rank of the queue is the first one that reaches a new rank. x changes only where all ranks are reached.
+    // Ranks of the queue that reach no new rank are skipped. `near` stays valid after a push, because pushes change x only
+    // for experts whose ranks have all been reached.
     double source_load = __shfl_sync(ALL, load, node.root);
     bool open = (seen >> lane & 1) && (near & ~seen) && source_load > cap;
     u32 first = __reduce_min_sync(ALL, open ? static_cast<u32>(node.position << 5 | lane) : ALL);
@@ -97,7 +98,7 @@ __device__ bool push(Problem &p, double &load, double cap, double slack, double 
   return pushed;
 }
 
-// flow.level_out: all trees first, then their flows from the leaves to the roots.
+// flow.level_out. It builds all trees first, then computes their flows from the leaves to the roots.
 __device__ void level_out_near(Problem &p, double &load, int lane) {
   for (int k = lane; k < p.replicated; k += 32) p.used[k] = 0;
   __syncwarp();

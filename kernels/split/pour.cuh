@@ -1,5 +1,5 @@
-// For more than 32 ranks, the steps over experts in float64: flow.water_fill, one wave of experts at a time,
-// flow.rescale, and the loads of the ranks.
+// The steps over experts in float64, mostly for more than 32 ranks: flow.water_fill (one wave of experts at a time),
+// flow.rescale, and the sums of loads over ranks.
 
 __device__ void pour_pairs(Problem &p, int lane) {
   struct Pair {
@@ -36,8 +36,8 @@ __device__ void pour_pairs(Problem &p, int lane) {
   }
 }
 
-// An expert with at most MOST copies, in registers and without branches, so that loads from memory overlap. A missing
-// copy is treated as one on a rank of infinite load.
+// Water-filling of an expert with at most MOST copies, in registers and without branches, so that loads from memory overlap.
+// An unused register stands for a copy on a rank of infinite load. base_load: the load of a rank without this copy.
 template <int MOST>
 __device__ void pour(Problem &p, int first, int count, double need) {
   const double infinite = __longlong_as_double(0x7ff0000000000000ll);
@@ -129,7 +129,7 @@ __device__ void water_fill(Problem &p, int lane) {
   for (int wave = p.pair_waves; wave < p.waves; ++wave) {
     int k = p.wave_start[wave] + lane, first = 0, last = 0;
     if (k < p.wave_start[wave + 1]) first = p.copy_start[k], last = p.copy_start[k + 1];
-    // All lanes take the same branch, which is faster than two branches in turn.
+    // All lanes take the branch of the largest expert: one branch for all is faster than two branches in turn.
     u32 most_copies = __reduce_max_sync(ALL, static_cast<u32>(last - first));
     if (last > first) {
       if (most_copies <= 4)
@@ -168,7 +168,7 @@ __device__ void rescale(Problem &p, int lane) {
   __syncwarp();
 }
 
-// Sets load = fixed + x. Returns the peak load.
+// Sets p.load to the fixed load plus the copies of each rank. Returns the peak load.
 __device__ double add_copies(Problem &p, int lane) {
   double top = 0.0;
   for (int r = lane; r < p.ranks; r += 32) {

@@ -23,7 +23,7 @@ REFUSED = {
     3: "the placement has no such layer",
 }
 CHUNK = 512
-"""Problems that a thread takes at a time, few enough for their loads to stay in its cache."""
+"""The number of problems that a thread solves at a time, small enough for their loads to stay in its cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,9 +34,9 @@ class Solution:
     `solve_peak`. peak [B] float64: the peak load of this split. bound [B] float64: a lower bound; no split has a lower
     peak. bound_numerator, bound_size [B]: bound = load that cannot leave a set of ranks / number of ranks of the set.
     The numerator is int64 and exact for integer loads, else float64. sweeps [B] int64: the number of water-filling
-    sweeps and augmenting rounds. status [B] int64: 0, or a key of `REFUSED` that says why the problem was refused; it
-    then has an infinite peak and no split. Only CUDA devices set it, because raising an error would wait for the
-    device. tol: the requested relative gap.
+    sweeps and rounds of augmenting paths. status [B] int64: 0, or a key of `REFUSED`: why the problem was refused. A
+    refused problem has an infinite peak and a split of zeros. Only CUDA devices report it in this way, because raising
+    an error would wait for the device. tol: the requested relative gap.
     """
 
     split: torch.Tensor
@@ -69,7 +69,7 @@ def solve(
     """Splits each expert's load over its slots so that the peak load is lowest, with a proof.
 
     loads [B, E] float64 or int64, >= 0: the load of each expert. layer [B] int64: the layer of each problem.
-    start [B, P]: a split to begin with, such as that of the last batch; it is scaled to the new loads.
+    start [B, P]: a split to start from, such as that of the last batch; it is scaled to the new loads.
     A problem that reaches max_sweeps before `peak <= bound * (1 + tol)` is in `Solution.unproven`. CPU and GPU give the
     same bits. Raises ValueError for shapes and types that do not fit, for negative loads, for loads whose sum is not
     finite, and for integer loads that sum to 2^53 or more. On a CUDA device such loads are reported by
@@ -210,7 +210,7 @@ def _solve(
         worst = int(bad[0, 0])
         raise ValueError(f"problem {worst}: {REFUSED[int(status[worst]) if integral else cpu.BAD_LOAD]}")
     device = loads.device
-    # Rounding may put the bound above the peak. The peak is then the bound.
+    # A rounding error may put the bound above the peak. Then the peak is the bound.
     return Solution(
         split=(split.to(torch.int64) if whole else split).to(device),
         peak=peak.to(device),

@@ -1,8 +1,8 @@
-// The split with proof (described in cpu.py), one warp per problem. It gives the same bits as the CPU form: it does the
-// same steps, with integers in any order, with float64 in the same order and without fused multiply-adds.
+// The split with a proof of optimality, one warp per problem. cpu.py describes the method and gives the same bits. Integers
+// may be summed in any order. Float64 operations are in the order of cpu.py, without fused multiply-adds.
 //
-// Up to 32 ranks, lane r holds the load of rank r, and a set of ranks is the bits of a word. Beyond 32 ranks, experts
-// that share no rank are processed at the same time, and the queues of the CPU form are in shared memory.
+// Up to 32 ranks, lane r holds the load of rank r, and a set of ranks is a 32-bit mask. Beyond 32 ranks, the lanes process
+// experts that share no rank at the same time, and the queues of the breadth-first search are in shared memory.
 //
 // tests/kernels/split/warp.h compiles this file for the host, one fiber per lane.
 
@@ -69,7 +69,7 @@ __device__ int close_gap(Problem &p, Bound &bound, double tol, double tiny_part,
   return rounds;
 }
 
-// Sums 27 bits at a time: the sum of 32 such numbers has at most 32 bits.
+// The sum over the lanes. It sums 27 bits at a time, because the sum of 32 such numbers has at most 32 bits.
 __device__ u64 warp_sum(u64 value) {
   u64 low = __reduce_add_sync(ALL, static_cast<u32>(value & 0x7ffffff));
   u64 middle = __reduce_add_sync(ALL, static_cast<u32>(value >> 27 & 0x7ffffff));
@@ -86,7 +86,7 @@ __device__ void stage_table(const Arguments &a, i64 layer, char *staged, int thr
   for (int i = thread; i < a.n.staged / 16; i += 32 * WARPS) reinterpret_cast<uint4 *>(staged)[i] = from[i];
 }
 
-// A problem's layer, or 0 if there is no such layer.
+// The layer whose table a problem uses: its own, or 0 if the placement has no such layer.
 __device__ i64 table_of(const Arguments &a, i64 layer) { return 0 <= layer && layer < a.layers ? layer : 0; }
 
 // Copies the experts' loads to shared memory. Returns whether any is negative. All threads are synchronised afterwards.
@@ -145,7 +145,7 @@ struct Result {
   double peak;
   Bound bound;
   int sweeps;
-  bool look_at_even;  // whether the even split may have a lower peak
+  bool look_at_even;  // whether the even split may have a lower peak than this split
 };
 
 // cpu.far_split.
@@ -171,7 +171,8 @@ __device__ Result far_split(Problem &p, const Arguments &a, double total, const 
   return {add_copies(p, lane), bound, NUM_SWEEPS, true};
 }
 
-// Pushes load if the bound is not reached, and takes the even split if that is better. One warp.
+// Pushes load along augmenting paths if the peak is above the bound, and takes the even split if its peak is lower. Called
+// by one warp.
 template <bool FAR>
 __device__ int finish(Problem &p, const Arguments &a, Result &result, int lane) {
   int rounds = 0;
@@ -241,8 +242,8 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
   p.whole = a.whole;
   p.ranks = n.ranks;
 
-  // An earlier kernel may still write the layer. Its table is loaded ahead, and the layer is read again, past the
-  // cache, when the earlier kernel has ended.
+  // The previous kernel may not have written the layer yet. The table of the present value is loaded in advance. The layer
+  // is read again, without the L1 cache, after the previous kernel has ended.
   i64 before = table_of(a, __ldcg(a.layer + b));
   stage_table<WARPS>(a, before, shared, thread);
   wait_for_previous_kernel();
@@ -297,7 +298,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     if (a.split)
       for (int s = thread; s < n.slots; s += THREADS) write(a.split, static_cast<i64>(b) * n.slots + s, 0.0, p.whole);
     if (thread == 0) {
-      a.peak[b] = __longlong_as_double(0x7ff0000000000000ll);  // infinity, so that it counts as not proven
+      a.peak[b] = __longlong_as_double(0x7ff0000000000000ll);  // infinity, so that the problem counts as not proven
       a.bound[b] = 0.0;
       write(a.numerator, b, 0.0, a.integral);
       a.size[b] = 1, a.sweeps[b] = 0, a.status[b] = status;
@@ -318,7 +319,8 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     result.bound = {searched.captive.load * inverse, __popc(searched.captive.inside)};
     result.sweeps = searched.sweeps;
     result.look_at_even = *p.even_top <= searched.top + n.slots;
-    // Nearly always true: the peak is within the tolerance, by a margin of 1/32 of it, and better than the even split.
+    // Nearly always true: the peak is within the tolerance, with a margin of 1/32 of it for the rounding to units, and lower
+    // than the peak of the even split.
     bool settled = exact && (p.whole ? searched.top <= searched.captive.bound : !result.look_at_even) &&
                    searched.top <= searched.captive.bound + __umulhi(searched.captive.bound, spare_of(p, a.tol));
     if (settled) {
@@ -348,7 +350,7 @@ __device__ void solve(const Arguments &a, char *shared, int b, int thread) {
     part = p.whole ? floor((part + (mates - 1 - index)) / mates) : part / mates;
     write(a.split, out + s, part, p.whole);
   }
-  // Written by the last warp, which has the fewest slots to write, unless the first warp changed the result.
+  // The last warp, which has the fewest slots to write, writes the other results, unless the first warp changed them.
   if (thread == writer) {
     double mean = result.bound.numerator / result.bound.size;
     a.peak[b] = result.peak;

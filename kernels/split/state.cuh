@@ -1,4 +1,4 @@
-// The arguments of split.cu, the tables and the state of a problem in shared memory, and arithmetic.
+// The arguments of split.cu, the tables and the state of a problem in shared memory, and arithmetic functions.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -9,15 +9,15 @@ typedef unsigned long long u64;
 #define ALL 0xffffffffu
 const i64 TOO_MUCH = 1ll << 53;
 
-#define TWIN 0x8000u  // marks a slot of a copy with several slots
+#define TWIN 0x8000u  // bit of `source` that marks a slot of a copy with several slots
 
 enum { OK, BAD_LOAD, TOO_LARGE, BAD_LAYER };
 
-const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 8;  // WIDE: warps if problems are few
+const int NUM_SWEEPS = 3, NUM_LEVELLED = 3, NUM_INVERSES = 33, WIDE = 8;  // WIDE: warps per problem in small launches
 const int COLD = 2, WARM = 1, LEVELLED = 8, MOST_SWEEPS = 40, MOST_WHOLE = 8;  // as in coarse.py
 
-// The largest sizes of any layer, which are the lengths of the sections of a layer's table. staged: the bytes of the
-// table that are copied to shared memory.
+// The maximum of each size over layers. Every layer's table has sections of these lengths. staged: the bytes of the table
+// that are copied to shared memory.
 struct Sizes {
   int ranks, experts, slots, fixed, rows, replicated, copies, waves, twins, staged;
 };
@@ -32,7 +32,7 @@ __device__ void sync_problem() {
 
 struct Cell;
 
-// The load in units that cannot leave a set of ranks, and the bound: the load over the number of ranks in the set.
+// A set of ranks (inside, as bits), the load in units that cannot leave it, and the bound: load / number of ranks.
 struct Captive {
   u32 inside;
   int load, bound;
@@ -43,9 +43,9 @@ struct Searched {
   int sweeps, top;
 };
 
-// One layer's table (packed by cuda.py: structure.Tables and the waves) and a problem's state, in shared memory; parts
-// of the table that are not staged stay in global memory. values: x [copies], then the experts' loads. A wave is a run
-// of experts that share no rank; waves of experts with two copies come first.
+// Pointers to the table of one layer and to the state of a problem, in shared memory. Parts of the table that are not staged
+// stay in global memory. cuda.py packs the table from structure.Tables and the waves. A wave is a group of consecutive
+// experts that share no rank; waves of experts with two copies come first. values: x [copies], then the experts' loads.
 struct Problem {
   const double *share, *until;
   double *values, *x, *fixed, *load, *demand, *inverse;
@@ -127,11 +127,12 @@ __device__ void bind_table(Problem &p, const char *staged, const char *table, co
 __device__ double minimum(double a, double b) { return b < a ? b : a; }
 __device__ double maximum(double a, double b) { return b > a ? b : a; }
 
-// For numbers of which at least one is not negative: their bits have the same order, and integers compare faster.
+// Minimum and maximum of two numbers of which at least one is not negative. Their bits compare as integers in the same
+// order, which is faster.
 __device__ double minimum_by_bits(double a, double b) { return __double_as_longlong(b) < __double_as_longlong(a) ? b : a; }
 __device__ double maximum_by_bits(double a, double b) { return __double_as_longlong(b) > __double_as_longlong(a) ? b : a; }
 
-// The largest value of the lanes. Values are not negative, so their bits have the same order.
+// The maximum over the lanes. Values are not negative, so their bits compare as the values do.
 __device__ double warp_maximum(double value) {
   i64 bits = __double_as_longlong(value);
   u32 high = static_cast<u32>(bits >> 32), top = __reduce_max_sync(ALL, high);
@@ -139,7 +140,7 @@ __device__ double warp_maximum(double value) {
   return __longlong_as_double(static_cast<i64>(top) << 32 | low);
 }
 
-// a / n, correctly rounded, by Markstein's step from a rounded inverse. Much faster than a division.
+// a / n, correctly rounded, with Markstein's correction step from a rounded inverse. Much faster than a division.
 __device__ double divide(const Problem &p, double a, int n) {
   if (!p.inverse || n >= NUM_INVERSES) return a / n;
   double inverse = p.inverse[n], q = a * inverse;

@@ -15,25 +15,25 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 class Tables(NamedTuple):
     """The graph of experts and ranks of all layers, as flat arrays: float64 for copy_share and copy_until, else int32.
 
-    The slots of one expert on one rank are one *copy*. A *replicated* expert has copies on at least two ranks; each
-    other expert is *fixed* to its rank. Experts of one *colour* share no rank. Empty slots are in no list.
-    A layer's replicated experts are sorted into those with two copies and the others, then by colour. Its copies are
-    sorted by expert in this order, then by rank. Positions are relative to the layer's first expert or copy.
+    The slots of one expert on one rank are one *copy*. A *replicated* expert has copies on at least two ranks; all
+    other experts are *fixed* to their rank. Experts of one *colour* share no rank. Empty slots are in no list.
+    The replicated experts of a layer are sorted: those with two copies first, then by colour. Its copies are sorted by
+    expert in this order, then by rank. Positions are relative to the layer's first expert or copy.
 
     fixed_start [L, R + 1], fixed_expert: rank r of layer l holds the fixed experts
         fixed_expert[fixed_start[l, r] : fixed_start[l, r + 1]].
     expert_start [L + 1], expert: layer l has the replicated experts expert[expert_start[l] : expert_start[l + 1]].
     copy_start: the copies of the k-th replicated expert of layer l are copy_start[i] .. copy_start[i + 1] - 1 with
         i = expert_start[l] + l + k. (A layer has one entry more than replicated experts.)
-    num_paired [L]: how many copies belong to experts with two copies. They are the layer's first copies.
-    layer_copies [L + 1]: where the layer begins in copy_rank, copy_expert and rank_copy.
+    num_paired [L]: the number of copies of experts with two copies. They are the first copies of the layer.
+    layer_copies [L + 1]: the index at which each layer begins in copy_rank, copy_expert and rank_copy.
     copy_rank, copy_expert: the rank of a copy and the position of its expert.
     copy_share: the copy's share of the expert's slots. copy_until: the sum of the shares up to this copy.
     rank_start [L, R + 1], rank_copy: the copies on each rank.
     source [L, P]: the index of a slot's load in the list of the E experts' loads followed by the layer's copies' loads.
         -1 for an empty slot.
-    twin_start [L + 1], twin [_, 3]: the slots of copies with several slots: the slot, its index among the copy's slots,
-        and the number of the copy's slots.
+    twin_start [L + 1], twin [_, 3]: the slots of copies that have several slots. A row is the slot, its index among the
+        slots of the copy, and the number of slots of the copy.
     """
 
     fixed_start: Ints
@@ -110,7 +110,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     fixed_layer, fixed_expert = np.divmod(owner[fixed], num_experts)
     fixed_group = fixed_layer * num_ranks + on_rank[fixed]
 
-    # Experts with few copies come first, so that a sweep ends with those that can still balance the ranks.
+    # Experts with few copies come first, so that a sweep ends with experts that can balance more ranks.
     experts = np.flatnonzero(num_copies > 1)
     expert_layer = experts // num_experts
     experts = experts[np.lexsort((experts, num_copies[experts], expert_layer))]
@@ -130,7 +130,7 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
     ends = num_copies[experts].cumsum() - layer_copies[expert_layer]
     copy_start = np.insert(ends, expert_start[:-1], 0)
 
-    # The number of slots of the expert's copies up to each copy: a running sum minus that of earlier experts.
+    # For each copy, the number of the expert's slots up to and including it: running sums, restarted at each expert.
     upto = mates[moved].cumsum()
     first_of_expert = np.concatenate(([0], num_copies[experts].cumsum()[:-1]))[position[owner[moved]]]
     upto -= (upto - mates[moved])[first_of_expert]
@@ -168,10 +168,11 @@ def prepare(physical_to_logical: torch.Tensor, num_ranks: int, num_experts: int 
 
 
 def _by_colour(experts: Longs, num_copies: Longs, owner: Longs, on_rank: Longs, layer: Longs) -> Longs:
-    """The order of the experts by (layer, two copies first, colour). Experts come sorted by layer and number of copies.
+    """The order of the experts by layer, two copies before more, then colour. Input order: layer, number of copies.
 
-    An expert gets the first colour that no earlier expert of its kind has on any of its ranks. Experts of one colour
-    can be processed at the same time. owner, on_rank: the expert and the rank of each copy, sorted by owner.
+    An expert gets the lowest colour that no earlier expert has on any of its ranks, separately for experts with two
+    copies and with more. Experts of one colour are processed at the same time. owner, on_rank: the expert and the rank
+    of each copy, sorted by owner.
     """
     colours = np.empty(len(experts), dtype=np.int64)
     first = np.searchsorted(owner, experts)
@@ -193,12 +194,12 @@ def _narrow(values: npt.NDArray[Any]) -> Ints:
 
 
 def _starts(group: Longs, num_groups: int) -> Longs:
-    """[num_groups + 1]: where the members of each group begin when sorted by group."""
+    """[num_groups + 1]: the index of each group's first member after sorting by group, then the number of members."""
     return np.concatenate(([0], np.bincount(group, minlength=num_groups).cumsum()))
 
 
 def _starts_by_rank(group: Longs, num_layers: int, num_ranks: int) -> Longs:
-    """[L, R + 1]: where the members of each (layer, rank) begin, and the end of the layer's last rank."""
+    """[L, R + 1]: the index of the first member of each (layer, rank), then the end of the layer's last rank."""
     index: Longs = np.arange(num_layers)[:, None] * num_ranks + np.arange(num_ranks + 1)
     starts: Longs = _starts(group, num_layers * num_ranks)[index]
     return starts

@@ -1,6 +1,6 @@
-// For up to 32 ranks: converts loads to units, runs the search, and converts back.
+// For up to 32 ranks: converts loads to integer units, runs the search, and converts the result back.
 
-// Sets x to another batch's split of the copies. ahead: the parts of the thread's first slots, already loaded.
+// Sets x to another batch's split. ahead: the loads of the thread's first two slots, which are already in registers.
 template <int WARPS>
 __device__ void write_start(Problem &p, const double *start, const double (&ahead)[2], int slots, int even_copies,
                             int thread) {
@@ -24,7 +24,7 @@ __device__ void write_start(Problem &p, const double *start, const double (&ahea
   sync_problem<WARPS>();
 }
 
-// By how many bits loads are shifted so that their total has 30 bits.
+// The number of bits by which loads are shifted to the left so that their total has 30 bits.
 __device__ int shift_of(const Problem &p, double total) {
   int shift = 0;
   if (total > 0.0) {
@@ -36,8 +36,8 @@ __device__ int shift_of(const Problem &p, double total) {
 
 __device__ double power_of_two(int shift) { return __longlong_as_double(static_cast<i64>(1023 + shift) << 52); }
 
-// cpu.near_split without the final check in float64. Lane r of the first warp holds rank r. The other warps take part
-// in the conversions, and the second warp also in the search.
+// cpu.near_split without its final check in float64. Lane r of the first warp holds rank r. All warps convert loads, and
+// the second warp computes bounds during the search.
 template <int WARPS>
 __device__ Searched near_split(Problem &p, const Arguments &a, int shift, const i64 *expert_load, const double *start,
                                const double (&ahead)[2], int thread) {
@@ -50,7 +50,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int shift, const 
     return static_cast<int>(__longlong_as_double(bits) * unit);
   };
   if (exact) {
-    // Loops with few rounds: unrolled they are slower, because more code is fetched.
+    // These loops have few iterations. Unrolling makes them slower, because more code is fetched.
 #pragma unroll 1
     for (int i = thread; i < a.n.rows * p.ranks; i += THREADS) {
       int load = in_units(expert_load[p.fixed_row[i]]);
@@ -117,7 +117,7 @@ __device__ Searched near_split(Problem &p, const Arguments &a, int shift, const 
   return *p.searched;
 }
 
-// Sets x from the cells, and adds the part that the integer units lose.
+// Sets x from the cells, and adds to each expert's first copy the load that is lost by rounding to units.
 template <int WARPS>
 __device__ void write_parts(Problem &p, int shift, bool exact, int thread) {
   double inverse = power_of_two(-shift);

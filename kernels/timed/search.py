@@ -1,20 +1,20 @@
-"""Whole tokens on copies so that the largest rank cost is lowest, by branch and bound.
+"""Assigns whole tokens to copies so that the largest cost of a rank is lowest, by branch and bound.
 
-A rank costs A * tokens + B * active experts; all are integers. The weight of an expert with n tokens is A * n + B, its
-cost on a single copy.
+A rank costs A * tokens + B * active experts; all are integers. The weight of an expert with n tokens is A * n + B: its
+cost if one copy serves all its tokens.
 
-1. Lower bound: if an expert's weight could be divided over its copies, with each copy paying B in proportion to its
-   tokens, the problem would be the plain split with weights as loads. This is the linear relaxation of the integer
-   model. Its lowest peak, found by augmenting paths and closed sets of ranks as in epsim.kernels.split, is a bound.
-2. Depth-first search for a solution that costs at most a target between the bound and the best cost so far. A node
-   fixes some copies as closed and some as open; an open copy pays B whatever it serves. If the node's relaxation is not
-   feasible at the target, nothing below the node is. If it is feasible, its copies with load are tried as the open
-   ones: their tokens are an integral flow with capacities (target - B * active) / A. If that fails, the search branches
-   on the copy with the lowest weight of a divided expert: first closed, then open.
+1. Lower bound. The linear relaxation divides the weight of an expert over its copies in any proportion, so that a copy
+   pays a share of B. This is the plain split with weights as loads. Its lowest peak is a lower bound. Augmenting paths
+   and closed sets of ranks find it, as in epsim.kernels.split.
+2. Depth-first search for a solution that costs at most a target, which is between the bound and the best cost so far. A
+   node of the search tree fixes some copies as closed and some as open; an open copy pays B whatever it serves. If the
+   relaxation at a node is not feasible at the target, the search leaves its subtree. If it is feasible, the copies with
+   load in it are opened, and an integral flow with capacities (target - B * active) / A tries to serve all tokens. If
+   no flow does, the search takes an expert divided over several copies and branches on the copy with the lowest weight
+   of all such experts: first closed, then open.
 3. Each target halves the distance between the bound and the best cost. A search that ends finds a cheaper solution or
    proves a higher bound. A search that reaches its node limit proves nothing, and the next target is larger.
-
-Nothing is random and all arithmetic is on integers, so the result is the same everywhere.
+Nothing is random and all arithmetic is on integers, so the result is the same on every machine.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ MOST_LEVELS = 256
 
 
 class Tree(NamedTuple):
-    """The path from the root to the current node.
+    """The path from the root of the search tree to the current node. A decision closes or opens one copy.
 
-    weights [levels, copies]: before each decision. copy, stage [levels]: the copy of each decision, and whether it is
-    closed (0) or open (1). usable, paid [copies]: the copies that are not closed, and those that are open.
-    num_usable, num_paid: how many of each an expert has.
+    weights [levels, copies]: the weights before each decision. copy, stage [levels]: the copy of each decision, and 0
+    if it is closed, 1 if it is open. usable, paid [copies]: whether a copy is not closed, and whether it is open.
+    num_usable, num_paid: the number of such copies of each expert.
     """
 
     weights: Longs
@@ -76,43 +76,43 @@ def close_copy(p: Problem, c: int, weights: Longs, t: Tree, s: Scratch) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def open_copy(p: Problem, c: int, weights: Longs, t: Tree, s: Scratch) -> None:
-    """Makes the copy pay B itself. An expert's first open copy takes B out of the weight that is divided."""
+    """Opens a copy, which then pays B. The first open copy of an expert removes B from the weight that is divided."""
     k = p.copy_expert[c]
     t.paid[c] = True
     s.load[p.copy_rank[c]] += p.opening
     t.num_paid[k] += 1
     if t.num_paid[k] > 1:
         return
-    rest = p.opening
-    part = min(rest, weights[c])
+    remaining = p.opening
+    part = min(remaining, weights[c])
     weights[c] -= part
     s.load[p.copy_rank[c]] -= part
-    rest -= part
+    remaining -= part
     for d in range(p.copy_start[k], p.copy_start[k + 1]):
-        part = min(rest, weights[d])
+        part = min(remaining, weights[d])
         weights[d] -= part
         s.load[p.copy_rank[d]] -= part
-        rest -= part
+        remaining -= part
 
 
 @njit(nogil=True, error_model="numpy")
 def undecided(p: Problem, weights: Longs, t: Tree) -> int:
-    """The copy of the next decision, or -1 if none is left."""
+    """The copy of the next decision, or -1 if all are decided."""
     best, best_weight, other = -1, NO_LIMIT, -1
     for k in range(p.demand.size):
         if p.demand[k] == 0 or (t.num_usable[k] == 1 and t.num_paid[k] == 0):
             continue
         several = 0
-        least = -1
+        lightest = -1
         for c in range(p.copy_start[k], p.copy_start[k + 1]):
             if t.usable[c] and not t.paid[c]:
                 other = c
                 if weights[c] > 0:
                     several += 1
-                    if least < 0 or weights[c] < weights[least]:
-                        least = c
-        if several + t.num_paid[k] >= 2 and least >= 0 and weights[least] < best_weight:
-            best, best_weight = least, weights[least]
+                    if lightest < 0 or weights[c] < weights[lightest]:
+                        lightest = c
+        if several + t.num_paid[k] >= 2 and lightest >= 0 and weights[lightest] < best_weight:
+            best, best_weight = lightest, weights[lightest]
     return best if best >= 0 else other
 
 
@@ -121,7 +121,7 @@ def search(p: Problem, target: int, limit: int, root: Longs, weights: Longs, t: 
     """Searches for a solution that costs at most `target`. Returns the outcome and the number of nodes.
 
     FOUND: the solution is in s.trial. NONE: there is none. UNKNOWN: the limit was reached.
-    root [copies]: the weights of the relaxation, where the search starts. weights: a buffer.
+    root [copies]: the weights of the relaxation, from which the search starts. weights: a buffer.
     """
     weights[:] = root
     t.usable[:] = True
@@ -138,7 +138,7 @@ def search(p: Problem, target: int, limit: int, root: Longs, weights: Longs, t: 
         if settle(p, weights, s.load, s.cap, t.usable, s) == 0:
             for c in range(weights.size):
                 s.open[c] = weights[c] > 0
-            # If the whole weight of an expert was its opening, its open copies must still serve.
+            # If the weight of an expert is 0 after B is removed, its open copies must still serve its tokens.
             for k in range(p.demand.size):
                 if t.num_paid[k] > 0:
                     for c in range(p.copy_start[k], p.copy_start[k + 1]):
@@ -194,9 +194,9 @@ def _solve_range(
 ) -> None:
     """Solves problems one after the other: counts [N, E] of the layers `layer` [N]; start [N, P]: the initial split.
 
-    Results: split [N, P], cost, bound, nodes [N]; costs are in units of the integers `price` and `opening`. Problems
-    with at most few_copies copies of replicated experts with tokens are solved to optimality, others within `limit`
-    nodes, and target_limit nodes per target.
+    Results: split [N, P], cost, bound, nodes [N]; costs have the unit of the integers `price` and `opening`. Problems
+    in which at most few_copies copies of replicated experts have tokens are solved to optimality. Others get `limit`
+    nodes, with at most target_limit nodes per target.
     """
     num_ranks = tables.fixed_start.shape[1] - 1
     num_experts = counts.shape[1]
@@ -321,8 +321,7 @@ def _solve_range(
 
 
 def _cached(stamp: str) -> Callable[..., None]:
-    """_solve_range, compiled once per stamp and cached on disk. numba's cache checks the function's own file alone; a
-    variable of the enclosing function is part of the cache key."""
+    """_solve_range, compiled once per stamp and cached on disk (split/cpu.py explains the stamp)."""
 
     @njit(cache=True, nogil=True, error_model="numpy")
     def solve_range(*arguments: Any) -> None:

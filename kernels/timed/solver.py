@@ -14,7 +14,7 @@ MOST_NODES = 200
 TARGET_NODES = 30
 """The most search nodes of a larger problem, and of one target in it."""
 LARGEST = 1 << 30
-"""a and b are converted to integers of at most this size, in their exact ratio if possible."""
+"""a and b are converted to integers of at most this value, with their exact ratio if possible."""
 MOST_TOKENS = 1 << 31
 
 
@@ -46,10 +46,10 @@ def solve_timed(
 ) -> TimedSolution:
     """Splits each expert's tokens over its copies so that the largest a * tokens + b * active of a rank is lowest.
 
-    counts [..., L, E] int64 >= 0. a, b: the costs of a token and of an active expert; finite, >= 0, not both 0.
-    Of several slots of one expert on one rank, the first serves all tokens. The cost is never above that of
-    `solve_gathered`. Solved on the CPU.
-    Raises ValueError for other costs, for negative counts and for more than 2^31 tokens in a problem.
+    counts [..., L, E] int64 >= 0. a, b: the costs of a token and of an active expert, in any one unit; finite, >= 0,
+    not both 0. If a rank has several slots of an expert, only the first one serves tokens. The cost is never above that
+    of `solve_gathered`. Solved on the CPU.
+    Raises ValueError for other costs, for negative counts, and for more than 2^31 assignments in one layer.
     """
     check_costs(a, b)
     begin = solve_gathered(structure, counts)  # also checks the counts
@@ -103,8 +103,8 @@ def check_costs(a: float, b: float) -> None:
 def whole_costs(a: float, b: float) -> tuple[int, int]:
     """Integers of at most 2^30 in the ratio of the decimal values of a and b.
 
-    The ratio is exact if it fits; otherwise each value is rounded to 2^-30 of the larger one, and to at least 1 if it
-    is above 0.
+    The ratio is exact if such integers exist. Otherwise each value is rounded to 2^-30 of the larger one, and to at
+    least 1 if it is above 0.
     """
     exact = [Fraction(repr(float(value))) for value in (a, b)]
     scale = math.lcm(*(value.denominator for value in exact))

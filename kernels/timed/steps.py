@@ -35,9 +35,9 @@ class Problem(NamedTuple):
 class Scratch(NamedTuple):
     """Buffers.
 
-    Of `settle`: mark [1] counts its rounds; seen_rank, seen_expert: the round in which each was last reached; root,
-    from_copy, to_copy, queue: the search trees. load, cap [R]: of the relaxation; token_load, token_cap [R]: of tokens.
-    trial, open [copies]: the tokens and the open copies of a trial.
+    mark [1]: the number of rounds of `settle`. seen_rank .. queue: the search trees of `settle`, as in flow.Search.
+    load, cap [R]: costs and capacities of the relaxation. token_load, token_cap [R]: tokens and capacities of a trial.
+    trial, open [copies]: the tokens of each copy in a trial, and whether it is open.
     """
 
     mark: Longs
@@ -57,10 +57,10 @@ class Scratch(NamedTuple):
 
 @njit(nogil=True, error_model="numpy")
 def settle(p: Problem, x: Longs, load: Longs, cap: Longs, usable: Flags, s: Scratch) -> int:
-    """Moves x along shortest paths over usable copies until no rank's load is above its capacity. Then returns 0.
+    """Moves x along shortest augmenting paths of usable copies until no load is above its rank's capacity; returns 0.
 
-    If that is impossible, returns the size of a set of ranks whose load is too large and cannot leave: the ranks last
-    seen.
+    If no path exists, returns the size of a closed set of ranks, whose load cannot leave and exceeds their capacity:
+    the ranks with seen_rank == mark.
     """
     while True:
         s.mark[0] += 1
@@ -122,10 +122,10 @@ def cost_of(p: Problem, x: Longs, s: Scratch) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def whole_experts(p: Problem, weights: Longs, load: Longs) -> None:
-    """Puts each expert, heaviest first, whole on the cheapest of its ranks. Sets weights [copies] and load [R]."""
+    """Assigns each expert, heaviest first, to the copy on its cheapest rank. Sets weights [copies] and load [R]."""
     weights[:] = 0
     load[:] = p.price * p.fixed_tokens + p.opening * p.fixed_active
-    # A stable sort: equal experts stay in order.
+    # A stable sort, so that the result is the same on every machine.
     order = np.argsort(-p.demand, kind="mergesort")
     for k in order:
         if p.demand[k] == 0:
@@ -140,7 +140,7 @@ def whole_experts(p: Problem, weights: Longs, load: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def rounded_up(p: Problem, bound: int, slots: int) -> int:
-    """The lowest A * i + B * j >= bound with integers i >= 0, 0 <= j <= slots. No rank's cost is between the two."""
+    """The lowest A * i + B * j >= bound with integers i >= 0, 0 <= j <= slots: the lowest cost that a rank can have."""
     best = NO_LIMIT
     for j in range(slots + 1):
         cost = p.opening * j
@@ -154,23 +154,22 @@ def rounded_up(p: Problem, bound: int, slots: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def relaxed(p: Problem, weights: Longs, bound: int, usable: Flags, s: Scratch) -> int:
-    """The lowest peak of the relaxation, at least `bound`. Changes weights [copies] and s.load [R] so that they reach
-    it."""
+    """The lowest peak of the relaxation, at least `bound`. Sets weights [copies] and s.load [R] to such a split."""
     while True:
         s.cap[:] = bound
         closed = settle(p, weights, s.load, s.cap, usable, s)
         if closed == 0:
             return bound
-        held = 0
+        captive = 0
         for r in range(s.load.size):
             if s.seen_rank[r] == s.mark[0]:
-                held += s.load[r]
-        bound = (held + closed - 1) // closed
+                captive += s.load[r]
+        bound = (captive + closed - 1) // closed
 
 
 @njit(nogil=True, error_model="numpy")
 def try_open(p: Problem, target: int, weights: Longs, s: Scratch) -> bool:
-    """Whether the copies in s.open can serve all tokens within the target. If so, s.trial has their tokens."""
+    """Whether the open copies (s.open) can serve all tokens at a cost of at most `target`. s.trial: their tokens."""
     s.token_load[:] = p.fixed_tokens
     s.token_cap[:] = target - p.opening * p.fixed_active
     for c in range(weights.size):
@@ -193,12 +192,12 @@ def try_open(p: Problem, target: int, weights: Longs, s: Scratch) -> bool:
                     largest = c
         if largest < 0:
             continue
-        rest = p.demand[k]
+        remaining = p.demand[k]
         for c in range(first, last):
             if s.open[c] and c != largest and total > 0:
-                s.trial[c] = min(np.int64(p.demand[k] * (weights[c] / total)), rest)
-                rest -= s.trial[c]
-        s.trial[largest] = rest
+                s.trial[c] = min(np.int64(p.demand[k] * (weights[c] / total)), remaining)
+                remaining -= s.trial[c]
+        s.trial[largest] = remaining
     for c in range(weights.size):
         s.token_load[p.copy_rank[c]] += s.trial[c]
     return settle(p, s.trial, s.token_load, s.token_cap, s.open, s) == 0

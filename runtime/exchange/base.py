@@ -1,9 +1,9 @@
 """The interface of an exchange: dispatch sends tokens to the ranks that serve them, combine returns the summed outputs.
 
-Slots are numbered over all ranks: local slot i of rank r has the number r * slots_per_rank + i. Here slots_per_rank
-includes the slot of the shared expert, which is the last one of a rank. All ranks have the same number of slots; no
-token names an empty slot. A row is a token on a rank that serves it: a token is sent to a rank once, even if several of
-its experts are there.
+Slots are numbered over all ranks: local slot i of rank r has the number r * slots_per_rank + i. slots_per_rank includes
+the slot of the shared expert, which is the last slot of a rank. All ranks have the same number of slots. No token is
+assigned to an empty slot. A row is a token on a rank that serves it: a token is sent to a rank once, even if the rank
+serves several of its experts.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Received:
 
     hidden [N, H]: in the layer's dtype, or in float8_e4m3fn with scales [N, H / 128] float32, one per block of 128
     values. slots [N, K] int64: the row's local slots on this rank, -1 for slots of other ranks. weights [N, K] float32:
-    their weights. If N is a fixed worst case, unused rows come last; they have no slot, and their values are undefined.
-    handle: what `combine` needs to return the rows.
+    the weights of these slots. If N is a fixed worst case, unused rows come last: their slots are -1, and their values
+    are undefined. handle: the data with which `combine` returns the rows.
     """
 
     hidden: torch.Tensor
@@ -32,8 +32,8 @@ class Received:
 class Exchange(Protocol):
     """Dispatch and combine. Both are collective: all ranks call them in each layer and step, even without tokens.
 
-    name: `torch` or `deep_ep`. why: one line that says why this exchange was chosen.
-    host_sync: whether a call waits for the device; if so, it cannot be captured in a CUDA graph.
+    name: `torch` or `deep_ep`. why: the reason for choosing this exchange, in one line.
+    host_sync: whether a call waits for the device. If so, it cannot be captured in a CUDA graph.
     holds_interpreter: whether `dispatch` holds the GIL while it waits for other ranks, so that other threads stop.
     """
 

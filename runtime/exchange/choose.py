@@ -24,10 +24,10 @@ def choose_exchange(
 ) -> Exchange:
     """The exchange `name`: `torch`, `deep_ep`, or `auto` (deep_ep if it supports the job, else torch). Collective.
 
-    slots_per_rank: with the shared expert's slot. columns: slots per token. max_tokens: the most tokens of a rank in a
-    step. fp8: dispatch sends hidden states in float8, with a scale per block of 128 values. fixed_size: the number of
-    received rows is always the worst case, so that the host never waits for the device. fp8 and fixed_size apply to
-    deep_ep only. Raises ValueError if name is `deep_ep` and it does not support the job.
+    slots_per_rank: includes the slot of the shared expert. columns: slots per token. max_tokens: the most tokens of a
+    rank in a step. fp8: dispatch sends hidden states in float8, with a scale per block of 128 values. fixed_size: the
+    number of received rows is always the worst case, so that the host never waits for the device. fp8 and fixed_size
+    apply to deep_ep only. Raises ValueError if name is `deep_ep` and deep_ep does not support the job.
     """
     if name not in EXCHANGES:
         raise ValueError(f"exchange {name!r} is not one of {', '.join(EXCHANGES)}")

@@ -1,4 +1,4 @@
-"""Dispatch and combine by torch.distributed's all-to-all: NCCL on GPUs, gloo on CPUs. Sizes go through the host."""
+"""Dispatch and combine by torch.distributed's all-to-all: NCCL on GPUs, gloo on CPUs. Sizes are read on the host."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from epsim.runtime.exchange.base import Received
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handle:
-    """token [n] int64: the token of each row sent, in order of ranks. sent, got: rows to and from each rank.
-    num_tokens: T."""
+    """token [n] int64: the token of each row that was sent, in the order of ranks. sent, got: the number of rows to and
+    from each rank. num_tokens: T."""
 
     token: torch.Tensor
     sent: list[int]
@@ -21,7 +21,7 @@ class Handle:
 
 
 class TorchExchange:
-    """Dispatch makes three all-to-alls (sizes, slots and weights, hidden states), combine one. Sums are in float32."""
+    """Dispatch makes three all-to-alls: sizes; slots and weights; hidden states. Combine makes one; sums in float32."""
 
     name = "torch"
     host_sync = True
@@ -67,7 +67,7 @@ class TorchExchange:
         """Does nothing: this exchange shares no memory."""
 
     def _moved(self, rows: torch.Tensor, sent: list[int], got: list[int]) -> torch.Tensor:
-        """Sends rows [sum(sent), n] to their ranks -> [sum(got), n]. They are sent as bytes, as gloo lacks bfloat16."""
+        """Sends rows [sum(sent), n] to their ranks, receives [sum(got), n]. As bytes, because gloo lacks bfloat16."""
         result = rows.new_empty(sum(got), rows.shape[1])
         dist.all_to_all_single(
             result.view(torch.uint8), rows.contiguous().view(torch.uint8), got, sent, group=self.group

@@ -1,4 +1,4 @@
-"""Dispatch and combine by DeepEP's kernels over NVLink (github.com/deepseek-ai/DeepEP, `Buffer`, normal mode)."""
+"""Dispatch and combine by the kernels of DeepEP over NVLink (github.com/deepseek-ai/DeepEP, `Buffer`, normal mode)."""
 
 import importlib
 from typing import Any
@@ -15,15 +15,15 @@ MOST_HIDDEN = 8184
 BLOCK = 128
 """Number of values that share a scale in float8."""
 NUM_SMS = 64
-"""Multiprocessors for DeepEP's kernels. DeepEP's default of 20 leaves room for concurrent computation. Here nothing
-runs beside an exchange, and with 64 it takes half the time (benchmarks/runtime.py)."""
+"""Multiprocessors for DeepEP's kernels. DeepEP's default of 20 leaves the others to concurrent kernels. Here nothing
+runs at the same time as an exchange, and with 64 it takes half the time (benchmarks/runtime.py)."""
 
 
 def load() -> Any:
-    """The deep_ep module, or the reason why it cannot be used. Any version with the class `Buffer` will do."""
+    """The module deep_ep, or the reason why it cannot be used. Any version with the class `Buffer` can be used."""
     try:
         module = importlib.import_module("deep_ep")
-    except Exception as error:  # Its libraries can fail with other errors than ImportError.
+    except Exception as error:  # its libraries may raise errors other than ImportError
         return f"import deep_ep fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})"
     if not hasattr(module, "Buffer"):
         return f"this deep_ep ({getattr(module, '__version__', 'of unknown version')}) has no Buffer"
@@ -51,9 +51,9 @@ def obstacle(
 class DeepEPExchange:
     """DeepEP's exchange with one buffer, which all layers of a shape can share.
 
-    fp8: dispatch in float8; combine stays in bfloat16. fixed_size: the number of received rows is always the worst
-    case, R * max_tokens. Then the host never waits for the device, and a layer can be captured in a CUDA graph.
-    num_sms: multiprocessors for its kernels.
+    fp8: dispatch is in float8; combine is always in bfloat16. fixed_size: the number of received rows is always the
+    worst case, R * max_tokens. Then the host never waits for the device, and a layer can be captured in a CUDA graph.
+    num_sms: the number of multiprocessors for DeepEP's kernels.
     """
 
     name = "deep_ep"
@@ -80,14 +80,14 @@ class DeepEPExchange:
         self.size, self.slots_per_rank, self.fp8, self.why = dist.get_world_size(group), slots_per_rank, fp8, why
         self.worst = self.size * max_tokens if fixed_size else 0
         self.max_tokens, self.host_sync = max_tokens, not fixed_size
-        # Within a node, its dispatch holds the GIL while it waits for counts; between nodes it releases it.
+        # DeepEP's dispatch within a node holds the GIL while it waits for counts.
         self.holds_interpreter = self.host_sync
         if num_sms < 2 or num_sms % 2:
             raise ValueError(f"{num_sms} multiprocessors for deep_ep: give an even number")
-        module.Buffer.set_num_sms(num_sms)  # Applies to the configurations made from here on.
+        module.Buffer.set_num_sms(num_sms)  # applies to configurations that are created later
         self.configs = (module.Buffer.get_dispatch_config(self.size), module.Buffer.get_combine_config(self.size))
         num_bytes = max(config.get_nvl_buffer_size_hint(hidden * 2, self.size) for config in self.configs)
-        # destroy() waits for all ranks, so the garbage collector must not call it.
+        # Destroyed explicitly: destroy() waits for all ranks, so the garbage collector must not call it.
         self.buffer = module.Buffer(group=group, num_nvl_bytes=num_bytes, num_rdma_bytes=0, explicitly_destroy=True)
 
     def dispatch(self, hidden: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor) -> Received:
@@ -95,7 +95,7 @@ class DeepEPExchange:
         if len(hidden) > self.max_tokens:
             raise ValueError(f"{len(hidden)} tokens, more than max_tokens {self.max_tokens}")
         num_tokens = len(hidden)
-        if not len(hidden):  # A rank without tokens passes one row that goes nowhere: some versions crash on none.
+        if not len(hidden):  # Some versions crash without rows, so a rank without tokens passes a row that is not sent.
             hidden = hidden.new_zeros(1, hidden.shape[1])
             slots, weights = slots.new_full((1, slots.shape[1]), -1), weights.new_zeros(1, weights.shape[1])
         payload: Any = hidden.contiguous()
