@@ -81,7 +81,7 @@ class PeerCollective(Collective):
         for name, value in {**fixed, "rank": self.rank, "ranks": self.size, "capacity": capacity}.items():
             self._arguments[name] = value
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))  # Compiles now, so that the first request does not wait.
+        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=device))  # compiles the kernel
         torch.cuda.synchronize(device)
         self.calls.clear()
 

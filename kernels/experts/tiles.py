@@ -125,12 +125,10 @@ def _second(
         done = tl.atomic_add(finished + tl.program_id(0), 1, sem="acq_rel")
         if done == parts - 1:
             tl.debug_barrier()
-            sum_of_parts = tl.zeros((height, rows), tl.float32)
+            result = tl.zeros((height, rows), tl.float32)
             for other in range(parts):
-                sum_of_parts += tl.load(
-                    partial + other * tokens * size + cell, mask=kept, other=0.0, cache_modifier=".cg"
-                )
-            tl.store(output + cell, sum_of_parts.to(output.dtype.element_ty), mask=kept)
+                result += tl.load(partial + other * tokens * size + cell, mask=kept, other=0.0, cache_modifier=".cg")
+            tl.store(output + cell, result.to(output.dtype.element_ty), mask=kept)
             tl.store(finished + tl.program_id(0), 0)
 
 

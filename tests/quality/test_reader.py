@@ -96,7 +96,7 @@ def test_a_reader_after_a_router(model: Any, layers: Any, text: torch.Tensor) ->
 
 def test_a_budget_that_does_not_pay_is_refused(model: Any, layers: Any, text: torch.Tensor) -> None:
     with pytest.raises(
-        ValueError, match=r"a budget of 0.1 is too small: with 3 experts of 128 x 40 the choice alone reads 0.2653"
+        ValueError, match=r"a budget of 0.1 is too small: with 3 experts of 128 x 40 choosing channels alone reads 0.2653"
     ):
         logits(model, text, Reading(layers, TopkChannels(0.1)))
 
@@ -187,7 +187,7 @@ def test_all_ranks_of_a_token_together_keep_its_budget(model: Any, layers: Any, 
             shares.append((sizes.token(3, number) + (ranks - 1) * sizes.once) / (3 * sizes.expert))
     assert 0.75 < max(shares) <= 0.8
     assert reading.described()["share_read"] == pytest.approx(sum(shares) / len(shares))
-    with pytest.raises(ValueError, match=r"with 3 experts of 128 x 40 on 3 ranks the choice alone reads 0.\d+"):
+    with pytest.raises(ValueError, match=r"with 3 experts of 128 x 40 on 3 ranks choosing channels alone reads 0.\d+"):
         logits(model, text, Reading(layers, TopkChannels(0.4, quota=quota), num_ranks=4, batch_size=1))
 
 

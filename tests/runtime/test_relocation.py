@@ -162,7 +162,7 @@ def test_one_relocation_at_a_time() -> None:
     new, other = (programs.table([random_slots(seed, 48)], SHAPE, 1, 1) for seed in (2, 3))
     move = Relocation(layer, new, EXPERT_BYTES // 2)
     move.advance(0)
-    with pytest.raises(ValueError, match="layer 3 is still moving to another placement: advance that one to its end"):
+    with pytest.raises(ValueError, match="layer 3 has a relocation in progress"):
         Relocation(layer, other, EXPERT_BYTES)
     while not move.done:
         move.advance(1)

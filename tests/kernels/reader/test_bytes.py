@@ -122,7 +122,7 @@ def test_budgets_to_the_byte() -> None:
     for budget in (1 - 2**-53, 0.9999):
         kept = sizes.kept(budget, 8)
         assert sizes.token(8, kept) <= budget * 8 * sizes.expert < sizes.token(8, kept) + sizes.kept_channel
-    with pytest.raises(ValueError, match=r"the choice alone reads 14\.\d+; give 1, which reads them whole"):
+    with pytest.raises(ValueError, match=r"choosing channels alone reads 14\.\d+; give 1, which reads whole experts"):
         ReadBytes(128, 1).kept(0.99, 1)
     with pytest.raises(ValueError, match="a budget of nan: give a share"):
         sizes.kept(float("nan"), 8)

@@ -225,7 +225,7 @@ def test_budgets_at_the_border(shape: tuple[int, int], experts: int, ranks: int,
 )
 def test_the_budget_that_a_refusal_asks_for_pays(hidden: int, inter: int, experts: int, ranks: int) -> None:
     sizes = ReadBytes(hidden, inter)
-    with pytest.raises(ValueError, match=r"the choice alone reads .*; give more") as refused:
+    with pytest.raises(ValueError, match=r"choosing channels alone reads .*; give more") as refused:
         sizes.kept(0.01, experts, ranks)
     found = re.search(r"alone reads (0\.\d+)", str(refused.value))
     assert found is not None
@@ -273,7 +273,7 @@ def test_bytes_by_hand() -> None:
     assert int4.screen == 1536 + 768 * (1024 + 32)
     cats = ReadBytes(2048, 768, source="cats")
     assert (cats.screen, cats.kept_channel) == (1536 + 768 * 4096, 2 * 4096)
-    with pytest.raises(ValueError, match=r"a budget of 0.178 is too small.* the choice alone reads 0.3\d\d\d"):
+    with pytest.raises(ValueError, match=r"a budget of 0.178 is too small.* choosing channels alone reads 0.3\d\d\d"):
         cats.kept(0.178, 8)
 
 

@@ -120,8 +120,8 @@ def test_any_batch(on_host: Build, seed: int, tokens: int, k0: int, p: float) ->
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rule": Rule(((2, 7),))}, "each with k0 of 1 to k, 6"),
-        ({"rule": Rule(((2, 0),))}, "each with k0 of 1 to k, 6"),
+        ({"rule": Rule(((2, 7),))}, "each with a k0 from 1 to k .6"),
+        ({"rule": Rule(((2, 0),))}, "each with a k0 from 1 to k .6"),
         ({"rule": Rule(((9, 4), (4, 2)))}, "give ascending batch sizes"),
         ({"rule": Rule(())}, "give ascending batch sizes"),
         ({"rule": Rule(((2, 3),), kmax=5)}, "kmax 5 is less than k 6"),
