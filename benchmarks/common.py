@@ -1,4 +1,4 @@
-"""What benchmarks share: options, the command, rows in columns, reports, straight lines, and the processor's name."""
+"""Functions that benchmarks share: options, the command line, tables, reports, line fits, and the processor's name."""
 
 import argparse
 import json
@@ -70,7 +70,7 @@ def fit(active: Sequence[float], times: Sequence[float]) -> dict[str, float]:
 
 
 def least_seconds(run: Callable[[], object], repeats: int = 1) -> float:
-    """The least time of several calls, since other work on the machine only adds time."""
+    """The lowest time of several calls, because other work on the machine can only add time."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

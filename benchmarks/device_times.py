@@ -1,4 +1,4 @@
-"""Times on one CUDA device, from CUDA graphs between device events, and the rate at which the device reads memory."""
+"""Times on one CUDA device, from CUDA graphs between device events, and the device's rate of reading memory."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ import torch
 from common import command
 
 HELD = 600_000
-"""Cycles that keep the device busy while the host queues replays. Without them the host's time would be measured."""
+"""Cycles of a kernel that keeps the device busy while the host queues replays, so that host time is not measured."""
 SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(512) reads(const uint4 *from, long long number, unsigned *to) {
     unsigned sum = 0;
@@ -31,7 +31,7 @@ BYTES = 4 << 30
 
 
 def report_head() -> dict[str, Any]:
-    """How the report of one GPU begins: device, version of PyTorch, command."""
+    """The first entries of a report for one GPU: device, version of PyTorch, command."""
     return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": command()}
 
 

@@ -1,10 +1,10 @@
-"""Reports of which parts were measured again, later than the others."""
+"""Reports in which some parts were measured later than the others."""
 
 from typing import Any
 
 
 def with_parts(before: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """A report in which the parts of a later one replace its own; `commands` has the command of each such part.
+    """A report in which the parts of a later report replace the old ones. `commands` has the command of each such part.
 
     Raises ValueError if devices or versions differ.
     """

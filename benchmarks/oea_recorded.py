@@ -1,12 +1,12 @@
-"""What router policies read and keep on recorded router probabilities, without a model.
+"""Active experts and kept probability of router policies, from recorded router probabilities, without a model.
 
     python benchmarks/oea_recorded.py RECORDING... [--batch 8 16 32] [--model gpt-oss-20b] [--out FILE]
 
 RECORDING is a trace, or any file with router probabilities that `epsim traces import` reads, such as the decode tokens
 of gpt-oss-20b with the probabilities of their four experts. Sequences are composed into decode batches. The table shows
 the active experts of a layer, those of the busiest of 4 ranks, and the probability kept, as means over the steps with a
-full batch; and the most that the least-served hundredth of tokens keeps. If a recording holds the best m scores only,
-no token takes an expert beyond them (maxp is m).
+full batch. It also shows the 1st percentile over tokens of the probability kept. If a recording has only the best m
+scores, no token takes an expert beyond them (maxp is m).
 """
 
 import dataclasses

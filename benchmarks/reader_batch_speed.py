@@ -1,4 +1,4 @@
-"""A layer of which a batch reads one set of channels, compared with the layer read whole, on one CUDA device.
+"""The time of a layer if a batch reads one set of channels, compared with the dense layer, on one CUDA device.
 
     python benchmarks/reader_batch_speed.py [--shapes NAME ...] [--out benchmarks/results/reader_batch_speed.json]
 

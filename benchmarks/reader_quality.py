@@ -86,12 +86,12 @@ class Bench:
         return Reading(self.layers, reader, **options)
 
     def payable(self, reader: Channels, num_experts: int = 0, num_ranks: int = 1) -> bool:
-        """Whether the budget pays for the screen of num_experts experts (0 for the model's k) on num_ranks ranks."""
+        """Whether the budget suffices for the screen of num_experts experts (0: the model's k) on num_ranks ranks."""
         sizes, number = reader.sizes(self.sizes.hidden, self.sizes.intermediate), num_experts or self.top_k
         return sizes.token(number, 0, min(number, num_ranks)) <= reader.budget * number * sizes.expert
 
     def kept(self, reader: TopkChannels) -> int | None:
-        """The channels that a token keeps; None if the budget does not pay for the screen."""
+        """The channels that a token keeps; None if the budget does not suffice for the screen."""
         sizes = reader.sizes(self.sizes.hidden, self.sizes.intermediate)
         return sizes.kept(reader.budget, self.top_k) if self.payable(reader) else None
 

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer read by channels, compared with the same layer read whole, on one CUDA device.
+"""The time of a mixture-of-experts layer read by channels, compared with the dense layer, on one CUDA device.
 
     python benchmarks/reader_speed.py [--shapes NAME ...] [--out benchmarks/results/reader_speed.json]
 
@@ -47,7 +47,7 @@ Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Layers:
-    """LAYERS layers of a shape, whole and with sketches; all with one layer's values, in memory of their own."""
+    """LAYERS layers of a shape, dense and with sketches. All have the same values, each in its own memory."""
 
     def __init__(self, shape: tuple[int, int, int, int, Gate]) -> None:
         self.experts, self.top_k, self.hidden, self.inter, self.gate = shape

@@ -1,4 +1,4 @@
-"""Other ways to split a batch, each written from its description, and the judge of all answers."""
+"""Other methods to split a batch, each implemented from its publication, and the check of all answers."""
 
 import time
 from dataclasses import dataclass
@@ -117,11 +117,11 @@ def lplb_fractions(
     """LPLB's five interior-point steps: physical_to_logical [P], loads [B, E] int64 -> fractions [B, P] float64.
 
     Variables, in this order: each replicated slot's fraction, a slack per rank, the peak, and the artificial one of
-    cost 1000; loads in units of the largest expert's; all start at 1; a step goes 0.999 of the way to the first
-    variable that would become 0. In the published kernel (deepseek-ai/LPLB, minilp.cu) each of a warp's 32 lanes keeps
-    the last column that it saw in place of the largest, so that only the last 32 columns count: `true_maximum` mends
-    that. Taken where its own three tests hold, else even. As there, the last copy of an expert takes what the others
-    leave. LPLB has two copies an expert; here the same with any number.
+    cost 1000. Loads are in units of the largest expert's. All variables start at 1. A step goes 0.999 of the way to the
+    first variable that would become 0. In the published kernel (deepseek-ai/LPLB, minilp.cu) this maximum covers only the
+    last 32 columns, because each lane keeps its last value, not its largest; `true_maximum` corrects this. The solution
+    is used if it passes LPLB's three tests, otherwise the split is even. The last copy of an expert takes the remaining
+    fraction. LPLB has two copies per expert; this code allows any number.
     """
     num_problems, num_slots = len(loads), len(physical_to_logical)
     number = torch.bincount(physical_to_logical, minlength=loads.shape[1])
@@ -210,10 +210,10 @@ def pairs_of(physical_to_logical: Ints, num_ranks: int) -> Pairs | None:
 def balance_pairs(base: Singles, weight: Singles, ranks: Ints, sweeps: int, tolerance: float) -> Singles:
     """base [B, R], weight [B, edges] -> flow [B, edges]: what moves from each edge's first rank to its second.
 
-    B. Lyu, A Graph-Native CUDA Solver for MoE Load Balancing (2026): from half of every weight on, edges in turn move
-    half the difference of their ends' loads, as far as 0 .. weight allows, until no edge of a sweep moves more than the
-    tolerance or the sweeps are used up; float32, loads in units of the largest expert's. Edges of a colour share no
-    rank: one after the other they give what they give at once.
+    B. Lyu, A Graph-Native CUDA Solver for MoE Load Balancing (2026). Each flow starts at half of its weight. A sweep
+    goes over the edges: each moves half the difference of the loads of its two ranks, within 0 .. weight. It ends when
+    no edge of a sweep moves more than the tolerance, or after the last sweep. In float32; loads are in units of the
+    largest expert's. Edges of one colour share no rank, so they are processed at the same time.
     """
     num_problems, num_edges = weight.shape
     flow = np.empty((num_problems, num_edges), np.float32)
@@ -254,7 +254,7 @@ def split_pairs(pairs: Pairs, physical_to_logical: Ints, num_ranks: int, loads: 
 
 
 def sampled(copies: Copies, layer: Ints, loads: Ints, fractions: Floats, rng: np.random.Generator) -> Floats:
-    """The split [B, P] if every token of loads [B, E] draws its copy by fractions [B, P]; whole tokens."""
+    """The split [B, P], in whole tokens, if each token of loads [B, E] draws its copy with probabilities [B, P]."""
     slot = copies.slot.numpy()[layer]
     number, first = copies.number.numpy()[layer], copies.first.numpy()[layer]
     part = np.take_along_axis(fractions, slot, 1)

@@ -30,7 +30,7 @@ REPEATS, LARGE_BATCH = 10, 50_000
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """The problems that every solver gets of a set. pick [B]: their numbers among its steps and layers."""
+    """The problems of a set that every solver gets. pick [B]: their indices among the set's (step, layer) pairs."""
 
     problems: ProblemSet
     pick: Ints
@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def few(self) -> int:
-        """The number of problems for methods whose work grows with the cube of the size."""
+        """The number of problems for methods whose work grows with the cube of the problem size."""
         return len(self.pick) if self.structure.num_physical < 512 else min(4, len(self.pick))
 
     @cached_property

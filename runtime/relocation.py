@@ -3,8 +3,8 @@
 The slots that change are divided into waves. In a wave, at most as many experts arrive at a rank as it has spare rows,
 and the placement after each wave has all experts. A rank receives the weights of arriving experts in spare rows. In
 each step at most `bytes_per_step` bytes go into and out of each rank. When all experts of a wave have arrived, all
-ranks switch to the wave's placement at the same step: their slots then refer to the new rows. So tokens always find complete
-experts, and the switch itself copies nothing. All ranks compute the same plan from the two placements.
+ranks switch to the wave's placement at the same step: their slots then refer to the new rows. So tokens always find
+complete experts, and the switch itself copies nothing. All ranks compute the same plan from the two placements.
 
 A slot that becomes empty needs no spare row and moves no bytes. A slot that was empty is filled like any other slot.
 """

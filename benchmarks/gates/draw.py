@@ -1,4 +1,4 @@
-"""What every rank of a group would receive under several stacks: the input of benchmarks/gates/measure.py.
+"""Computes the rows that every rank of a group would receive under several stacks, for benchmarks/gates/measure.py.
 
     python benchmarks/gates.py draw --recordings FOLDER --out FILE.npz
 

@@ -1,4 +1,4 @@
-"""A gate of the time model: the errors of predictions, held against a limit."""
+"""A gate of the time model: the errors of predictions, compared with a limit."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What policies cost a model in loss, sequence by sequence, and what thresholds of readers keep."""
+"""The loss that policies cost a model, for each sequence, and the channels that a reader's threshold keeps."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -14,7 +14,7 @@ from epsim.quality.meter import Meter
 from quality.figures import Floats, compare, standard_error
 
 RANKS = (1, 4, 8)
-"""Numbers of ranks for which each point has the most active experts of a rank."""
+"""Numbers of ranks for which each point has the active experts of the busiest rank."""
 
 
 @dataclass(frozen=True, slots=True)

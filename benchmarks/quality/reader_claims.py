@@ -23,8 +23,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same score under two keep rules on the same text. difference: how much more the second loses, in nats per
-    token or in KL; positive if the first (top-k) is better."""
+    """The same score with two rules for keeping channels, on the same text. difference: the loss of the second rule
+    minus that of the first, in nats per token or as KL; positive if the first rule (top-k) is better."""
 
     domain: str
     budget: float

@@ -104,7 +104,7 @@ class Host:
         return Place(self.bench.rank, self.bench.size, dist.group.WORLD, self.bench.device, self.dtype)
 
     def goes_on(self, until: float) -> bool:
-        """Whether there is time left, by rank 0's clock. Collective."""
+        """Whether time is left, by the clock of rank 0, so that all ranks decide the same. Collective."""
         left = torch.tensor([float(time.monotonic() < until)], device=self.bench.device)
         dist.broadcast(left, 0)
         return bool(left)

@@ -31,7 +31,7 @@ from whole_host.cases import ON_CPU, ON_GPU, Host, layers, routed
 from whole_host.sources import fitted
 
 SHARES = {"calibrate": 20.0, "layers-deep_ep": 32.0, "layers-torch": 20.0, "oea": 10.0, "relocation": 6.0, "kill": 12.0}
-"""Each part's share of the time. The other parts get the time that a part leaves."""
+"""Each part's share of the time. Time that a part does not use goes to the remaining parts."""
 RECORDED = ((32, 4), (64, 8))
 """Experts and top-k of gpt-oss-20b's and the sample's recorded tokens."""
 

@@ -117,7 +117,7 @@ class ReadBytes:
         """The most channels that a token may keep so that `token` stays within the budget, a fraction of the bytes of
         its experts. Raises ValueError if the screen alone exceeds the budget."""
         if isnan(budget):
-            raise ValueError("a budget of nan: give a fraction of the bytes of a token's experts, above 0 and up to 1")
+            raise ValueError("a budget of nan: give a share of the bytes of a token's experts, above 0 and up to 1")
         channels = num_experts * self.intermediate
         if budget >= 1 or not num_experts:
             return channels

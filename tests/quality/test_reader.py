@@ -96,7 +96,7 @@ def test_a_reader_after_a_router(model: Any, layers: Any, text: torch.Tensor) ->
 
 def test_a_budget_that_does_not_pay_is_refused(model: Any, layers: Any, text: torch.Tensor) -> None:
     with pytest.raises(
-        ValueError, match=r"a budget of 0.1 is too small: with 3 experts of 128 x 40 choosing channels alone reads 0.2653"
+        ValueError, match=r"budget of 0.1 is too small: with 3 experts of 128 x 40 choosing channels alone reads 0.2653"
     ):
         logits(model, text, Reading(layers, TopkChannels(0.1)))
 

@@ -145,5 +145,5 @@ def test_batches_along_leading_axes(on_host: Build) -> None:
 def test_what_is_not_covered_is_said() -> None:
     assert uncovered(Plan("union", Rule(((2, 3),))), 128, 8, 0) is None
     assert "600 experts" in str(uncovered(Plan("popular", number=3), 600, 8, 0))
-    assert "kmax 4 is less than k, 8" in str(uncovered(Plan("union", Rule(((2, 3),), kmax=4)), 128, 8, 0))
+    assert "kmax 4 is less than k 8" in str(uncovered(Plan("union", Rule(((2, 3),), kmax=4)), 128, 8, 0))
     assert "65 ranks, more than 64" in str(uncovered(Plan("ranks", Rule(((2, 3),))), 128, 8, 65))
