@@ -118,8 +118,8 @@ def lplb_fractions(
 
     Variables, in this order: each replicated slot's fraction, a slack per rank, the peak, and the artificial one of
     cost 1000. Loads are in units of the largest expert's. All variables start at 1. A step goes 0.999 of the way to the
-    first variable that would become 0. In the published kernel (deepseek-ai/LPLB, minilp.cu) this maximum covers only the
-    last 32 columns, because each lane keeps its last value, not its largest; `true_maximum` corrects this. The solution
+    first variable that would become 0. In the published kernel (deepseek-ai/LPLB, minilp.cu) only the last 32 variables
+    limit the step, because each lane keeps its last value, not its largest; `true_maximum` corrects this. The solution
     is used if it passes LPLB's three tests, otherwise the split is even. The last copy of an expert takes the remaining
     fraction. LPLB has two copies per expert; this code allows any number.
     """
