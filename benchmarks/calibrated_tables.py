@@ -2,8 +2,8 @@
 
     python benchmarks/calibrated_tables.py
 
-Writes benchmarks/results/calibrated_h200/policies.json from dispatch_gpu.json (top-k ids to physical experts, without
-the collective) and runtime.json (collectives of two ranks, in a CUDA graph over peer memory).
+Writes benchmarks/results/calibrated_h200/policies.json. It reads dispatch_gpu.json (times from top-k ids to physical
+experts, without the collective) and runtime.json (collectives of two ranks over peer memory, in a CUDA graph).
 """
 
 import json

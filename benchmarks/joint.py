@@ -1,4 +1,4 @@
-"""The shared expert planned together with the split, compared with one after the other: peak over mean of total load.
+"""The peak of total load if split and shared expert are solved together, compared with one after the other.
 
     python benchmarks/joint.py [--recordings ../shared/traces] [--out benchmarks/results/joint.json]
 

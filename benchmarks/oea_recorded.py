@@ -33,7 +33,7 @@ KEYS = ("active_experts_total", "active_experts", "kept_mass")
 
 
 def routers(top_k: int, active: float) -> list[str]:
-    """The routers to measure. active: experts read without a policy; lynx keeps shares of it."""
+    """The router policies to measure. active: active experts without a policy; lynx keeps fractions of it."""
     found = []
     for k0 in range(1, top_k):
         found += [f"pruned(k0={k0})", f"oea(k0={k0})", f"oea-ep(k0={k0})"]

@@ -73,7 +73,7 @@ def at_rate(timing: LayerTiming, reader: Dense | TopkChannels, rate: float) -> i
 
 
 def largest(step_us: torch.Tensor, rate: float) -> int:
-    """The same, from the microseconds of the steps of EVERY batch."""
+    """`at_rate` from the microseconds of steps at the batch sizes EVERY."""
     return int((step_us <= 1e6 / rate).long().cumprod(0).sum())
 
 

@@ -245,7 +245,7 @@ class Bench:
             trials[f"oea(k0={k0})+reader {budget}"] = Trial(self.reading(TopkChannels(budget)), f"oea(k0={k0})", batch)
 
     def kept_and_loss(self, budgets: Sequence[float]) -> None:
-        """Whether a threshold keeps more channels if the next token is hard to predict."""
+        """Tests whether a threshold keeps more channels for tokens whose next token is hard to predict."""
         text = self.mixed[:CHUNK, :-1]
         with torch.no_grad():
             logits = self.model(input_ids=text.to(self.model.device), use_cache=False).logits

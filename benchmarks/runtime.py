@@ -4,7 +4,7 @@
 
 One process a GPU. Times are microseconds between device events, medians of repeats, of the slowest rank. `graph` means
 replays of a CUDA graph. benchmarks/runtime_parts.py and benchmarks/runtime_relocation.py say what each part measures.
-With --parts, a file that exists keeps its other parts. It must be of the same device and versions.
+With --parts, an existing output file keeps its other parts. It must be from the same device and versions.
 """
 
 import json

@@ -40,10 +40,10 @@ class Bench(Machine):
         return self.together_us(partial(run, *args), None, repeats, inner)
 
     def time_graph(self, run: Callable[..., object], *args: Any, inner: int = 10, repeats: int = 30) -> float:
-        """The same in a CUDA graph of `inner` calls. Collective."""
+        """`time` in a CUDA graph of `inner` calls. Collective."""
         captured = self.capture(run, *args, inner=inner)
         found = self.time(captured.replay, inner=1, repeats=repeats) / inner
-        captured.reset()  # before what it works on, and the group, are gone
+        captured.reset()  # a graph must be freed before its tensors and the process group
         return found
 
     def capture(self, run: Callable[..., object], *args: Any, inner: int = 1, **options: Any) -> torch.cuda.CUDAGraph:

@@ -1,4 +1,4 @@
-"""Whether two versions of epsim write the same results, number for number, to the last bit.
+"""Compares the results of two versions of epsim, number by number, to the last bit.
 
     python benchmarks/same_results.py OLD/.venv/bin/python NEW/.venv/bin/python [--except PATTERN ...]
 

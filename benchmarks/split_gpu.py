@@ -1,4 +1,4 @@
-"""The exact split on one CUDA device: its times, and whether its results equal the CPU's bit for bit.
+"""The exact split on one CUDA device: its times, and a bit-by-bit comparison of its results with the CPU's.
 
     python benchmarks/split_gpu.py [--recordings DIR] [--out benchmarks/results/split_gpu.json]
 
@@ -71,7 +71,7 @@ def measure(
     flat = device_counts.flatten(0, 1)
     here, there = solve_batched(structure, counts), solve_batched(structure, device_counts)
     whole_here, whole_there = solve_gathered(structure, counts), solve_gathered(structure, device_counts)
-    before = torch.roll(there.split, 1, 0)  # the first batch begins with the last one's
+    before = torch.roll(there.split, 1, 0)  # the first batch starts from the last split
     warm_here = solve_batched(structure, counts, start=before.cpu())
     warm_there = solve_batched(structure, device_counts, start=before)
     row: dict[str, Any] = {

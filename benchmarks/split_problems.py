@@ -91,7 +91,7 @@ def recorded_problems(recordings: Path) -> Iterator[ProblemSet]:
 
 
 def _decode_counts(ids: npt.NDArray[np.uint8], num_experts: int) -> Ints:
-    """ids [sequences, positions, L, k], 255 past a sequence's end -> [positions, L, E]: a batch a position."""
+    """ids [sequences, positions, L, k] (255 after the end) -> counts [positions, L, E], one batch per position."""
     _, num_steps, num_layers, _ = ids.shape
     at = np.arange(num_steps)[:, None, None] * num_layers + np.arange(num_layers)[:, None]
     places = (at * 256 + ids).ravel()

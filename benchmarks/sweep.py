@@ -1,4 +1,4 @@
-"""How a sweep scales: cells a minute with processes and with Ray workers, and seconds a cell by the number of ranks.
+"""The speed of a sweep: cells per minute with processes and with Ray workers, and seconds per cell by number of ranks.
 
     python benchmarks/sweep.py [--cells 24] [--workers 1 2] [--out benchmarks/results/sweep.json]
 

@@ -55,8 +55,8 @@ class Case:
 
 
 def cases(folder: Path | None, wide: LayerShape, size: int, most: int) -> Iterator[Case]:
-    """The most important cases first. On two ranks deep_ep has room for DeepSeek-V3's 256 experts, but not for copies
-    or the shared expert."""
+    """The cases, the most important ones first. On two ranks, deep_ep has enough slots for DeepSeek-V3's 256 experts,
+    but not for redundant experts or the shared expert."""
     own = tuple(text for text in STACKS if not parse_stack(text).shared.dispatches)
     tokens = sample(wide)
     yield Case(tokens, tokens.shape, 16, STACKS)

@@ -43,7 +43,7 @@ def timing_of(row: dict[str, Any], folder: str) -> LayerTiming:
 
 
 def load_of(row: dict[str, Any], stack: dict[str, Any], tile: int) -> Load:
-    """The loads that a replay of the batches would give: [batches, 1, ranks]."""
+    """The loads as a replay of the batches gives them, [batches, 1, ranks]."""
 
     def given(values: Any) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64)[:, None]

@@ -45,7 +45,7 @@ class Model:
         table = calibration.table_for(self.spec)
         assert table is not None
         assert table.fit is not None
-        # Measured by grouped products, however few rows there were: the decode kernel's table is left aside.
+        # The slices were measured with grouped products for any number of rows, so the decode table is not used.
         self.experts = ExpertsTime(calibration.hardware, self.spec, table)
 
     def us(self, loads: Sequence[Sequence[float]], rows: Sequence[float] | None = None) -> np.ndarray[Any, Any]:
@@ -89,7 +89,7 @@ def slices_ranking(measured: dict[str, Any], models: dict[str, Model]) -> Gate:
 
 
 def _noise(measured: dict[str, Any]) -> str:
-    """How much the passes of a measurement differ, and the times of equal loads under several stacks."""
+    """The differences between passes of a measurement, and between the times of equal loads under several stacks."""
     passes = [one for case in measured["slices"] for one in case["apart"]]
     times: dict[Any, list[float]] = {}
     for case in measured["slices"]:

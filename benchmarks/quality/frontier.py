@@ -106,7 +106,7 @@ def pareto(points: Sequence[Point], ranks: int = 1) -> list[Point]:
 
 
 def loss_at(points: Sequence[Point], active: float, ranks: int = 1) -> float | None:
-    """The loss of the points' frontier at `active` experts, by straight lines; None beyond its ends."""
+    """The loss at `active` experts on the Pareto frontier of the points, interpolated; None outside its range."""
     frontier = pareto(points, ranks)
     x = [point.active[ranks] for point in frontier]
     if not x or not x[0] <= active <= x[-1]:

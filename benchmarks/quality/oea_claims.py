@@ -98,7 +98,7 @@ def _paired(
 
 
 def _frontiers(words: str, ours: Sequence[Point], theirs: Sequence[Point]) -> Claim:
-    """Compares each of their points with our frontier at the same number of experts."""
+    """Compares each point of another policy with OEA's frontier at the same number of active experts."""
     detail = []
     for point in theirs:
         loss = loss_at(ours, point.active[1])

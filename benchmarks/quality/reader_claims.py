@@ -237,13 +237,13 @@ def _bytes(report: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _beyond(report: Mapping[str, Any]) -> Iterator[Row]:
-    """Questions that the paper does not answer: several ranks, a router beside the reader, and batches."""
+    """Measurements beyond the paper: several ranks, a router policy together with the reader, and batches."""
     trials = report["trials"]
     whole = {name.split()[-1]: one for name, one in trials.items() if name.startswith("partial on")}
     for name, one in trials.items():
         if " ranks by " in name:
             ranks, _, _, by, budget = name.split()
-            # Each rank reads a map of its own, so that the best of all ranks is of so many ranks as well.
+            # Each rank reads its own map, so the quotas are compared with the best channels on equally many ranks.
             best = trials.get(f"{ranks} ranks by token {budget}")
             if by == "token" or best is None:
                 continue

@@ -312,7 +312,7 @@ def _host_us(host: Host, job: Job, model: RandomLayers) -> float:
 
 
 def _timing(host: Host, shape: LayerShape, exchange: str, model_name: str) -> tuple[LayerTiming | None, dict[str, str]]:
-    """The time model with the tables of this host, and what it uses for the exchange."""
+    """The time model with the tables of this host, and the source of its exchange times."""
     if not (host.calibration / HARDWARE).is_file():
         return None, {"timing": "no tables of this host: nothing is predicted"}
     size = host.bench.size

@@ -85,7 +85,7 @@ class Run:
         print(f"{part} failed: {reason}", flush=True)
 
     def words(self, parts: list[str], seconds: float) -> list[str]:
-        """The command of one launch of the ranks."""
+        """The command that launches the ranks."""
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         words += ["-m", "whole_host.worker", *parts, "--seconds", f"{seconds:.0f}", "--work", str(self.work)]
         return words if self.recordings is None else [*words, "--recordings", str(self.recordings)]
@@ -153,7 +153,7 @@ class Run:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Terminates the launcher, which then ends its ranks: they are in other sessions."""
+    """Terminates the launcher, which then ends its ranks. The ranks run in sessions of their own."""
     process.terminate()
     try:
         process.wait(GRACE)

@@ -1,4 +1,4 @@
-// What stands for the headers of kernels/reader/batch.cu on the host.
+// Replaces the headers of kernels/reader/batch.cu on the host.
 
 #include "halves.h"
 

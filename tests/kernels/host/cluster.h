@@ -1,4 +1,4 @@
-// What stands for kernels/router/cluster.cuh on the host: a cluster is the launch's blocks.
+// Replaces kernels/router/cluster.cuh on the host. All blocks of a launch are one cluster.
 
 #define CLUSTERED
 static void wait_for_previous_kernel() {}

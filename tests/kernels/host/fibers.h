@@ -1,7 +1,7 @@
-// Runs a kernel on the host: every thread of every block is a fiber, and they take turns at whatever waits. For kernels
-// whose own header of instructions is left out (`STAND_IN`: the header that stands for it here).
+// Runs a kernel on the host. Every thread of every block is a fiber; a fiber that waits lets another one run. STAND_IN is
+// the header that replaces the kernel's header of instructions.
 //
-// A warp's threads exchange values through its own cells, between two meetings of the 32.
+// The threads of a warp exchange values through the cells of the warp, between two barriers of its 32 threads.
 
 #include <ucontext.h>
 
@@ -37,7 +37,7 @@ static Meeting everyone;
 static ucontext_t scheduler;
 static int current;
 
-// What copy engines do later, at any time.
+// Copies of the copy engine, which are done later, at any time.
 static std::vector<std::function<void()>> pending;
 
 static void give_way() {
@@ -145,8 +145,8 @@ static void one() {
     while (true) give_way();
 }
 
-// argument: an Arguments. order: of threads in every round, 0 ascending, 1 descending, else at random from that seed.
-// Returns 0, or 1 where threads wait for each other for ever.
+// argument: a struct Arguments. order: the order of threads in every round: 0 ascending, 1 descending, otherwise the seed
+// of a random order. Returns 0, or 1 if threads wait for each other forever.
 extern "C" int run(const void *argument, int num_blocks, int threads, int bytes, int order) {
     memcpy(&arguments, argument, sizeof arguments);
     gridDim.x = num_blocks, blockDim.x = threads;

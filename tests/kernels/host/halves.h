@@ -1,4 +1,4 @@
-// What stands for kernels/experts/hopper.cuh and kernels/reader/halves.cuh on the host.
+// Replaces kernels/experts/hopper.cuh and kernels/reader/halves.cuh on the host.
 
 #include "hopper.h"
 
@@ -42,7 +42,7 @@ static u32 thirds(u32 halves) {
     return both;
 }
 static u32 code_sums(u32 bytes) { return bytes & 0x807f807fu; }
-// Copies are there once their group is waited for.
+// An asynchronous copy is done only when the thread waits for its group.
 struct Copies { std::vector<std::vector<std::function<void()>>> groups{1}; };
 static std::vector<Copies> copies;
 static Copies &own_copies() {
@@ -56,7 +56,7 @@ static void copy_16(void *to, const void *from) {
 static void end_group() { own_copies().groups.emplace_back(); }
 template <int LATER> static void wait_for_copies() {
     auto &groups = own_copies().groups;
-    // The last is open.
+    // The last group is still open.
     while ((int)groups.size() > LATER + 1) {
         for (auto &copy : groups.front()) copy();
         groups.erase(groups.begin());

@@ -1,5 +1,5 @@
-// What stands for kernels/experts/hopper.cuh on the host. A barrier in shared memory: bit 0 its phase's parity, then
-// arrivals left and in all, a byte each, and bytes left in the upper half.
+// Replaces kernels/experts/hopper.cuh on the host. A barrier in shared memory is a 64-bit word: bit 0 is the parity of the
+// phase, byte 1 the arrivals that are missing, byte 2 all arrivals, and the upper half the bytes that are missing.
 
 typedef unsigned char u8;
 typedef unsigned short u16;

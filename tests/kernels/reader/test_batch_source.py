@@ -55,7 +55,7 @@ static void every(Arguments a) {{
     {" else ".join(f"if (number == {number}) {name}(a);" for number, name in enumerate(KERNELS))}
 }}
 """
-"""So that a shape is compiled once: `stages` tells the kernel as well."""
+"""One function for all kernels, so that a shape is compiled once. The upper bits of `stages` select the kernel."""
 SCRATCH = set(batch_cuda.POINTERS[batch_cuda.POINTERS.index("state") :]) - {"kept"}
 
 
