@@ -1,4 +1,4 @@
-"""Experts of small batches on a GPU beside float32 arithmetic; the same bits in every run; padding wakes nothing."""
+"""Experts of small batches on a GPU, compared with float32; the same bits in every run; padding reads no expert."""
 
 from __future__ import annotations
 

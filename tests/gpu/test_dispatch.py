@@ -1,4 +1,4 @@
-"""Ids become physical experts on the GPU as the policies say on the CPU, for every rank, and in a captured graph."""
+"""The GPU assigns the same physical experts as the policies on the CPU, for every rank and in a captured graph."""
 
 from __future__ import annotations
 

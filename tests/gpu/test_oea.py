@@ -1,4 +1,4 @@
-"""Routers take the same experts on the GPU as on the CPU."""
+"""Router policies choose the same experts on the GPU as on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused reader on a GPU: channels and outputs of the plain form, the same bits again, and in a CUDA graph."""
+"""The fused reader on a GPU: channels and outputs of the plain code, equal bits in every run, and a CUDA graph."""
 
 from __future__ import annotations
 

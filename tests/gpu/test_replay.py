@@ -1,4 +1,4 @@
-"""The sample replayed with splits on the GPU: the same files as on the CPU, but for the command."""
+"""A replay of the sample with splits on the GPU gives the same files as on the CPU, except for the command."""
 
 from __future__ import annotations
 

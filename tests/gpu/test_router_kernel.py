@@ -1,4 +1,4 @@
-"""The router kernel takes the experts that the policy takes on the CPU."""
+"""The router kernel chooses the same experts as the policy on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped experts on a GPU beside the plain ones."""
+"""Grouped experts on a GPU, compared with the plain PyTorch code."""
 
 from __future__ import annotations
 

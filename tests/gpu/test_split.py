@@ -1,4 +1,4 @@
-"""The split on the GPU gives the CPU form's bits, reports what it refuses, and can be captured."""
+"""The split on the GPU gives the same bits as on the CPU, reports refused problems, and can be captured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C++ libraries of kernels, built by g++ once a session: the test processes of a session share them."""
+"""C++ libraries of kernels, built by g++ once per session. The test processes of a session share them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compiled(factory: pytest.TempPathFactory, source: str, header: Path, options
     name = hashlib.sha256(repr((source, str(header), options)).encode()).hexdigest()[:24]
     code, library = folder / f"{name}.cu", folder / f"{name}.so"
     if not library.exists():
-        # Another process may build the same: each writes files of its own and puts them in place whole.
+        # Another process may build the same library. Each writes its own files and renames them when complete.
         written, built = (folder / f"{name}.{os.getpid()}{end}" for end in (".cu", ".so"))
         written.write_text(source)
         written.replace(code)

@@ -1,4 +1,4 @@
-"""CUDA kernels compiled for the host, a fiber a thread (tests/kernels/host)."""
+"""CUDA kernels compiled for the host, one fiber per thread (tests/kernels/host)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of the runtime's tests run. Everything they return is plain or NumPy."""
+"""The programs that the processes of the runtime's tests run. They return plain Python values and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def hidden_states(step: int, rank: int, size: int, dtype: torch.dtype, shape: La
     generator = torch.Generator().manual_seed(1000 * step + rank)
     common = torch.randn(shape.hidden, generator=torch.Generator().manual_seed(step))
     noise = torch.randn(num_tokens(step, rank, size), shape.hidden, generator=generator)
-    return (noise + common).to(dtype)  # Tokens are alike, so that experts are unevenly liked.
+    return (noise + common).to(dtype)  # so that a few experts are chosen most often
 
 
 def table(slots: Any, shape: LayerShape, size: int, nodes: int) -> Placement:
@@ -195,7 +195,7 @@ def rerouted(rank: int, size: int, nodes: int, stacks: list[tuple[str, Any]]) ->
 
 
 def disagree(rank: int, size: int, old: Any, new: Any) -> str:
-    """Rank 1 is given another placement than the rest."""
+    """Rank 1 gets another placement than the other ranks."""
     layer = build("eplb", old, SHAPE, size, 1, torch.float32, RandomWeights(SHAPE, SEED), spare=2)
     try:
         Relocation(layer, table(new if rank == 1 else old, SHAPE, size, 1), 1 << 20)
@@ -229,7 +229,7 @@ def exchanged(rank: int, size: int) -> dict[str, Any]:
     slots = torch.stack([number % (size * 3), (number + 1) % (size * 3), torch.full_like(number, -1)], dim=1)
     weights = torch.stack([number + 0.25, number + 0.5, number.float()], dim=1)
     received = exchange.dispatch(hidden, slots, weights)
-    # Each row comes back as the sum of its weights, on every rank that has it.
+    # Each row returns as the sum of its weights over all ranks that serve it.
     outputs = (received.weights.sum(1, keepdim=True) * torch.tensor([1.0, 2.0])).to(torch.float32)
     back = exchange.combine(outputs, received)
     return {

@@ -1,4 +1,4 @@
-"""Whom the watch blames, and whom it leaves alone."""
+"""Which ranks the watch reports as lost, and which it does not."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def silent(watch: Watch, pid: int, seconds: float, machine: str | None = None) -> str | None:
-    """What is said of rank 0, a process of that number, which has not beaten for so long."""
+    """The message about rank 0, a process with this id, after so many seconds without a beat."""
     now = time.monotonic()
     own = beat_of(watch, "running", 3, "balance", 1)
     watch._known = {0: dataclasses.replace(own, pid=pid, machine=own.machine if machine is None else machine), 1: own}
@@ -98,7 +98,7 @@ def test_who_waits_with_the_interpreter_held_is_left_alone(watch: Watch, process
     """It cannot beat; its place tells, which is further on than its last beat. Elsewhere, silence is a fault."""
     watch.holds = True
     assert silent(watch, process.pid, STARVED + 1) is not None
-    watch._store = HashStore()  # the first fault told is the one that counts
+    watch._store = HashStore()  # the first fault written is the one that is reported
     place_file(watch.folder, 0).write_text("dispatch 1 0")
     assert silent(watch, process.pid, STARVED + 1) is None
     assert silent(watch, process.pid, HELD - 1, machine="elsewhere") is None
@@ -121,7 +121,7 @@ def test_who_hangs_while_another_waits_with_the_interpreter_held(watch: Watch) -
     watch._heard, watch._moved = {0: now - 21, 1: now}, dict.fromkeys((0, 1), now - 21)
     fault = watch._verdict()
     assert fault is not None
-    assert fault.line.startswith("rank 0 stopped answering in phase balance")  # without a word of where it is
+    assert fault.line.startswith("rank 0 stopped answering in phase balance")  # without its position
     place_file(watch.folder, 0).write_text("dispatch 1 0")
     watch._store = HashStore()
     fault = watch._verdict()
@@ -152,7 +152,7 @@ def test_a_launcher_speaks_where_no_rank_does(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_dead_process_is_told_at_the_second_look(watch: Watch, process: subprocess.Popen[bytes]) -> None:
-    """Its last beat, that it has finished, may still come."""
+    """Its last beat, which says that it has finished, may still arrive."""
     process.kill()
     deadline = time.monotonic() + 5
     while process_state(process.pid) and time.monotonic() < deadline:
@@ -223,7 +223,7 @@ def test_who_holds_the_store_stays_for_the_last_beats_of_others(tmp_path: Path) 
 
 @pytest.mark.parametrize("stopping", [signal.SIGTERM, signal.SIGINT])
 def test_a_job_that_is_told_to_stop(watch: Watch, stopping: signal.Signals) -> None:
-    """Ctrl-C reaches all ranks as SIGTERM does, and none of them is to blame."""
+    """Ctrl-C reaches all ranks, as SIGTERM does. No rank is reported as lost."""
     reading, writing = os.pipe()
     watch._signals = reading
     os.write(writing, bytes([stopping]))

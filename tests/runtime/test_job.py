@@ -1,4 +1,4 @@
-"""One rank's loop: what it records of a step, and the order it runs stacks in."""
+"""The loop of one rank: the telemetry of a step, and the order of the stacks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_job_of_one_rank(make_trace: TraceMaker, tmp_path: Path) -> None:
     clock.leave_place(tmp_path)
     run_job(job, place, model, clock, watch, writer)
     writer.close()
-    # Once to warm up, then each step begins with another stack.
+    # One warm-up run, then each step begins with the next stack.
     assert told == [(4, 0), (4, 1), (4, 2), *((4 + i, (i + turn) % 3) for i in range(4) for turn in range(3))]
     assert watch.turn == 12
     assert place_file(tmp_path, 0).read_text().split() == ["idle", "7", "-1"]

@@ -1,4 +1,4 @@
-"""Every stack on real processes: outputs of a single process, loads of the simulator, and no needless collective."""
+"""Every stack on real processes: outputs as in a single process, loads as simulated, no needless collective."""
 
 from __future__ import annotations
 

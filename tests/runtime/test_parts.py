@@ -1,4 +1,4 @@
-"""Phases, experts and the layer's own checks, on one process."""
+"""Phases, experts, and the input checks of the layer, in one process."""
 
 from __future__ import annotations
 

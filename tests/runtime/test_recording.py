@@ -1,4 +1,4 @@
-"""What a run routed replays, through a file, to the load that the run had."""
+"""The recorded routing of a run, written to a file and replayed, gives the load of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts move while the layer runs: outputs stay, steps are bounded, and every rank changes over together."""
+"""Experts move while the layer runs: outputs do not change, bytes per step are limited, all ranks switch together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERT_BYTES = 3 * SHAPE.hidden * SHAPE.intermediate * 4
 
 
 def random_slots(seed: int, physical: int, experts: int = SHAPE.num_experts, empty: float = 0.3) -> list[int]:
-    """Every expert once; of the other slots a share is empty."""
+    """Every expert once. Some of the other slots are empty."""
     rng = np.random.default_rng(seed)
     more = rng.integers(0, experts, physical - experts)
     more[rng.random(len(more)) < empty] = -1

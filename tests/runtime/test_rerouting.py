@@ -1,4 +1,4 @@
-"""Router policies in the layer: loads of the simulator on the model's choices and scores, outputs of one process."""
+"""Router policies in the layer: loads as simulated from the model's choices and scores, outputs as in one process."""
 
 from __future__ import annotations
 

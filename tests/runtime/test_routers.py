@@ -1,4 +1,4 @@
-"""Routers against the models they stand for, and by hand."""
+"""Routers, compared with the models that they implement and with values by hand."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_weights_depend_on_what_they_are_for_alone() -> None:
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of which each is a launch on a GPU; views are none."""
+    """Counts the operations that launch a kernel on a GPU. Views launch none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Telemetry: what is finished is on disk, whatever becomes of the process."""
+"""Telemetry: finished steps are on disk, even if the process dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOB = {"stacks": ["eplb"], "seed": 3}
 
 
 def rows(step: int, rank: int, stacks: int = 2, layers: int = 3, ranks: int = 4) -> dict[str, Any]:
-    """Every value tells where it belongs."""
+    """Rows in which every value encodes its position."""
     number = stacks * layers
     made: dict[str, Any] = {
         "step": np.full(number, step),
@@ -74,7 +74,7 @@ def test_only_steps_that_all_ranks_finished_are_joined(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_restart_keeps_what_came_before_its_first_step(tmp_path: Path, closed: bool) -> None:
-    """A rank that had finished is started again with the others."""
+    """A rank that had finished is restarted with the others."""
     writer = TelemetryWriter(tmp_path, 0, 4, JOB)
     for step in range(4):
         writer.append(rows(step, 0))

@@ -1,4 +1,4 @@
-"""Imported by the process that those of the tests are forked from: what is compiled is loaded once, not by each.
+"""The process from which test processes are forked imports this, so that compiled code is loaded only once.
 
 Run as a program it also compiles what only placements need, so that the tests find all of it on disk.
 """

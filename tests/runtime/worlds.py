@@ -1,4 +1,4 @@
-"""Starts real processes under gloo, once per world size, and brings back what each returns."""
+"""Starts real processes with gloo, once per world size, and returns the result of each process."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ static unsigned read_of_block(const unsigned *mine, unsigned block) {
   return *reinterpret_cast<unsigned *>(shared_of[block] + place);
 }
 
-// What all lanes of the warp offer, by lane, until the second wait.
+// The values that the lanes of a warp exchange, by lane. They are valid until the second wait.
 static const unsigned long long *exchange(int line, unsigned long long value) {
   value_of[current] = value;
   wait(AT_WARP, line);
@@ -118,7 +118,7 @@ static void fiber_main() {
   swapcontext(&fibers[current], &scheduler);
 }
 
-// Where all of a group wait for it at one place, they go on. A warp at different lines is an error: -> its line.
+// When all fibers of a group wait, they continue. If the lanes of a warp wait at different lines, returns a line.
 static int release(int first, int num, State waiting, bool &progress) {
   for (int i = first; i < first + num; ++i)
     if (state[i] != waiting) return 0;
@@ -129,7 +129,7 @@ static int release(int first, int num, State waiting, bool &progress) {
   return 0;
 }
 
-// One block, or all blocks of a cluster. Returns 0, or a line where threads parted or wait for ever.
+// Runs one block, or all blocks of a cluster. Returns 0, or the line at which threads diverged or wait forever.
 static int run_together(int num_blocks, int first_block, bool descending) {
   int threads = blockDim.x, num = num_blocks * threads;
   memset(shared_of, 0xff, sizeof shared_of);

@@ -1,4 +1,4 @@
-"""The dispatch kernels on the host, by grid.h, and what the policies give for the same tokens."""
+"""Runs the dispatch kernels on the host (grid.h), and the policies on the same tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def build(factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 class HostDispatcher(Dispatcher):
-    """The same launches, run on the host."""
+    """A Dispatcher whose launches run on the host."""
 
     def __init__(self, library: ctypes.CDLL, descending: bool, *args: Any, **kwargs: Any) -> None:
         self.library, self.descending = library, descending
@@ -87,7 +87,7 @@ def bound_stack(text: str, placement: Placement, top_k: int, cost: float, seed: 
 
 
 def arguments_of(bound: BoundStack, rank: int, max_tokens: int) -> tuple[tuple[Any, Rule], dict[str, Any]]:
-    """A Dispatcher's arguments for a rank, but for the device."""
+    """The arguments of a Dispatcher for a rank, except the device."""
     placement, setting = bound.copies.placement, bound.setting
     structure = prepare(placement.physical_to_logical.cpu(), placement.num_ranks, placement.num_experts)
     rule = Rule.of(bound.split, bound.stack.shared, setting.shared_cost, setting.seed)
@@ -166,7 +166,7 @@ def check(
     step: int,
     ranks: Iterable[int] | None = None,
 ) -> None:
-    """Every rank's tokens, or some ranks', in every layer against the policies."""
+    """Compares the tokens of all or some ranks with the policies, in every layer."""
     ranks = range(len(dispatchers)) if ranks is None else ranks
     placement = bound.copies.placement
     physical, shared = expected(bound, [part.cpu() for part in ids], step)

@@ -1,4 +1,4 @@
-"""The dispatch kernels, run on the host a fiber a thread, give the policies' integers for every rank's tokens."""
+"""The dispatch kernels, run on the host, give the same integers as the policies for the tokens of every rank."""
 
 from __future__ import annotations
 

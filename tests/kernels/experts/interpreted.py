@@ -1,4 +1,4 @@
-"""Run as a program with TRITON_INTERPRET=1: the Triton form's errors on small shapes, one JSON line a case.
+"""A program for TRITON_INTERPRET=1: prints the errors of the Triton form on small shapes, one JSON line per case.
 
 Float16, since the interpreter's products of bfloat16 are wrong; its loop bounds need a whole number where NumPy 2.4 no
 longer makes one of an array of one element.

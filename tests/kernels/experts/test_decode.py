@@ -1,4 +1,4 @@
-"""The forms that run on CPUs: plain PyTorch, and Triton's interpreted."""
+"""The implementations that run on CPUs: plain PyTorch, and Triton in its interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""decode.cu compiled for the host gives the plain form's outputs."""
+"""decode.cu, compiled for the host, gives the outputs of the plain PyTorch implementation."""
 
 from __future__ import annotations
 

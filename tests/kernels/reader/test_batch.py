@@ -1,4 +1,4 @@
-"""One set of channels for a batch, in plain form: within the budget, the best by its scores, dense at a budget of 1."""
+"""One set of channels per batch, in plain PyTorch: within the budget, with the best scores, dense at a budget of 1."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_reads_no_more_than_the_budget_whatever_the_batch(tokens: int, seed: int
     read = union_bytes(sizes, ids, taken, seen, EXPERTS)
     most = 0.6 * len(active) * sizes.expert
     assert read <= most
-    # One channel more would not be.
+    # With one more channel it would exceed the budget.
     assert not len(active) or read + sizes.kept_channel - sizes.skipped_channel > most
     assert (output[(ids < 0).all(1)] == 0).all()
 

@@ -1,4 +1,4 @@
-"""batch.cu compiled for the host: it keeps the plain form's channels for the batch, and gives its outputs."""
+"""batch.cu, compiled for the host, keeps the same channels as the plain PyTorch code and gives its outputs."""
 
 from __future__ import annotations
 

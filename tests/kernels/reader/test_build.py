@@ -1,4 +1,4 @@
-"""The sketch of a layer: what it holds, what it refuses, and its file."""
+"""The sketch of a layer: its contents, refused weights, and its file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_decoded_is_the_rotated_gate_and_up_within_the_stored_errors() -> None:
     errors = world.sketch.errors.double().permute(0, 2, 3, 1).flatten(1, 2)
     assert bool((off <= errors).all())
     assert bool((off >= errors * (1 - 2.0**-9)).all())
-    # Of Gaussian weights a ternary code leaves 19% of the square.
+    # For Gaussian weights, the squared error of a ternary code is 19% of the squared length.
     assert float((off**2).sum() / true.square().sum()) == pytest.approx(0.19, abs=0.01)
 
 
@@ -36,13 +36,13 @@ def test_norms_and_map() -> None:
     columns = down.transpose(0, 1).flatten(1)  # [H, E * I]
     left = torch.linalg.svd(columns)[0][:, :32]
     assert sketch.rank == 32
-    # The same space: projections agree, whatever the signs.
+    # The column spaces are equal: projections agree, even if signs differ.
     basis = main_directions(down, 32)
     torch.testing.assert_close(basis @ basis.T, left @ left.T, rtol=0, atol=1e-9)
     torch.testing.assert_close(sketch.basis.double(), basis, rtol=2.0**-8, atol=0)
     expected = torch.einsum("ehi,hr->eir", down, sketch.basis.double())
     torch.testing.assert_close(sketch.coefficients.double(), expected, rtol=2.0**-8, atol=1e-12)
-    # A map of full rank loses the rounding to 16 bits alone.
+    # With a map of full rank, the only error is the rounding to 16 bits.
     full = build_layer(world.experts.gate_up, down, rank=256)
     again = full.coefficients.double() @ full.basis.double().T
     assert float((again.transpose(1, 2) - down).norm() / down.norm()) < 0.01
@@ -84,7 +84,7 @@ def test_shapes_that_do_not_fit() -> None:
 
 
 def checkpoint(folder: Path, fused: bool, seed: int = 0) -> dict[int, LayerSketch]:
-    """Two layers on disk; returns what their sketches are to be."""
+    """Writes two layers to disk; returns the sketches expected for them."""
     folder.mkdir()
     tensors: dict[str, torch.Tensor] = {"model.embed_tokens.weight": torch.zeros(3)}
     expected = {}
@@ -172,7 +172,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     found = dict(build_checkpoint(tmp_path / "model", seed=5))
     assert list(found) == [1, 3]
     assert torch.equal(found[1].codes, expected[1].codes)
-    # Two of one place are refused, whatever they are called.
+    # Two tensors for the same layer and matrix are refused, whatever their names are.
     twice = {name.replace("mtp", "speech"): tensor for name, tensor in other.items()}
     save_file(twice, tmp_path / "model" / "model-3.safetensors")
     with pytest.raises(ValueError, match=r"model\..* and speech\..* are both the .*_proj of layer 1"):
@@ -180,7 +180,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 def test_weights_that_do_not_stand_for_themselves_are_refused(tmp_path: Path) -> None:
-    """8-bit weights need scales that a sketch knows nothing of."""
+    """8-bit weights need scales, which a sketch does not read."""
     name = "model.layers.0.mlp.experts.0"
     shapes = {"gate_proj": (2, 128), "up_proj": (2, 128), "down_proj": (128, 2)}
     for dtype in (torch.float8_e4m3fn, torch.int8, torch.uint8):

@@ -1,4 +1,4 @@
-"""Bytes against addresses: every tensor in memory, row by row, and the sectors of 32 bytes that are touched."""
+"""Byte counts, compared with the sectors of 32 bytes that the addresses of all rows touch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPERTS = 4
 
 
 def touched(sizes: ReadBytes, ids: torch.Tensor, kept: torch.Tensor, read: torch.Tensor) -> int:
-    """Bytes of all sectors that these tokens' reads touch. Each tensor begins at a multiple of 256."""
+    """Bytes of all sectors that the reads of these tokens touch. Each tensor begins at a multiple of 256."""
     hidden, inter, rank = sizes.hidden, sizes.intermediate, sizes.rank
     width = int(sizes.weight_bytes)
     codes = -(-2 * -(-inter // 5) // 32) * 32
@@ -72,7 +72,7 @@ def test_no_more_sectors_are_touched_than_counted(seed: int, hidden: int, inter:
         assert union_bytes(sizes, ids[one], kept[one], read[one], EXPERTS) == count
     together = touched(sizes, ids, kept, read)
     assert together <= union_bytes(sizes, ids, kept, read, EXPERTS) <= sum(counted)
-    # Where no part straddles a sector the count is what is touched.
+    # If no part crosses a sector boundary, the count equals the bytes touched.
     if (2 * inter) % 32 == 0 and (2 * rank) % 32 == 0:
         assert together == union_bytes(sizes, ids, kept, read, EXPERTS)
 

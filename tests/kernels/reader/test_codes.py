@@ -1,4 +1,4 @@
-"""Codes against brute force, packing both ways, and the rotation."""
+"""Codes compared with brute force, packing and unpacking, and the rotation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WEIGHTS = (
 
 
 def least_error(block: np.ndarray) -> float:
-    """Of all codes, each with its best scale."""
+    """The least squared error over all codes, each with its best scale."""
     best = float(block @ block)
     for code in itertools.product((-1, 0, 1), repeat=len(block)):
         size = sum(c * c for c in code)
@@ -32,7 +32,7 @@ def least_error(block: np.ndarray) -> float:
 
 @given(npst.arrays(np.float64, st.integers(1, 7), elements=st.floats(-3, 3) | st.just(0.0)))
 def test_codes_have_the_least_squared_error(block: np.ndarray) -> None:
-    """Beyond the least by what rounding the scale to 16 bits costs."""
+    """The error may exceed the least one only by the rounding of the scale to 16 bits."""
     found = ternary(torch.from_numpy(block))
     codes, scale = found.codes.double().numpy(), float(found.scale)
     number = np.abs(codes).sum()
@@ -49,7 +49,7 @@ def test_the_stored_error_bounds_every_product(blocks: np.ndarray, data: st.Data
     found = ternary(torch.from_numpy(blocks))
     assert bool(torch.isfinite(found.scale).all())
     residual = torch.from_numpy(blocks) - found.codes.double() * found.scale.double()[:, None]
-    # Its own residual is the worst input.
+    # The residual itself is the input with the largest error.
     worst = residual / residual.abs().amax(1, keepdim=True).clamp(min=1e-300)
     drawn = data.draw(npst.arrays(np.float32, (3, 128), elements=st.floats(-9, 9, width=32)))
     for x in (worst, torch.from_numpy(drawn).double()):
@@ -128,10 +128,10 @@ def test_the_rotation_is_orthogonal() -> None:
     in_float = (rotated(w.float(), signs) * rotated(x.float(), signs)).sum(1)
     rounding = 2.0**-24 * 16 * w.norm(dim=1) * x.norm(dim=1)
     assert bool(((in_float.double() - products).abs() <= rounding).all())
-    # Sums that are equal stay equal, to the last bit, so that ties are told in the same way everywhere.
+    # Equal sums stay equal to the last bit, so that ties are the same on every device.
     whole = rotated(w[:, :128].sign().float(), signs[:128]).abs()
     assert set(whole.flatten().tolist()) <= {float(torch.tensor(float(n)) * 128**-0.5) for n in range(129)}
-    # What is large is spread: of one weight of 1000 every coordinate of its block gets 1000 / sqrt(128).
+    # A large value is spread: one weight of 1000 gives 1000 / sqrt(128) in every coordinate of its block.
     spread = rotated(torch.eye(384, dtype=torch.float64)[3] * 1000, signs)
     torch.testing.assert_close(spread[:128].abs(), torch.full((128,), 1000 / 128**0.5, dtype=torch.float64))
     assert float(spread[128:].abs().max()) == 0

@@ -1,4 +1,4 @@
-"""Weights, scores and slots that nothing sensible would hold."""
+"""Extreme weights, scores and slots."""
 
 from __future__ import annotations
 

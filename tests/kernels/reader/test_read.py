@@ -99,7 +99,7 @@ def test_the_top_k_are_exact_and_ties_go_by_index(values: np.ndarray, data: st.D
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("tokens", [3, 200])
 def test_full_budget_is_the_dense_layer(gelu: bool, tokens: int) -> None:
-    """Few tokens and many take different ways to the same product."""
+    """Small and large batches use different code for the same product."""
     world = make_world(tokens=tokens, gelu=gelu)
     everything = torch.ones(tokens, 3, 24, dtype=torch.bool)
     found = read_output(world.x, world.ids, world.weights, world.experts, everything)
@@ -145,7 +145,7 @@ def test_scores_that_are_no_numbers_count_as_infinite() -> None:
     found = read_output(world.x, world.ids, world.weights, world.experts, kept)
     assert bool(found[1].isnan().all())
     assert not bool(found[0].isnan().any())
-    # A weight below 0 adds as much as one above.
+    # A negative weight adds as much as a positive one.
     assert output_scores(torch.tensor([[-2.0]]), torch.tensor([[[3.0]]]), torch.tensor([[[-5.0]]])).item() == 30
 
 
@@ -236,7 +236,7 @@ def test_the_budget_that_a_refusal_asks_for_pays(hidden: int, inter: int, expert
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10**6), st.sampled_from([0.5, 0.7, 0.95]), st.sampled_from([80, 128]))
 def test_no_token_reads_more_than_its_budget(seed: int, budget: float, read: int) -> None:
-    """Whatever the tokens: with fewer experts too, ties, and zeros."""
+    """For any tokens, also with fewer experts, ties and zeros."""
     world = make_world(tokens=6, seed=seed)
     ids = world.ids.clone()
     ids[1, 2] = ids[2, 1] = ids[2, 2] = -1

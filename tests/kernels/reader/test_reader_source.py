@@ -1,4 +1,4 @@
-"""reader.cu compiled for the host: it keeps the plain form's channels, and gives its outputs."""
+"""reader.cu, compiled for the host, keeps the same channels as the plain PyTorch code and gives its outputs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def kept_as_plain(
     given: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """As `run_on_host`, whose channels are those of the plain form."""
+    """`run_on_host`, and a check that the channels are those of the plain PyTorch code."""
     held = run_on_host(on_host, layer, given, **options)
     kept = torch.empty_like(held["kept"])
     layer.read(*given, kept=kept)
@@ -136,7 +136,7 @@ def test_many_blocks_of_a_token(on_host: Callable[..., Callable[..., None]], tok
 
 
 def test_words_of_launches_before_are_no_ones(on_host: Callable[..., Callable[..., None]]) -> None:
-    """Blocks in every order, on what launches of other and of more tokens left."""
+    """Blocks run in several orders, after launches with other and with more tokens."""
     layer = layer_of(6, 256, 35, 3, 0.6)
     words = cuda.workspace(layer.sizes(3), 4, BLOCKS, torch.device("cpu"))
     for launches, tokens in enumerate((4, 2, 1, 4, 3)):

@@ -1,4 +1,4 @@
-"""Checkpoints as they lie on disk: several files, an index, a sketch beside the weights, downloads that broke off."""
+"""Checkpoints on disk: several files, an index, a sketch beside the weights, incomplete downloads."""
 
 from __future__ import annotations
 

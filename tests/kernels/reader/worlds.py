@@ -1,4 +1,4 @@
-"""Small layers of experts, kind and hostile."""
+"""Small layers of experts, with ordinary and extreme values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""passes.cu compiled for the host: each rank's numbers are those that the policy sums, and its tokens' experts too."""
+"""passes.cu, compiled for the host, gives the numbers that the policy sums over ranks, and the same experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""router.cu compiled for the host takes the experts that the policy takes."""
+"""router.cu, compiled for the host, chooses the same experts as the policy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def drawn(tokens: int, experts: int, top_k: int, seed: int, ties: bool) -> Route
         scores[torch.rand(scores.shape, generator=source) < 0.1] = -torch.inf
         scores[0, 0] = torch.nan
     ids = scores.nan_to_num(nan=-torch.inf).sort(dim=-1, descending=True, stable=True).indices[:, :top_k].clone()
-    if ties:  # A choice within groups, say: not the best.
+    if ties:  # A choice that is not the best by score, as one within groups.
         ids = torch.rand(tokens, experts, generator=source).topk(top_k, dim=1).indices
         ids[torch.rand(ids.shape, generator=source) < 0.2] = -1
     ids[tokens // 2 : tokens // 2 + tokens // 4] = -1

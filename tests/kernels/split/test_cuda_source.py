@@ -1,4 +1,4 @@
-"""split.cu compiled for the host, a fiber a lane, gives the CPU form's bits; nvcc, where it is, spills no registers."""
+"""split.cu, compiled for the host, gives the bits of the CPU form. nvcc, if installed, spills no registers."""
 
 from __future__ import annotations
 

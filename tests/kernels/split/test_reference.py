@@ -1,4 +1,4 @@
-"""The linear program on problems whose answer is known by hand."""
+"""The linear program on problems with known answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The split against its linear program, and against the definition of its certificate."""
+"""The split, compared with its linear program and with the definition of its bound."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def even_split(structure: SplitStructure, loads: torch.Tensor) -> torch.Tensor:
 
 
 def check(structure: SplitStructure, loads: torch.Tensor, layer: torch.Tensor, found: Solution) -> None:
-    """Within [0, load], conserved, the peak as stated, and proven."""
+    """Checks that slots are in [0, load] and sum to the loads, that the peak is as reported, and that it is proven."""
     slots = structure.physical_to_logical[layer] + 1
     loads = torch.nn.functional.pad(loads.double(), (1, 0))  # an empty slot has none
     assert ((found.split >= 0) & (found.split <= loads.gather(1, slots))).all()

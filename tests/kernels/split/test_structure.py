@@ -1,4 +1,4 @@
-"""The tables of a placement, written out for one that has every case."""
+"""The tables of small placements that have every case."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ static int block_votes;
 #define line_of (all_line_of + current / 32 * 32)
 #define value_of (all_value_of + current / 32 * 32)
 
-// Comes back when all lanes have come here.
+// Returns when all lanes have called it.
 static void meet(int line) {
   all_line_of[current] = line;
   swapcontext(&lanes[current], &scheduler);

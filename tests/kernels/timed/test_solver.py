@@ -1,4 +1,4 @@
-"""The timed split against its integer program, against the token form, and by its own certificate."""
+"""The timed split, compared with its integer program, with the token form, and with its own bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared tokens poured over routed loads: against an integer program, by count and token by token."""
+"""Assignment of shared-expert tokens, by number and by token, compared with an integer program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def problems(draw: st.DrawFn, most_ranks: int = 5) -> tuple[torch.Tensor, torch.
 
 
 def reference(routed: torch.Tensor, tokens: torch.Tensor, cost: float, most: torch.Tensor | None) -> tuple[int, int]:
-    """OR-Tools' least peak in 2^-20 assignments, and the fewest tokens away from home at that peak."""
+    """The lowest peak by OR-Tools, in 2^-20 assignments, and the fewest tokens off their source rank at this peak."""
     from ortools.sat.python import cp_model
 
     num_ranks = len(routed)
@@ -117,16 +117,16 @@ def test_tokens_leave_for_their_own_node_first_and_spread() -> None:
     assert float(peak) == 100
     assert quotas[0].tolist() == [0, 15, 15, 0, 0, 0]
     assert quotas[1:, 1:].tolist() == torch.diag(torch.tensor([9] * 5)).tolist()
-    # 10 fit on the node's other rank, the rest goes over.
+    # 10 tokens fit on the other rank of the node; the others go to the other node.
     quotas, _ = pour(torch.tensor([100, 81, 40, 40]), torch.tensor([30, 9, 9, 9]), 1.0, torch.tensor([0, 0, 1, 1]))
     assert quotas[0].tolist() == [0, 10, 10, 10]
 
 
 def test_a_chain_of_bounds() -> None:
-    # Rank 0 reaches rank 1 alone, rank 1 rank 2 alone.
+    # Rank 0 may send only to rank 1, rank 1 only to rank 2.
     most = torch.tensor([[0, 9, 0], [0, 0, 6], [0, 0, 0]])
     quotas, peak = pour(torch.tensor([30, 20, 0]), torch.tensor([10, 10, 10]), 1.0, torch.zeros(3).long(), most)
-    # All that leaves rank 1 is 6: ranks 0 and 1 keep 50 + 20 - 6 between them.
+    # At most 6 tokens leave ranks 0 and 1, so these keep a load of 50 + 20 - 6.
     assert quotas.tolist() == [[2, 8, 0], [0, 4, 6], [0, 0, 10]]
     assert float(peak) == 32
 
@@ -212,7 +212,7 @@ def test_groups_do_not_mix() -> None:
 
 @pytest.mark.parametrize("row", [[2, 6], [6, 2], [1, 2], [5, -1], [-1, 5]])
 def test_quotas_of_other_numbers_of_tokens_are_refused(row: list[int]) -> None:
-    """Compiled code would follow them past the arrays."""
+    """Compiled code would write outside the arrays."""
     zeros = torch.zeros(4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"quotas do not fit: groups have \[4\] tokens, but quotas sum to"):
         assign(zeros, zeros, None, torch.tensor([row]))
