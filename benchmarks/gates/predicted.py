@@ -79,8 +79,8 @@ def layer_gates(rows: Sequence[dict[str, Any]], folder: str = str(CALIBRATED)) -
             exchange.append(float((phases.dispatch + phases.combine)[0, 0]) / parts["exchange"])
             experts.append(float(phases.experts[0, 0]) / parts["experts"])
     ranks = len(rows[0]["stacks"][0]["routed"][0])
-    yield call_gate(f"exchange of layers on {ranks} H200s by itself", exchange)
-    yield call_gate(f"slowest rank's experts of layers on {ranks} H200s by themselves", experts)
+    yield call_gate(f"exchange of layers on {ranks} H200s, measured separately", exchange)
+    yield call_gate(f"slowest rank's experts of layers on {ranks} H200s, measured separately", experts)
     for what, chosen in _by_source(cases).items():
         yield layer_gate(f"whole layers in a CUDA graph on {ranks} H200s, deep_ep: {what}", _ratios(chosen))
     yield layer_gate(f"whole layers in a CUDA graph on {ranks} H200s, deep_ep: all of these", _ratios(cases))
@@ -106,5 +106,5 @@ def _ranking(cases: Sequence[Case], ranks: int) -> Gate:
         stacks = [zip(case.total.tolist(), case.us.tolist(), strict=True) for case in group]
         batches += [list(times) for times in zip(*stacks, strict=True)]
     apart = np.concatenate([case.apart for case in cases])
-    note = f"passes of a measurement are {np.median(apart):.1%} apart (median, largest over smallest)"
+    note = f"repeated passes of a measurement differ by {np.median(apart):.1%} (median of largest / smallest - 1)"
     return ranking_gate(f"stacks by whole layers in a CUDA graph on {ranks} H200s", batches, note)

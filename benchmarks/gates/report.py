@@ -69,10 +69,10 @@ def expert_gates(measured: dict[str, Any], models: dict[str, Model]) -> Iterator
         predicted = [model.us(case["loads"], case["rows"]) for case in cases]
         ratios = np.concatenate([us / np.array(case["us"]) for us, case in zip(predicted, cases, strict=True)])
         stacks, ranks = len({case["stack"] for case in cases}), cases[0]["ranks"]
-        what = f"experts of {name}, what {stacks} stacks give each of {ranks} ranks ({cases[0]['what']})"
+        what = f"experts of {name}, the loads of each of {ranks} ranks under {stacks} stacks ({cases[0]['what']})"
         yield call_gate(what, ratios.tolist())
         slowest = [float(us.max()) / max(case["us"]) for us, case in zip(predicted, cases, strict=True)]
-        yield layer_gate(f"slowest rank's experts of {name}, {ranks} ranks played one by one on one H200", slowest)
+        yield layer_gate(f"slowest rank's experts of {name}, {ranks} ranks one after the other on one H200", slowest)
 
 
 def slices_ranking(measured: dict[str, Any], models: dict[str, Model]) -> Gate:
@@ -83,7 +83,7 @@ def slices_ranking(measured: dict[str, Any], models: dict[str, Model]) -> Gate:
         predicted = float(models[case["model"]].us(case["loads"], case["rows"]).max())
         batches.setdefault(key, []).append((predicted, max(case["us"])))
     repeated, share = ordered([times for key, times in batches.items() if key[0]])
-    note = f"of the {repeated} pairs measured repeatedly {share:.1%}; {_noise(measured)}"
+    note = f"of the {repeated} pairs measured repeatedly, {share:.1%} are in the right order; {_noise(measured)}"
     what = f"stacks by their slowest rank's experts, {len(batches)} batches on one H200"
     return ranking_gate(what, list(batches.values()), note)
 
@@ -97,9 +97,9 @@ def _noise(measured: dict[str, Any]) -> str:
             times.setdefault((case["model"], tuple(load), rows), []).append(us)
     apart = [max(us) / min(us) - 1 for us in times.values() if len(us) > 1]
     return (
-        f"passes of a measurement are {np.median(passes):.1%} apart (median, largest over smallest), medians of "
-        f"{len(apart)} loads that came twice {np.median(apart):.1%} (median) to {max(apart):.1%}; wrong pairs are of "
-        "the smallest batches"
+        f"repeated passes of a measurement differ by {np.median(passes):.1%} (median of largest / smallest - 1); the "
+        f"times of {len(apart)} loads measured twice differ by {np.median(apart):.1%} (median) to {max(apart):.1%}; "
+        "the pairs in the wrong order are of the smallest batches"
     )
 
 

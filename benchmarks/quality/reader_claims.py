@@ -73,34 +73,34 @@ def claim_rows(report: Mapping[str, Any]) -> list[Row]:
 def _under_reading(report: Mapping[str, Any]) -> Iterator[Row]:
     shares = [row["threshold_keeps"] for row in report["pairs"]]
     yield Row(
-        "a threshold reads another number of channels than it is calibrated for, on held-out text of each domain",
-        "less in 72 of 72 runs; 18% calibrated reads 12.9% on average, 9.9% at the least",
-        f"{_span(shares)} of its k over {len(shares)} runs, less in {sum(s < 0.99 for s in shares)}; "
-        f"calibrated on one domain {_span([row['threshold_of_one_domain_keeps'] for row in report['pairs']])}",
+        "on held-out text of each domain, a threshold reads another number of channels than calibrated",
+        "fewer in 72 of 72 runs; calibrated for 18%, it reads 12.9% on average and at least 9.9%",
+        f"{_span(shares)} times k over {len(shares)} runs, fewer in {sum(s < 0.99 for s in shares)}; "
+        f"calibrated on one domain {_span([row['threshold_of_one_domain_keeps'] for row in report['pairs']])} times",
         max(abs(s - 1) for s in shares) > 0.05,
     )
     for budget, found in report.get("drift", {}).items():
         positions = list(found["by_position"].values())
         yield Row(
-            f"the longer it writes, the less a threshold of {budget} keeps; top-k keeps its k at every token",
-            "at 6,000 tokens 71, 92 and 88% of the calibrated number",
-            f"{positions[0]:.3f} of its k in the first 128 tokens, {positions[-1]:.3f} in the last; top-k 1",
+            f"the longer a generation, the fewer channels a threshold of {budget} keeps; top-k keeps k at every token",
+            "71, 92 and 88% of the calibrated number at 6,000 tokens",
+            f"{positions[0]:.3f} times k in the first 128 tokens, {positions[-1]:.3f} times in the last; top-k 1",
             positions[-1] < positions[0],
         )
         ratio = found["late_window_after_prompt"] / found["late_window_in_place"]
-        words = f"the same late window keeps more right after the prompt, threshold of {budget}"
+        words = f"a late window keeps more channels if it is moved to right after the prompt, threshold of {budget}"
         yield Row(words, "57% more", f"{ratio - 1:+.1%}", ratio > 1)
     if "drift" in report:
         shares = [share for found in report["drift"].values() for share in found["by_domain"].values()]
         yield Row(
-            "in generation a threshold reads less than calibrated",
+            "in generation a threshold reads fewer channels than calibrated",
             "72 of 72 runs",
-            f"{sum(s < 1 for s in shares)} of {len(shares)} runs; {_span(shares)} of its k",
+            f"{sum(s < 1 for s in shares)} of {len(shares)} runs; {_span(shares)} times k",
             all(s < 1 for s in shares),
         )
     found = report["kept_and_loss_spearman"]
     yield Row(
-        "what a threshold keeps hardly goes with the loss of the next token (Spearman)",
+        "the number of channels that a threshold keeps hardly correlates with the loss of the next token (Spearman)",
         "-0.29 to +0.14",
         ", ".join(f"{value:+.2f} at {budget}" for budget, value in found.items()),
         all(abs(value) < 0.3 for value in found.values()),
@@ -109,8 +109,8 @@ def _under_reading(report: Mapping[str, Any]) -> Iterator[Row]:
 
 def _pairs(report: Mapping[str, Any]) -> Iterator[Row]:
     for key, words, published in (
-        ("loss", "same score, same calibrated budget: top-k against the threshold", "10 wins, 30 ties, 3 losses of 43"),
-        ("as_many_loss", "top-k cut to what the threshold really reads", "37 wins or ties of 41"),
+        ("loss", "top-k against a threshold of the same score and budget", "10 wins, 30 ties, 3 losses of 43"),
+        ("as_many_loss", "top-k limited to as many channels as the threshold reads", "37 wins or ties of 41"),
     ):
         loss, kl = report["tallies"][key], report["tallies"][key.replace("loss", "kl")]
         yield Row(
@@ -128,7 +128,7 @@ def _collapse(report: Mapping[str, Any]) -> Iterator[Row]:
     budgets = [name.split()[1] for name in found if name.startswith("topk")]
     words = "; ".join(f"{b}: {found[f'threshold {b}']:.3f}, {found[f'topk {b}']:.3f}" for b in budgets)
     yield Row(
-        "thresholds fall into loops where top-k does not (share of 4-grams held before: threshold, top-k)",
+        "thresholds fall into loops where top-k does not (share of repeated 4-grams: threshold, top-k)",
         "Gemma 4 at 18%: 674 of 792 answers reach the limit, 145 with top-k",
         f"{words}; plain {found['plain']:.3f}",
         any(found[f"threshold {b}"] > found[f"topk {b}"] + 0.05 for b in budgets),
@@ -144,7 +144,7 @@ def _screens(report: Mapping[str, Any]) -> Iterator[Row]:
                 continue
             full, partial = (trials[name] for name in names)
             yield Row(
-                f"a partial screen beats a full one at {budget:.1%} (KL){words}",
+                f"a partial screen has a lower KL than a full one at {budget:.1%}{words}",
                 published,
                 f"{full['kl']:.4f} to {partial['kl']:.4f} ({full['kept_channels']:.0f} and "
                 f"{partial['kept_channels']:.0f} channels)",
@@ -153,7 +153,7 @@ def _screens(report: Mapping[str, Any]) -> Iterator[Row]:
     for budget in (0.128, 0.178, 0.18, 0.28):
         on, off = (trials.get(f"partial {restore} {budget}") for restore in ("on", "off"))
         if on and off:
-            words = f"restoring what is skipped helps at {budget:.1%} (KL without, with, bytes equal)"
+            words = f"restoring skipped channels lowers the KL at {budget:.1%} (without, with, at equal bytes)"
             published = "IFEval +11.6 points at 18%" if budget == 0.18 else ""
             yield Row(words, published, f"{off['kl']:.4f}, {on['kl']:.4f}", on["kl"] < off["kl"])
 
@@ -170,18 +170,18 @@ def _scores(report: Mapping[str, Any]) -> Iterator[Row]:
         ours, other = trials.get(f"sketch {budget}"), trials.get(f"{name} {budget}")
         if ours and other:
             yield Row(
-                f"KL of the {name} score over that of the sketch at {budget:.1%}, nothing restored",
+                f"KL with the {name} score / KL with the sketch at {budget:.1%}, without restoration",
                 published,
                 f"{other['kl'] / ours['kl']:.2f} times ({other['kl']:.4f} against {ours['kl']:.4f})",
                 other["kl"] > ours["kl"],
             )
     if any(name.startswith("cats") for name in report["not_payable"]):
-        yield Row("CATS reads the gate rows whole", "", "a third of the bytes: no budget below 33.4% pays for it", None)
+        yield Row("CATS reads whole gate rows", "", "a third of the bytes: CATS needs a budget of 33.4%", None)
     for budget in (0.178, 0.28):
         raw, scaled = trials.get(f"int4-gate {budget}"), trials.get(f"int4-gate in output units {budget}")
         if raw and scaled:
             ratio = raw["kl"] / scaled["kl"]
-            words = f"output units alone lower the KL of an int4 copy, {budget:.1%}"
+            words = f"scores in units of the output lower the KL of an int4 copy, {budget:.1%}"
             yield Row(words, "1.3 to 1.5 times", f"{ratio:.2f} times", ratio > 1)
 
 
@@ -194,7 +194,7 @@ def _kept_quality(report: Mapping[str, Any]) -> Iterator[Row]:
         ]
         if shares:
             yield Row(
-                f"share of the full model's accuracy (here: of the next token) that {budget:.1%} keeps",
+                f"share of the full model's accuracy (here: of the next token) that is kept at {budget:.1%}",
                 published,
                 f"{np.mean(shares):.1%} on average, {min(shares):.1%} at worst of {len(shares)} domains",
                 None if not published else bool(np.mean(shares) >= (0.981 if budget == 0.178 else 0.9)),
@@ -208,27 +208,27 @@ def _bytes(report: Mapping[str, Any]) -> Iterator[Row]:
         [one[key] for one in of] for key in ("screen_of_read", "map_of_experts", "sketch_of_experts")
     )
     yield Row(
-        "a block of 128 weights takes about 30 bytes of sketch in place of 256",
+        "a block of 128 weights takes about 30 bytes of sketch instead of 256",
         "30",
-        f"{sizes['packed_block_bytes']:.1f}; with rows filled up to sectors "
+        f"{sizes['packed_block_bytes']:.1f}; with rows padded to sectors "
         f"{', '.join(f'{256 * share / 2 * 3:.1f}' for share in dict.fromkeys(sketches))} in the three models",
         29 < sizes["packed_block_bytes"] < 31,
     )
     yield Row(
-        "the sketch takes 7% of what is resident, the map 0.5%",
+        "the sketch takes 7% of the memory of the weights, the restoring map 0.5%",
         "7%, 0.5%",
         f"{_span(sketches, '.3f')} and {_span(maps, '.4f')} of the experts' weights in the three models; "
         f"{sizes['sketch_of_experts']:.3f} and {sizes['map_of_experts']:.3f} here",
         0.06 < min(sketches) <= max(sketches) < 0.09 and max(maps) < 0.009,
     )
     yield Row(
-        "a full sketch is 44 to 61% of what is read at 12.8 and 17.8%",
+        "a full sketch is 44 to 61% of the bytes read at 12.8 and 17.8%",
         "44 to 61%",
         f"{min(screens):.0%} to {max(screens):.0%} in the three models",
         0.4 < min(screens) <= max(screens) < 0.62,
     )
     yield Row(
-        "the map adds 0.5 to 0.8 points to what is read",
+        "the restoring map adds 0.5 to 0.8 percentage points to the bytes read",
         "0.5 to 0.8",
         f"{100 * min(maps):.2f} to {100 * max(maps):.2f} in the three models; "
         f"{100 * sizes['map_of_experts']:.2f} and more here, where rows are a quarter as long",
@@ -247,23 +247,23 @@ def _beyond(report: Mapping[str, Any]) -> Iterator[Row]:
             best = trials.get(f"{ranks} ranks by token {budget}")
             if by == "token" or best is None:
                 continue
-            words = f"{ranks} ranks that each keep their own best, shared out by {by}, {float(budget):.1%} (KL)"
-            yield Row(words, "", f"{one['kl']:.4f}, best of all ranks {best['kl']:.4f}", None)
+            words = f"{ranks} ranks that each keep their own best channels, quota={by}, {float(budget):.1%} (KL)"
+            yield Row(words, "", f"{one['kl']:.4f}; the best channels of all ranks {best['kl']:.4f}", None)
         if name.startswith("one set for"):
             size, budget = name.split()[3], name.split()[-1]
             union = report.get("batches", {}).get(size) or report.get("batches", {}).get(int(size))
-            reads = f" that reads {union['union']:.3f} of the experts active" if union else ""
-            words = f"one set of channels for {size} tokens, {float(budget):.1%} of the experts active (KL)"
-            each = f"each token its own {whole[budget]['kl']:.4f}"
+            reads = f", which reads {union['union']:.3f} of the bytes" if union else ""
+            words = f"one set of channels for {size} tokens, {float(budget):.1%} of the active experts' bytes (KL)"
+            each = f"with own channels for each token {whole[budget]['kl']:.4f}"
             yield Row(words, "future work", f"{one['kl']:.4f}; {each}{reads}", None)
         if "+reader" in name:
             router, budget = name.split("+")[0], name.split()[-1]
             alone = f"the router alone {trials[router]['kl']:.4f}, the reader alone {whole[budget]['kl']:.4f}"
-            yield Row(f"{router} beside a reader of {float(budget):.1%} (KL)", "", f"{one['kl']:.4f}; {alone}", None)
+            yield Row(f"{router} with a reader at {float(budget):.1%} (KL)", "", f"{one['kl']:.4f}; {alone}", None)
     if report.get("batches"):
         of_sizes = report["batches"].items()
         shares = [f"{size}: {one['union']:.3f} ({one['union_if_independent']:.3f})" for size, one in of_sizes]
-        words = "what a batch reads of its active experts, all tokens together (if they chose independently)"
+        words = "share of the active experts' bytes that a batch reads, by batch size (if tokens chose independently)"
         yield Row(words, "", ", ".join(shares), None)
 
 
