@@ -1,1 +1,1 @@
-"""What people look at: the table, the Markdown and the page, all from results.json alone."""
+"""Makes the terminal's table, the Markdown page and the HTML page of results.json."""

@@ -40,7 +40,7 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         (
             any(entry["metrics"][key]["mean"] for entry in stacks for key in CAUSES), _causes, "causes",
             "Where the imbalance comes from",
-            "x: product of (1 + mean gap) over the causes, close to the mean of peak/mean (1 is perfect balance); "
+            "x: product of (1 + mean gap) of the four causes, which is close to peak/mean (1 is perfect balance); "
             "y: stacks", bars,
         ),
         (
@@ -49,7 +49,7 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         ),
         (
             _any(stacks, "max_over_mean_quantiles"), _ecdf, "ecdf", "Distribution of peak/mean",
-            "x: peak/mean of one layer in one step; y: share of layers and steps with at most this value", lines,
+            "x: peak/mean of one layer in one step; y: share of (step, layer) pairs with at most this value", lines,
         ),
         (
             trace["steps_scored"] > 1 and _any(stacks, "by_step"), _steps, "steps", "Peak/mean by step",
@@ -58,7 +58,7 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         (
             any(len(entry.get("max_over_mean_by_tokens", [])) > 1 for entry in stacks), _tokens, "tokens",
             "Peak/mean by batch size",
-            "x: tokens per rank in a step, in powers of two; y: peak/mean, averaged over these steps and their layers",
+            "x: tokens per rank in a step, in powers of two; y: peak/mean, averaged over the steps of this size",
             lines,
         ),
         (
@@ -71,18 +71,18 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         ),
         (
             _any(stacks, "phases_us"), _phases, "phases", "Time of a layer by phase",
-            "x: microseconds per layer, averaged over steps and layers; each phase is that of its slowest rank; "
+            "x: microseconds per layer, averaged over steps and layers; each phase is the time on its slowest rank; "
             "y: stacks", bars,
         ),
         (
             any(entry["metrics"]["kept_mass"]["mean"] is not None for entry in stacks), _kept, "kept",
-            "Router probability kept, and what is read",
+            "Router probability kept, and expert weights read",
             "x: active experts of the busiest rank, bytes it reads, time of a layer (means); y: router probability of "
             "the experts used / of the model's choice", lines,
         ),
         (
             hot, _hot, "hot", "The hottest experts and the ranks that hold their copies",
-            "x: rank; y: layer and expert, with its load / mean load of an expert; each mark is a copy",
+            "x: rank; y: layer and expert, with its load / mean load of the layer's experts; each mark is a copy",
             (3.4, 0.4 + 2.9 * len(_placements(results))),
         ),
     ]  # fmt: skip
@@ -133,7 +133,7 @@ def _causes(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
         if gaps.any():
             parts.append((cause, left * gaps))
         left = left * (1 + gaps)
-    _bars(results, canvas, narrow, parts, 1.0, "peak/mean, as the product of 1 + mean gap")
+    _bars(results, canvas, narrow, parts, 1.0, "peak/mean, as the product of (1 + mean gap)")
 
 
 def _phases(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
@@ -194,7 +194,7 @@ def _ecdf(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
         values = entry.get("max_over_mean_quantiles")
         return (values, np.linspace(0, 1, len(values))) if values else None
 
-    _curves(results, canvas, narrow, ("peak/mean", "share of layers and steps"), curve, marker="").set_ylim(0, 1)
+    _curves(results, canvas, narrow, ("peak/mean", "share of (step, layer) pairs"), curve, marker="").set_ylim(0, 1)
 
 
 def _steps(results: ResultsData, canvas: Canvas, narrow: bool) -> None:

@@ -171,7 +171,7 @@ def combined(sides: Sequence[Side], rows: Sequence[Row], command: str) -> Result
         file |= {"measured": side.results["kind"] == "run"}
         file |= {key: setting[key] for key in ("seed", "version", "command")}
         files.append(file | {"verdict": side.results["verdict"]})
-    note = f"a comparison of {len(sides)} results; trace and setting are those of the first"
+    note = f"a comparison of {len(sides)} results; trace and setting are those of the first one"
     trace = first["trace"] | ({"notes": [note]} if len(sides) > 1 else {})
     found: ResultsData = {
         "schema": first["schema"],

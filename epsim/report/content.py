@@ -1,4 +1,4 @@
-"""What the terminal, report.md and report.html share: the table of stacks, the table of metrics, and the facts."""
+"""The parts that the terminal, report.md and report.html share: the tables of stacks and of metrics, and the facts."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -9,14 +9,14 @@ from epsim.score.formulas import METRICS
 from epsim.score.verdict import label
 
 PEAK_OVER_MEAN = "peak/mean: load of the busiest rank / mean load of all ranks; 1.0 is perfect balance."
-"""Stands once at the top of a page."""
+"""A sentence at the top of every page."""
 Table: TypeAlias = tuple[str, list[str], list[list[str]]]
 """Title, headers, rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """text: what is shown; value: the number to sort by, None where there is none."""
+    """A cell of the table of stacks. text: what is shown. value: the number to sort by, or None."""
 
     text: str
     value: float | None = None
@@ -24,7 +24,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One statistic of one metric. form: how a value is formatted; meaning: explained below the table."""
+    """A column: one statistic of one metric. form: the format of values. meaning: the text below the table."""
 
     key: str
     statistic: str
@@ -36,16 +36,16 @@ class Column:
 COLUMNS = (
     Column("max_over_mean", "mean", "peak/mean", ".3f", "mean over steps and layers"),
     Column("max_over_mean", "p95", "p95", ".3f", "95th percentile of peak/mean over steps and layers"),
-    Column("optimality_gap", "mean", "gap", ".1%", "peak above the optimum (lowest peak the placement allows)"),
-    Column("gap_placement", "mean", "placement", ".1%", "optimum above the mean load"),
-    Column("gap_split", "mean", "split", ".1%", "peak before rounding, above the optimum"),
-    Column("gap_rounding", "mean", "rounding", ".1%", "added by rounding the split to whole tokens"),
-    Column("gap_shared", "mean", "shared", ".1%", "added by the choice of ranks for the shared expert's tokens"),
-    Column("layer_time_us", "mean", "layer us", ".1f", "microseconds of a layer on its slowest rank"),
-    Column("active_experts", "mean", "active", ".1f", "largest number of experts with tokens on one rank"),
+    Column("optimality_gap", "mean", "gap", ".1%", "peak / optimum (lowest peak of this placement) - 1"),
+    Column("gap_placement", "mean", "placement", ".1%", "cause of imbalance: optimum / mean load - 1"),
+    Column("gap_split", "mean", "split", ".1%", "cause of imbalance: peak before rounding / optimum - 1"),
+    Column("gap_rounding", "mean", "rounding", ".1%", "cause of imbalance: rounding to whole tokens raises the peak"),
+    Column("gap_shared", "mean", "shared", ".1%", "cause of imbalance: shared-expert tokens raise the peak"),
+    Column("layer_time_us", "mean", "layer us", ".1f", "time of a layer on its slowest rank, in microseconds"),
+    Column("active_experts", "mean", "active", ".1f", "experts with tokens, on the rank that has the most"),
     Column("kept_mass", "mean", "kept", ".3f", "router probability of the experts used / of the model's choice"),
-    Column("remote_rank_share", "mean", "off rank", ".1%", "share of assignments that leave the token's rank"),
-    Column("remote_node_share", "mean", "off node", ".1%", "share of assignments that leave the token's node"),
+    Column("remote_rank_share", "mean", "off rank", ".1%", "share of assignments that leave the rank of their token"),
+    Column("remote_node_share", "mean", "off node", ".1%", "share of assignments that leave the node of their token"),
 )
 GAIN = ("gain (95% interval)", "tokens per second / those of the first stack - 1")
 
@@ -56,7 +56,7 @@ def layer_numbers(results: ResultsData) -> list[int]:
 
 
 def shown_columns(results: ResultsData) -> list[Column]:
-    """Those for which at least one stack has a value."""
+    """The columns in which at least one stack has a value."""
     return [c for c in COLUMNS if any(e["metrics"][c.key][c.statistic] is not None for e in results["stacks"])]
 
 
@@ -65,13 +65,14 @@ def _gains(results: ResultsData) -> bool:
 
 
 def meanings(results: ResultsData, memory: bool = False) -> list[tuple[str, str]]:
-    """(header, what it means) of the stacks' table. memory: with a column for the memory of redundant experts."""
+    """(header, meaning) of each column of the table of stacks. memory: whether it has a column for the memory of
+    redundant experts."""
     return [
-        ("stack", "placement, router, split, shared and reader policies"),
+        ("stack", "the policies, joined by +; kinds of policies that are left out have their default"),
         *((column.header, column.meaning) for column in shown_columns(results)),
         ("vs first (95% interval)", "change of peak/mean from the first stack"),
         *([GAIN] if _gains(results) else []),
-        *([("memory per rank", "memory of the redundant experts")] if memory else []),
+        *([("memory per rank", "memory of the redundant experts of all layers")] if memory else []),
     ]
 
 
@@ -161,12 +162,12 @@ def _run(results: ResultsData) -> dict[str, Any]:
 
 
 def facts(results: ResultsData) -> list[tuple[str, str]]:
-    """Trace, cluster, seed, command and notes: (name, value)."""
+    """(name, value) of the facts about the results: trace, cluster, seed, command and notes."""
     trace, setting, run = results["trace"], results["setting"], _run(results)
     shape = f"{trace['num_layers']} layers x {trace['num_experts']} experts, top-{trace['top_k']}"
     nodes = f"{setting['nodes']} node{'s' if setting['nodes'] > 1 else ''}"
     cluster = f"{setting['ranks']} ranks on {nodes}, {setting['redundant']} redundant experts per layer"
-    shared = f"work per token: {setting['shared_cost']:g} x a routed assignment" if setting["shared_cost"] else "none"
+    shared = f"work per token, in routed assignments: {setting['shared_cost']:g}" if setting["shared_cost"] else "none"
     kind = f"{trace['origin']}, {trace['level']} level, {trace['phase']}"
     pairs = [
         ("trace", f"{trace['name']} ({kind}), model {trace['model']}"),
@@ -178,7 +179,7 @@ def facts(results: ResultsData) -> list[tuple[str, str]]:
         *([("memory", memory_words(results))] if memory_words(results) else []),
         *([("times", setting["timing"])] if "timing" in setting else []),
         *([("run", f"{run['device']}, {run['dtype']}, exchange {run['exchange']}; {run['note']}")] if run else []),
-        *((f"stack {label(entry)}", entry["stack"]) for entry in results["stacks"] if entry.get("name")),
+        *((f"stack {label(entry)}", entry["stack"]) for entry in results["stacks"] if label(entry) != entry["stack"]),
         ("seed", str(setting["seed"])),
         ("version", f"epsim {setting['version']}"),
         ("command", setting["command"]),
@@ -206,8 +207,8 @@ def metrics_table(results: ResultsData) -> Table:
         values = [entry["metrics"].get(key, {}).get("mean") for entry in stacks]
         if all(value is None for value in values):
             continue
-        metric = METRICS[key.removeprefix("routed_")]
-        formula = "the same, of the routed load alone" if key.startswith("routed_") else metric.formula
+        metric = METRICS[name := key.removeprefix("routed_")]
+        formula = metric.formula if name == key else f"{name}, for the routed load alone"
         table.append([key, formula, *("-" if value is None else figure(value, metric.unit) for value in values)])
     return "Every metric", ["metric (mean)", "formula", *(label(entry) for entry in stacks)], table
 

@@ -13,7 +13,7 @@ MEASURES = (
     ("max_over_mean", "max", "the largest peak/mean", False),
     ("layer_time_us", "mean", "mean layer time", False),
     ("throughput_gain", "mean", "throughput", True),
-    ("active_experts", "mean", "active experts on one rank", False),
+    ("active_experts", "mean", "active experts of the busiest rank", False),
     ("remote_node_share", "mean", "the share of assignments that leave the node", False),
 )
 """(metric, statistic, words, whether larger is better)."""
@@ -22,7 +22,7 @@ TIE = 1e-3
 
 
 def flips_of_stacks(results: ResultsData) -> list[str]:
-    """A sentence for each case; none where there is one stack, or nothing to compare."""
+    """A sentence for each case; no sentence if there is only one stack, or nothing to compare."""
     stacks = results["stacks"]
     best = best_of(stacks)
     if best is None or len(stacks) < 2:
@@ -34,14 +34,14 @@ def flips_of_stacks(results: ResultsData) -> list[str]:
         *_by_size(stacks, best),
     ]
     if not sentences:
-        sentences = ["No other stack is better by any other metric, or in any layer, step or batch size compared here."]
+        sentences = ["No other stack is better in any layer, step or batch size, or by any other metric compared here."]
     if results["trace"]["origin"] == "drawn":
         sentences.append(
-            "Tokens were drawn from recorded counts. What depends on single tokens may differ on real ones."
+            "Tokens were drawn from recorded counts. Results that depend on single tokens may differ for real tokens."
         )
     if "hindsight" in results["setting"]["history"]:
         sentences.append(
-            "Placements were planned in hindsight, on the scored steps. On new steps they will do less well."
+            "Placements were planned in hindsight, on the scored steps. On new steps their load will be less balanced."
         )
     return sentences
 
@@ -60,7 +60,7 @@ def flips_by_cell(results: ResultsData) -> list[str]:
         return [f"{winner} is best in every cell." for winner in won] + _gains(results, stacks_of)
     sentences = []
     for winner, own in sorted(won.items(), key=lambda item: -len(item[1])):
-        # What its cells have in common, unless all cells have it.
+        # The values that the cells of this winner have in common, without those that all cells have.
         common = {axis: [value for value in axes[axis] if value in [cell.get(axis) for cell in own]] for axis in axes}
         parts = [f"{axis} {' or '.join(map(str, v))}" for axis, v in common.items() if 0 < len(v) < len(axes[axis])]
         where = f", all with {', '.join(parts)}" if parts else ""
@@ -91,12 +91,12 @@ def _gains(results: ResultsData, stacks_of: dict[str, list[Any]]) -> list[str]:
                 doubtful.append(cell)
     if not gains:
         return []
-    sentences = [f"Peak/mean of the best stack against the first: {min(gains):+.1%} to {max(gains):+.1%} by cell."]
+    sentences = [f"From the first stack to the best, peak/mean changes by {min(gains):+.1%} to {max(gains):+.1%}."]
     if doubtful:
         varying = [axis for axis in axes if len(axes[axis]) > 1 and axis in doubtful[0]]
         common = [axis for axis in varying if all(cell.get(axis) == doubtful[0][axis] for cell in doubtful)]
         where = f", all with {', '.join(f'{axis} {doubtful[0][axis]}' for axis in common)}" if common else ""
-        sentences.append(f"The interval of that change includes zero in {len(doubtful)} of {len(cells)} cells{where}.")
+        sentences.append(f"This change's 95% interval includes zero in {len(doubtful)} of {len(cells)} cells{where}.")
     return sentences
 
 
@@ -121,7 +121,7 @@ def _by_layer(results: ResultsData, best: int) -> list[str]:
     for layer, winner in _wins(by_layer, best):
         won.setdefault(winner, []).append(layers[layer] if layers else layer)
     return [
-        f"In {len(own)} of {len(by_layer[best])} layers ({_list(own)}), {label(stacks[winner])} is better."
+        f"In {len(own)} of {len(by_layer[best])} layers ({_list(own)}), {label(stacks[winner])} has a lower peak/mean."
         for winner, own in won.items()
     ]
 
@@ -132,9 +132,9 @@ def _by_step(results: ResultsData, best: int) -> list[str]:
     won = Counter(winner for _, winner in _wins(by_step, best))
     if not won:
         return []
-    what = "steps" if len(by_step[best]) == results["trace"]["steps_scored"] else "stretches of steps"
+    what = "steps" if len(by_step[best]) == results["trace"]["steps_scored"] else "groups of steps"
     who = ", ".join(f"{label(stacks[winner])} in {times}" for winner, times in won.items())
-    return [f"In {sum(won.values())} of {len(by_step[best])} {what}, another stack is better: {who}."]
+    return [f"In {sum(won.values())} of {len(by_step[best])} {what}, another stack has a lower peak/mean: {who}."]
 
 
 def _by_size(stacks: list[dict[str, Any]], best: int) -> list[str]:
@@ -144,8 +144,8 @@ def _by_size(stacks: list[dict[str, Any]], best: int) -> list[str]:
         winner = _winner([own[low]["mean"] if low in own else None for own in sizes], best)
         if winner is not None:
             sentences.append(
-                f"With {low:g} to {size['high']:g} tokens per rank ({int(size['steps'])} steps), "
-                f"{label(stacks[winner])} is better: {sizes[winner][low]['mean']:.3f} against {size['mean']:.3f}."
+                f"With {low:g} to {size['high']:g} tokens per rank ({int(size['steps'])} steps), peak/mean is "
+                f"lower with {label(stacks[winner])}: {sizes[winner][low]['mean']:.3f} instead of {size['mean']:.3f}."
             )
     return sentences
 

@@ -14,7 +14,7 @@ from epsim.results import ResultsData
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
-LOSS = "cross-entropy above that of the unchanged model, nats per token"
+LOSS = "cross-entropy minus that of the unchanged model, in nats per token"
 MOST_POINTS = 2000
 LINEAR = 0.01
 """The scale is linear below this loss and logarithmic above it."""
@@ -38,7 +38,7 @@ def read_frontiers(path: Path) -> list[ResultsData]:
         raise ValueError(f"{path}: {len(points)} points, from 1 to {MOST_POINTS} can be shown")
     routers = "points" in content
     title = "Routers: loss against active experts" if routers else "Channel readers: loss against bytes read"
-    x = "active experts per layer" if routers else "share of the experts' bytes that is read"
+    x = "active experts per layer" if routers else "share of the experts' bytes that are read"
     return [{"title": title, "x": x, "y": LOSS, **where, "points": points}]
 
 
@@ -94,5 +94,5 @@ def _draw(frontier: Any, canvas: Canvas, narrow: bool) -> None:
         axes.errorbar(xs, ys, yerr=errors, color=colour(number), label=family, **style)
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.set_xlabel(frontier["x"])
-    axes.set_ylabel("loss above the unchanged model, nats per token")
+    axes.set_ylabel("loss minus that of the unchanged model, nats")
     legend(canvas, axes, 1 if narrow else 3)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MEASURES = (
     ("max_over_mean", "change of peak/mean from the first stack", "peak/mean, vs first"),
-    ("throughput_gain", "tokens per second over those of the first stack, minus 1", "throughput, vs first"),
+    ("throughput_gain", "tokens per second / those of the first stack - 1", "throughput, vs first"),
 )
 WORDS = {
     "redundant": "redundant experts per layer", "slots_per_rank": "slots per rank", "ranks": "ranks", "nodes": "nodes",
@@ -37,7 +37,7 @@ def sweep_figures(results: ResultsData) -> list[Figure]:
         for key, meaning, short in MEASURES:
             if all(entry["metrics"][key]["mean"] is None for entry in stacks):
                 continue
-            bars = "mean over the cells with this value, bars from the smallest to the largest"
+            bars = "points are means over the cells with this value, bars reach from the smallest to the largest"
             draw, name = partial(_gain, results, axis, key, (words, short)), f"{axis}-{key.replace('_', '-')}"
             title = f"{short} by {words}".capitalize()
             found.append(Figure(name, title, f"x: {words}; y: {meaning}; {bars}", draw, *size))

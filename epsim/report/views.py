@@ -26,11 +26,11 @@ TUNE_LIMITS = ("does not pay", "limits")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a page of one kind shows besides its verdict, its stacks side by side, and its facts.
+    """The parts of a page that depend on its kind. Every page also has the verdict, the table of stacks and the facts.
 
     source: where the figures come from, in one line. flips: where another stack is better than the best one, under the
     heading flips_title. summary: the table that a terminal or a notebook shows. answers: (about, text) of `epsim tune`.
-    leading, trailing: tables before and after the figures, left out where they have no rows. memory: whether the
+    leading, trailing: tables before and after the figures; a table without rows is left out. memory: whether the
     stacks' table has a column for the memory of redundant experts.
     """
 
@@ -114,7 +114,7 @@ def _comparison_flips(results: ResultsData) -> list[str]:
 
 
 def candidates_table(results: ResultsData) -> Table:
-    """The candidates of a tune, first those whose gain on held-out steps is known."""
+    """The candidates of a tune; those with a known gain on held-out steps come first."""
     candidates = sorted(results["tune"]["candidates"], key=lambda row: row["gain"] is None)[:MOST_ROWS]
     table = [[row["name"], f"{row['memory_bytes'] / 1e9:.1f} GB", *gains(row)] for row in candidates]
     headers = ["candidate", "memory per GPU", "gain on the steps used to choose", HELD_OUT]
@@ -158,7 +158,7 @@ def _left_out_table(results: ResultsData) -> Table:
         for cell in results["sweep"][what][:MOST_ROWS]:
             place = ", ".join(f"{key} {value}" for key, value in cell.items() if key not in ("key", "reason", "path"))
             table.append([printable(place), what, printable(cell["reason"])])
-    return "Cells left out", ["cell", "", "reason"], table
+    return "Cells without results", ["cell", "status", "reason"], table
 
 
 VIEWS: dict[str, View] = {

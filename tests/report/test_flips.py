@@ -42,7 +42,7 @@ def results_of(*stacks: dict[str, Any], kind: str = "replay", **more: Any) -> Re
 
 def test_nothing_flips_it() -> None:
     assert flips(results_of(entry("a", 1.5), entry("b", 1.2))) == [
-        "No other stack is better by any other metric, or in any layer, step or batch size compared here."
+        "No other stack is better in any layer, step or batch size, or by any other metric compared here."
     ]
     assert flips(results_of(entry("a", 1.5))) == []
 
@@ -61,9 +61,9 @@ def test_each_condition_is_told() -> None:
     assert flips(results_of(first, best)) == [
         "By the 95th percentile of peak/mean, a is better: 1.6 against 1.7.",
         "By throughput, a is better: 0.0% against -10.0%.",
-        "In 1 of 3 layers (3), a is better.",
-        "In 2 of 4 steps, another stack is better: a in 2.",
-        "With 1 to 2 tokens per rank (3 steps), a is better: 1.100 against 1.250.",
+        "In 1 of 3 layers (3), a has a lower peak/mean.",
+        "In 2 of 4 steps, another stack has a lower peak/mean: a in 2.",
+        "With 1 to 2 tokens per rank (3 steps), peak/mean is lower with a: 1.100 instead of 1.250.",
     ]
 
 
@@ -103,11 +103,11 @@ def test_sweeps() -> None:
     assert flips(results) == [
         "lplb is best in 2 of 3 cells, all with redundant 8 or 16.",
         "eplb is best in 1 of 3 cells, all with redundant 0.",
-        "Peak/mean of the best stack against the first: -25.0% to -20.0% by cell.",
+        "From the first stack to the best, peak/mean changes by -25.0% to -20.0%.",
     ]
     unsure = sweep()
     unsure["stacks"][3]["versus_first"]["max_over_mean"]["high"] = 0.1
-    assert flips(unsure)[-1] == "The interval of that change includes zero in 1 of 3 cells, all with redundant 8."
+    assert flips(unsure)[-1] == "This change's 95% interval includes zero in 1 of 3 cells, all with redundant 8."
     found = gains(results, "redundant", "max_over_mean")
     assert found["eplb"] == {0.0: [0.0], 8.0: [0.0], 16.0: [0.0]}
     assert found["lplb"] == {0.0: [0.0], 8.0: [pytest.approx(-0.25)], 16.0: [pytest.approx(-0.2)]}
@@ -120,7 +120,7 @@ def test_sweeps() -> None:
     assert view.title(results) == "epsim sweep: 3 cells"
     assert view.source(results) == "replayed from t (recorded), seed 7, epsim 1"
     ((name, _, rows),) = tables(view.trailing, results)
-    assert (name, rows) == ("Cells left out", [["redundant 3", "skipped", "do not divide"]])
+    assert (name, rows) == ("Cells without results", [["redundant 3", "skipped", "do not divide"]])
     (figure,) = view.figures(results)
     picture = drawn(figure)
     assert "redundant experts per layer" in picture.wide
