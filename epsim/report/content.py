@@ -65,8 +65,7 @@ def _gains(results: ResultsData) -> bool:
 
 
 def meanings(results: ResultsData, memory: bool = False) -> list[tuple[str, str]]:
-    """(header, meaning) of each column of the table of stacks. memory: whether it has a column for the memory of
-    redundant experts."""
+    """(header, meaning) of each column of the stacks' table. memory: whether redundant experts' memory is a column."""
     return [
         ("stack", "the policies, joined by +; kinds of policies that are left out have their default"),
         *((column.header, column.meaning) for column in shown_columns(results)),
