@@ -16,20 +16,20 @@ else:
     import tomli as tomllib
 
 LARGEST = 2**53
-"""Float64 holds every whole number up to this one exactly."""
+"""Float64 holds every whole number up to this exactly."""
 T = TypeVar("T")
 
 
 def known_cards(room: str) -> tuple[str, ...]:
-    """The names of the shipped cards of a folder (`models`, `machines`)."""
+    """The names of the shipped cards in `epsim/ROOM/cards`. room: `models` or `machines`."""
     folder = resources.files(f"epsim.{room}").joinpath("cards")
     return tuple(sorted(entry.name[:-5] for entry in folder.iterdir() if entry.name.endswith(".toml")))
 
 
 def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
-    """Reads a shipped card by name (in any case), or a file by its path. Returns its content and its name for messages.
+    """Reads a shipped card by name (in any case), or a file by path. Returns the content, and the file for messages.
 
-    Raises ValueError in one line for an unknown name (it lists the known ones) and for a file that is not TOML.
+    Raises ValueError in one line for an unknown name, with the known names, and for a file that is not TOML.
     """
     if name.endswith(".toml") or "/" in name:
         path = Path(name)
@@ -53,9 +53,10 @@ def read_card(room: str, option: str, name: str) -> tuple[dict[str, Any], str]:
 
 
 def build(kind: type[T], content: Mapping[str, Any], where: str) -> T:
-    """Builds a dataclass from a TOML table. Inner tables become dataclasses, and integers are accepted as floats.
+    """Builds a dataclass from a TOML table. Inner tables become dataclasses. A float may be given as an integer.
 
-    Raises ValueError, which names the key, if a key is unknown, missing, of the wrong type, or refused by the class.
+    Raises ValueError that names the key, if a key is unknown or missing, or a value has the wrong type or is refused by
+    the dataclass. where: the file, for messages.
     """
     hints = get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]

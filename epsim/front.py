@@ -80,7 +80,7 @@ def replay(request: ReplayRequest) -> Results:
 
 @takes(PlanRequest)
 def plan(request: PlanRequest) -> Plan:
-    """Plans where experts live, on all steps of a trace. The result can be written as serving systems load it.
+    """Plans a placement of experts on all steps of a trace. `write` saves it in the format of a serving system.
 
     >>> placement = epsim.plan("sample", "eplb", ranks=16, redundant=32)
     >>> placement.physical_to_logical.shape
@@ -93,7 +93,7 @@ def plan(request: PlanRequest) -> Plan:
     from epsim.planning import Plan, plan_placements
     from epsim.policies.stack import parse_stack, placement_policy
 
-    placement_policy(request.placement)  # a text without a placement is refused
+    placement_policy(request.placement)  # raises ValueError for a text without a placement
     stack = parse_stack(request.placement)
     cluster = Cluster(request.ranks, request.nodes, request.redundant, request.groups)
     request.progress("reading", 0.0)
@@ -106,7 +106,7 @@ def plan(request: PlanRequest) -> Plan:
 
 @takes(TuneRequest)
 def tune(request: TuneRequest) -> Results:
-    """Finds what to run on a cluster: redundant experts, placement, policies and rebalancing, within its memory.
+    """Recommends what to run within a cluster's memory: redundant experts, placement, policies, rebalancing interval.
 
     >>> tuned = epsim.tune("sample", model="epsim-small", hardware="h200", gpus=8, policies=["eplb", "eplb+lplb"])
     >>> tuned.answers.names
@@ -127,7 +127,7 @@ def tune(request: TuneRequest) -> Results:
     spec, machine, layer_ms = timing.model, timing.hardware, request.rebalance_layer_ms
     nodes = request.nodes or -(-request.gpus // machine.ranks_per_node)
     name = os.fspath(request.trace)
-    # A loaded trace and the sample know their model.
+    # A loaded trace and the sample name their model.
     stated = None if name == "sample" or isinstance(request.trace, StoredTrace) else spec.name
     reading = ImportOptions.of(request, model=None if name.endswith(".parquet") else stated)
     memory = request.memory_per_gpu
@@ -161,7 +161,7 @@ def tune(request: TuneRequest) -> Results:
 
 @takes(LaunchOptions)
 def run(options: LaunchOptions) -> Results:
-    """Runs a trace's tokens through real expert-parallel layers under policy stacks, and measures loads and times.
+    """Runs the tokens of a trace through real expert-parallel layers under policy stacks. Measures loads and times.
 
     >>> measured = epsim.run("sample", ["contiguous"], model="tiny", out="run", steps=1, device="cpu")
     >>> measured.data["run"]["equals_replay"]
@@ -173,7 +173,7 @@ def run(options: LaunchOptions) -> Results:
     if options.launcher != "ray" and (options.gpus, options.cpus) != (None, None):
         raise ValueError("--gpus and --cpus are for --launcher ray: give --ranks")
     options.make_out()
-    # PyTorch's C++ code would warn about every lost connection. The message about the fault says it better.
+    # PyTorch's C++ code would warn about every lost connection. epsim's own message names the cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from epsim.report.results import Results
 
@@ -213,7 +213,7 @@ def compare(*results: Results | AnyPath, command: str = "") -> Results:
 
 
 def sides_of(results: Sequence[Results | AnyPath]) -> list[Any]:
-    """The sides of a comparison. Results that are not in a file are named by their number."""
+    """The sides of a comparison. `Results` that were not read from a file are named by their number."""
     from epsim.report.compare import Side, read_sides
     from epsim.report.results import Results
 
@@ -229,7 +229,7 @@ def sides_of(results: Sequence[Results | AnyPath]) -> list[Any]:
 
 
 def _opened(trace: AnyPath | Sequence[AnyPath], request: Any, **changed: Any) -> StoredTrace:
-    """The trace, read as the request says, with the steps that it asks for."""
+    """Opens or imports the trace and selects steps, by the options of the request."""
     from epsim.traces.importing import open_trace, selected
     from epsim.traces.store import StoredTrace
 
@@ -242,7 +242,7 @@ def _opened(trace: AnyPath | Sequence[AnyPath], request: Any, **changed: Any) ->
 
 
 def _timing(request: ReplayRequest, model: str, phase: str) -> LayerTiming | None:
-    """How times are predicted; None without --hardware."""
+    """The time model; None without --hardware."""
     if request.hardware is None:
         if request.overlap or request.expert_table is not None:
             raise ValueError("--overlap and --expert-table say how times are predicted: give --hardware")
@@ -250,13 +250,13 @@ def _timing(request: ReplayRequest, model: str, phase: str) -> LayerTiming | Non
     from epsim.cost.layer_time import load_timing
 
     if model == "unknown":
-        raise ValueError("--hardware needs to know the model, which the trace does not tell: give --model")
+        raise ValueError("--hardware needs the model, which the trace does not name: give --model")
     table = None if request.expert_table is None else Path(request.expert_table)
     return load_timing(request.hardware, model, request.nodes, phase, request.overlap, table)
 
 
 def _counting(progress: Progress, words: str, total: int) -> Callable[[int], None]:
-    """A function to call with each number of finished steps. It reports the share of `total`."""
+    """A function that takes the number of steps just finished, and reports the share of `total` that is done."""
     done = 0
 
     def advance(steps: int) -> None:
@@ -268,5 +268,5 @@ def _counting(progress: Progress, words: str, total: int) -> Callable[[int], Non
 
 
 def _command(name: str, request: Options) -> str:
-    """The command that does the same."""
+    """The command line that does the same as the function `name` with this request."""
     return shlex.join(["epsim", name, *command_words(request)])

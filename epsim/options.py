@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 AnyPath: TypeAlias = str | os.PathLike[str]
 Progress: TypeAlias = Callable[[str, float], None]
-"""Called with a description of the work, and with the share of it that is done (0 to 1)."""
+"""Is called with a description of the work and the share of it that is done (0 to 1)."""
 
 MOST_SLOTS = 1 << 16
 """More ranks or slots than any cluster has. Tables of this size still fit in memory."""
@@ -73,8 +73,8 @@ class Parameter:
 
 
 class Options:
-    """Base class of the dataclasses here. Raises ValueError in one line for a value of another type than the option's,
-    or outside its limits. Numbers of NumPy become Python's."""
+    """Base class of the dataclasses of options. Raises ValueError in one line for a value of the wrong type or outside
+    the option's limits. NumPy's numbers become Python's."""
 
     def __post_init__(self) -> None:
         for entry in parameters(type(self)):
@@ -115,12 +115,12 @@ def _parameters(options: Any) -> tuple[Parameter, ...]:
 
 
 def _values(value: Any) -> Sequence[Any]:
-    """The one value, or the several values, of an option."""
+    """The values of an option as a sequence."""
     return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _typed(entry: Parameter, value: Any) -> Any:
-    """One value of an option as the option's type."""
+    """A value of an option, converted to the option's type."""
     is_bool, is_path = isinstance(value, bool), entry.about.kind is str and isinstance(value, os.PathLike)
     fits = {
         int: ("a whole number", isinstance(value, Integral) and not is_bool),
@@ -137,7 +137,7 @@ def _typed(entry: Parameter, value: Any) -> Any:
 
 
 def _kind(hint: Any) -> tuple[Any, bool]:
-    """The type of one value, and whether there may be several."""
+    """The type of a single value, and whether several are allowed."""
     if NoneType in get_args(hint):
         (hint,) = (part for part in get_args(hint) if part is not NoneType)
     if get_origin(hint) is tuple:
@@ -146,8 +146,8 @@ def _kind(hint: Any) -> tuple[Any, bool]:
 
 
 def takes(options: Callable[P, T]) -> Callable[[Callable[[T], R]], Callable[P, R]]:
-    """Decorates a function of one dataclass, so that its parameters are the dataclass's fields, with their help
-    texts."""
+    """Decorates a function that takes one dataclass. The decorated function takes the dataclass's fields instead; its
+    docstring lists them with their help texts."""
 
     def decorate(function: Callable[[T], R]) -> Callable[P, R]:
         assert isinstance(options, type)
@@ -190,7 +190,7 @@ def _shown(entry: inspect.Parameter) -> inspect.Parameter:
 
 
 def command_words(options: Any, *groups: type) -> list[str]:
-    """The command line that gives these options, without defaults. groups: only the options of these classes."""
+    """The words of the command line for these options; defaults are left out. groups: only options of these classes."""
     words: list[str] = []
     for entry in {entry.name: entry for group in groups or (type(options),) for entry in parameters(group)}.values():
         value = getattr(options, entry.name)
@@ -205,7 +205,7 @@ def command_words(options: Any, *groups: type) -> list[str]:
 
 
 def parse_words(options: type[T], words: Sequence[str]) -> T:
-    """The reverse of `command_words`. Raises ValueError in one line; `--help` prints the options and exits."""
+    """Reads what `command_words` wrote. Raises ValueError in one line; `--help` prints the options and exits."""
     parser = _Parser(description=inspect.getdoc(options), allow_abbrev=False)
     for entry in parameters(options):
         shown: dict[str, Any] = {"help": entry.about.help.replace("%", "%%")}
@@ -248,7 +248,7 @@ class PlanningOptions(SeedOptions):
     """How the steps of a trace are divided, and the seed."""
 
     plan_share: Annotated[
-        float, About("Without --history: plan placements on the first steps, this share of the trace.")
+        float, About("Without --history: share of the trace, from its start, on which placements are planned.")
     ] = 0.5
 
     def __post_init__(self) -> None:

@@ -23,17 +23,17 @@ Progress: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan(Placement):
-    """A placement for the layers of a trace, which can be written to a file. layers: the model's number of each."""
+    """A placement for the layers of a trace, which can be written to a file. layers [L]: their numbers in the model."""
 
     layers: tuple[int, ...] = ()
 
     def write(self, path: str | os.PathLike[str], format: str = "epsim") -> None:
-        """format: epsim, sglang, vllm or trtllm. Raises ValueError if the format cannot hold the placement."""
+        """Writes the placement as epsim, sglang, vllm or trtllm. Raises ValueError if the format cannot hold it."""
         write_placement(self, path, format, self.layers)
 
 
 def to_counts(block: Block, num_experts: int) -> CountsBlock:
-    """A block of any level as a block of counts."""
+    """Converts a block of any level to counts."""
     if isinstance(block, CountsBlock):
         return block
     if isinstance(block, RankCountsBlock):
@@ -52,10 +52,10 @@ def plan_placements(
 ) -> list[Placement]:
     """Plans the placement of each stack for the layers of `meta`, on the first `num_steps` steps of `history`.
 
-    Stacks whose placement policy is the same share one placement, unless the policy plans for the stack.
+    Stacks with equal placement policies share one placement, unless the policy plans for the whole stack.
 
-    keys: receives the `step_keys` of the steps that were planned on.
-    Raises ValueError if the history is of another model, or if a policy finds no placement that fits the cluster.
+    keys: a list to which the `step_keys` of the steps planned on are added.
+    Raises ValueError if the history is of another model, or if a policy has no placement that fits the cluster.
     """
     policies = {stack.placement for stack in stacks}
     shape = (meta.num_layers, meta.num_experts)
@@ -63,7 +63,7 @@ def plan_placements(
     steps: list[Ints] = []
     if any(policy.needs_history for policy in policies):
         pick = _matching_layers(history.meta, meta)
-        # Policies that use single steps get evenly spaced steps, as many as fit MAX_HISTORY_BYTES.
+        # Policies that need single steps get evenly spaced steps, as many as fit in MAX_HISTORY_BYTES.
         stride = max(1, -(-num_steps * total.nbytes // MAX_HISTORY_BYTES))
         seen = 0
         for block in history.blocks(0, num_steps, max_bytes=BLOCK_BYTES):

@@ -39,7 +39,7 @@ class LoadRequest(StepOptions, ImportOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Python:
-    """Parameters of Python only. command: the command that the results name, by default made from the other fields."""
+    """Parameters that only Python has. command: is written into the results; by default made from the other fields."""
 
     progress: Progress = quiet
     command: str = ""
@@ -50,17 +50,18 @@ class ReplayRequest(ClusterOptions, PlanningOptions, StepOptions, TimeOptions, R
     trace: Annotated[AnyPath, TRACE] = field(kw_only=False)
     policies: Annotated[Policies, STACKS] = field(kw_only=False)
     history: Annotated[
-        AnyPath | None, About("Plan placements on this trace and score all of TRACE.", metavar="TRACE", kind=str)
+        AnyPath | None,
+        About("Plan placements on this other trace, and score all steps of TRACE.", metavar="HISTORY", kind=str),
     ] = None
     device: Annotated[
-        str, About("Where splits are solved: cpu or cuda. The results are the same.", choices=("cpu", "cuda"))
+        str, About("Device that solves splits: cpu or cuda. The results are the same.", choices=("cpu", "cuda"))
     ] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(ClusterOptions, StepOptions, ReadOptions, _Python):
     trace: Annotated[AnyPath, TRACE] = field(kw_only=False)
-    placement: Annotated[str, About("contiguous, eplb, searched, ...", metavar="NAME")] = field(
+    placement: Annotated[str, About('A placement policy, e.g. "searched(seconds=60)".', metavar="POLICY")] = field(
         default="eplb", kw_only=False
     )
 
@@ -74,40 +75,40 @@ class TuneRequest(StepOptions, SeedOptions, TimeOptions, ReadOptions, SharedCost
     ] = field()
     gpus: Annotated[int, About("GPUs (ranks) of the expert-parallel group.", least=1, most=1 << 14)]
     nodes: Annotated[
-        int | None, About("Hosts that hold the GPUs. Default: as many as the hardware needs.", least=1)
+        int | None, About("Nodes (hosts) that hold the GPUs. Default: as many as this hardware needs.", least=1)
     ] = None
     memory_per_gpu: Annotated[
-        str | None, About("Memory of a GPU, such as 141GB. Default: what the hardware has.", metavar="SIZE")
+        str | None, About("Memory of each GPU, such as 141GB. Default: the hardware's.", metavar="SIZE")
     ] = None
-    kv_share: Annotated[float, About("Share of the memory that is kept free for the KV cache and activations.")] = 0.2
+    kv_share: Annotated[float, About("Share of the memory to keep free for the KV cache and activations.")] = 0.2
     redundant: Annotated[
         Sequence[int],
-        About("Number of redundant experts in a layer to try; repeatable.", least=0, metavar="N", kind=tuple[int, ...]),
+        About("Number of redundant experts per layer to try; repeatable.", least=0, metavar="N", kind=tuple[int, ...]),
     ] = ()
     policies: Annotated[
-        Policies,
-        About('Stacks to try instead of all, e.g. "eplb+lplb"; repeatable.', "--policy", metavar="STACK", kind=TEXTS),
+        Policies, About('Try only these stacks, e.g. "eplb+lplb"; repeatable.', "--policy", metavar="STACK", kind=TEXTS)
     ] = ()
     intervals: Annotated[
         Sequence[int],
-        About("Steps between rebalances to try; repeatable.", "--interval", metavar="STEPS", kind=tuple[int, ...]),
+        About(
+            "Rebalancing intervals to try, in steps; repeatable.", "--interval", metavar="STEPS", kind=tuple[int, ...]
+        ),
     ] = ()
     routers: Annotated[
         Sequence[str],
-        About('Routers to try too, e.g. "oea(k0=4)"; they change the output. Repeatable.', "--router", kind=TEXTS),
+        About('Also try these routers, which change outputs, e.g. "oea(k0=4)"; repeatable.', "--router", kind=TEXTS),
     ] = ()
     quality_loss: Annotated[
-        str, About("With a router or reader: the loss of quality that you accept, in words.", metavar="WORDS")
+        str, About("With a router or reader: the quality loss that you accept, in words.", metavar="TEXT")
     ] = ""
     baseline: Annotated[
-        str | None,
-        About('The stack that runs today, e.g. "file(path=map.json)". Default: experts in order.', metavar="STACK"),
+        str | None, About('The stack in use today, e.g. "file(path=map.json)". Default: contiguous.', metavar="STACK")
     ] = None
     worth: Annotated[
-        float, About("A gain in throughput below this share is not worth memory or more moving parts.")
+        float, About("Smallest throughput gain, as a share, that justifies more memory or other policies.")
     ] = 0.005
     rebalance_layer_ms: Annotated[
-        float | None, About("Host time for rebalancing one layer, besides moving the weights. Default: 10.")
+        float | None, About("Milliseconds on the host to rebalance one layer, without moving weights. Default: 10.")
     ] = None
     groups: Annotated[int | None, About("Expert groups of the model's router. Default: the model's.", least=1)] = None
-    model_path: Annotated[str | None, About("The model's path on the serving system, for the printed commands.")] = None
+    model_path: Annotated[str | None, About("The model's path on the serving system, for printed commands.")] = None

@@ -1,8 +1,8 @@
 """Parts `exchange` and `all-reduce`: times communication between ranks, for every power of two of ranks.
 
-Collective: every rank of the group calls both. Smaller groups are the first ranks of the first node, or whole nodes.
-deep_ep is timed in CUDA graphs with buffers for the worst case: eager calls wait for the host, which would dominate
-with few rows. torch's collectives need their sizes from the host and are timed eagerly.
+All ranks call these functions together. A smaller group is the first ranks of the first node, or the first whole nodes.
+deep_ep is timed in CUDA graphs with buffers for the worst case, because eager calls wait for the host, which takes most
+of the time with few rows. torch's collectives need their sizes on the host, so they are timed eagerly.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -25,21 +25,21 @@ TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 CPU_TOKENS = (4, 16, 64)
 EXCHANGES = ("torch", "deep_ep")
 COUNTS = 257
-"""How many numbers a layer's counts are: 256 experts and the tokens."""
+"""Numbers in a layer's counts: one for each of 256 experts, and the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The first `size` ranks, on `nodes` nodes. own: whether this rank is one of them."""
+    """The first `size` ranks, on `nodes` nodes. is_member: whether this rank is one of them."""
 
     size: int
     nodes: int
     group: dist.ProcessGroup | None
-    own: bool
+    is_member: bool
 
 
 def groups(machine: Machine) -> Iterator[Group]:
-    """Groups of 2, 4, 8, ... ranks, within a node or of whole nodes, and of all ranks. Collective over all ranks."""
+    """Groups of 2, 4, 8, ... ranks, within a node or of whole nodes, and the group of all ranks. Collective."""
     local = machine.size // machine.nodes
     wanted = {machine.size} if machine.size > 1 else set()
     size = 2
@@ -56,11 +56,11 @@ def groups(machine: Machine) -> Iterator[Group]:
 def exchange_tables(
     machine: Machine, model: ModelSpec, known: Collection[tuple[str, int]], progress: Callable[[str], None]
 ) -> Iterator[ExchangeTable]:
-    """Measures every available exchange on every group, except the known (implementation, ranks), which must be equal
-    on every rank. Experts are drawn evenly."""
+    """Measures every available exchange on every group. Tokens choose experts uniformly. known: pairs (implementation,
+    ranks) to leave out, the same on every rank."""
     for group in groups(machine):
         for name in EXCHANGES:
-            if group.own and (name, group.size) not in known:
+            if group.is_member and (name, group.size) not in known:
                 table = _table(machine, model, group, name)
                 progress(f"{name}, {group.size} ranks: " + ("measured" if table else "not available here"))
                 if table is not None:
@@ -70,19 +70,19 @@ def exchange_tables(
 
 def collective_costs(machine: Machine) -> list[CollectiveCost]:
     """Measures an all-reduce and an all-gather of a layer's counts as the runtime does them: over peer memory in a CUDA
-    graph if GPUs can access each other's memory, else with torch, eagerly."""
-    found = []
+    graph if GPUs can access each other's memory, otherwise eagerly with torch."""
+    costs = []
     for group in groups(machine):
-        if group.own:
+        if group.is_member:
             collective, _ = choose_collective("auto", group.group, machine.device, COUNTS)
             counts = torch.ones(COUNTS, dtype=torch.int64, device=machine.device)
             for name, call in (("all_reduce", collective.all_reduce), ("all_gather", collective.all_gather)):
                 timed = machine.captured_together_us if collective.name == "peer" else machine.together_us
                 time = timed(lambda call=call, counts=counts: call(counts), group.group)  # type: ignore[misc]
-                found.append(CollectiveCost(name, group.size, group.nodes, time))  # type: ignore[arg-type]
+                costs.append(CollectiveCost(name, group.size, group.nodes, time))  # type: ignore[arg-type]
             collective.close()
         dist.barrier()
-    return found
+    return costs
 
 
 def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> ExchangeTable | None:
@@ -100,7 +100,7 @@ def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> Excha
     for number in tokens:
         hidden, slots, weights = _tokens(machine, model, number)
         if isinstance(exchange, DeepEPExchange):
-            exchange.worst = group.size * number  # as an exchange for so many tokens has it
+            exchange.worst = group.size * number  # the worst case for this number of tokens
         received = exchange.dispatch(hidden, slots, weights)
         back = torch.zeros_like(received.hidden, dtype=DTYPE)
         sent = torch.stack([(slots // per_rank == rank).any(1).sum() for rank in range(group.size)])
@@ -111,23 +111,23 @@ def _table(machine: Machine, model: ModelSpec, group: Group, name: str) -> Excha
         rows.append(float(busiest))
         out = partial(exchange.dispatch, hidden, slots, weights)
         timed = machine.together_us if exchange.host_sync else machine.captured_together_us
-        there = timed(out, group.group)
+        dispatch_us = timed(out, group.group)
         both = timed(lambda back=back, out=out: exchange.combine(back, out()), group.group)  # type: ignore[misc]
-        times.append((there, max(both - there, 0.01 * both)))
+        times.append((dispatch_us, max(both - dispatch_us, 0.01 * both)))
     exchange.close()
     width = model.hidden * DTYPE.itemsize
     dispatched = model.dispatch_row_bytes if fp8 else width
-    kept = [place for place, row in enumerate(rows) if place == 0 or row > rows[place - 1]]
+    kept = [index for index, row in enumerate(rows) if index == 0 or row > rows[index - 1]]
     return ExchangeTable(
         **machine.described(),
         implementation=name,
         dtype="fp8" if fp8 else "bf16",
         ranks=group.size,
         nodes=group.nodes,
-        dispatch_bytes=tuple(rows[place] * dispatched for place in kept),
-        dispatch_us=tuple(times[place][0] for place in kept),
-        combine_bytes=tuple(rows[place] * width for place in kept),
-        combine_us=tuple(times[place][1] for place in kept),
+        dispatch_bytes=tuple(rows[index] * dispatched for index in kept),
+        dispatch_us=tuple(times[index][0] for index in kept),
+        combine_bytes=tuple(rows[index] * width for index in kept),
+        combine_us=tuple(times[index][1] for index in kept),
         model=model.name,
         hidden=model.hidden,
         top_k=model.top_k,

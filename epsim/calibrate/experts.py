@@ -1,9 +1,9 @@
 """Part `experts`: times a rank's grouped expert computation over (tokens per expert, active experts).
 
-The experts are the runtime's. Experts of a rank never have equally many tokens, so each cell is the mean of draws whose
-tokens per expert are lognormal around the cell's mean, as under a planned placement (`SPREAD`). A row of the grid has
-SLOTS_A_ROW slots on average, as when 16 ranks share top-8. With fewer ranks, rows have more slots: extra cells have as
-many as when two ranks share a token's experts, so that the fit can separate the cost of a row from that of its slots.
+It runs the runtime's experts. Real loads are uneven, so each cell is the mean of draws whose tokens per expert are
+lognormal around the cell's mean, with a spread as under a planned placement (`SPREAD`). A received row of the grid has
+SLOTS_A_ROW slots on average, as with top-8 on 16 ranks. With fewer ranks, rows have more slots. Therefore extra cells
+have as many slots per row as with two ranks. They let the fit separate the cost of a row from the cost of its slots.
 """
 
 import dataclasses
@@ -31,20 +31,20 @@ ACTIVE = (1, 2, 4, 8, 12, 16, 20, 24, 32, 64, 128)
 MOST_ASSIGNMENTS = 131_072
 """The most assignments of a cell; larger loads follow the roofline."""
 FEW_RANKS_SIZES, FEW_RANKS_ACTIVE = (4, 16, 64, 128, 192, 256, 384, 512, 1024, 2048), (8, 16, 24, 40, 64, 128)
-"""Sizes and active experts of the extra cells, whose rows are like those of few ranks."""
+"""Tokens per expert, and active experts, of the extra cells."""
 FEW_CELLS = len(FEW_RANKS_SIZES)
-"""With fewer extra cells than this, they are measured."""
+"""If a table has fewer extra cells than this, they are measured."""
 CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS = (1, 4, 16, 64), (1, 2, 8, 32), 256
-"""The grid without a GPU: just enough to test that it works."""
+"""The grid without a GPU: just large enough to test that measuring works."""
 SPREAD = 0.5
 DRAWS = 3
 CACHE = 200e6
-"""Calls cycle through at least so many bytes of weights, so that none are still in the cache."""
+"""Calls cycle through at least this many bytes of weights, so that no weights are still in the cache."""
 
 
 def implementations(machine: Machine) -> dict[str, Compute]:
-    """The ways in which the runtime computes a rank's experts, by their names in tables: grouped products, and on a GPU
-    also the kernel for small batches."""
+    """The ways in which the runtime computes experts, by their names in tables: grouped products, and on a GPU also the
+    kernel for small batches."""
     return {"grouped": _grouped, "decode": _decode} if machine.on_gpu else {"grouped": _grouped}
 
 
@@ -60,7 +60,7 @@ def _decode(experts: Experts, received: Received) -> object:
 def expert_table(
     machine: Machine, model: ModelSpec, implementation: str, progress: Callable[[str], None]
 ) -> ExpertTable:
-    """Measures a table on this device only. Raises ValueError if not even one expert of the model fits in memory."""
+    """Measures a table on this device only. Raises ValueError if no expert of the model fits in memory."""
     compute, shape = implementations(machine)[implementation], shape_for(model)
     expert_bytes = shape.expert_bytes
     room = 0.4 * machine.free_bytes
@@ -91,15 +91,15 @@ def expert_table(
         if machine.on_gpu:
             torch.cuda.empty_cache()
     rows = list(zip(*columns, strict=True))
-    measured = [place for place, row in enumerate(rows) if any(time is not None for time in row)]
+    measured = [index for index, row in enumerate(rows) if any(time is not None for time in row)]
     table = ExpertTable(
         **machine.described(),
         dtype="bf16",
         hidden=model.hidden,
         intermediate=model.intermediate,
-        tokens_per_expert=tuple(float(sizes[place]) for place in measured),
+        tokens_per_expert=tuple(float(sizes[index]) for index in measured),
         active=tuple(map(float, active[: len(columns)])),  # the largest may have no cell that fits in memory
-        us=tuple(rows[place] for place in measured),
+        us=tuple(rows[index] for index in measured),
         implementation=implementation,
         spread=SPREAD,
         columns=model.top_k + (model.shared_intermediate > 0),
@@ -110,15 +110,15 @@ def expert_table(
 
 
 def of_two_ranks(model: ModelSpec) -> float:
-    """The mean slots per row if two ranks share a token's experts."""
+    """The mean number of slots per row if two ranks share a token's experts."""
     return model.top_k / 2 + 0.5 * (model.shared_intermediate > 0)
 
 
 def with_cells(machine: Machine, table: ExpertTable, model: ModelSpec, progress: Callable[[str], None]) -> ExpertTable:
-    """The table of grouped products with extra cells and a fit; on a CPU unchanged."""
+    """Adds extra cells and fits to the table of grouped products. On a CPU the table stays as it is."""
     if not machine.on_gpu:
         return table
-    shape, found = shape_for(model), []
+    shape, cells = shape_for(model), []
     room, slots_a_row = 0.4 * machine.free_bytes, of_two_ranks(model)
     for number in FEW_RANKS_ACTIVE:
         if number > model.num_experts or number * shape.expert_bytes > room:
@@ -127,15 +127,15 @@ def with_cells(machine: Machine, table: ExpertTable, model: ModelSpec, progress:
         for size in FEW_RANKS_SIZES:
             if size * number <= MOST_ASSIGNMENTS and _working_bytes(model, size * number) <= room / 2:
                 us = _cell(machine, _grouped, held, size, model, slots_a_row)
-                found.append(ExpertCell(size, number, slots_a_row, us))
+                cells.append(ExpertCell(size, number, slots_a_row, us))
         progress(f"{model.name}, rows as with two ranks: {number} active experts")
         del held
         torch.cuda.empty_cache()
-    return with_fit(dataclasses.replace(table, cells=tuple(found)), model, machine.multiprocessors)
+    return with_fit(dataclasses.replace(table, cells=tuple(cells)), model, machine.multiprocessors)
 
 
 def with_fit(table: ExpertTable, model: ModelSpec, multiprocessors: int) -> ExpertTable:
-    """The table with its fits by tiles, which use the loads that its cells were drawn with."""
+    """Adds the fits of tiles to a table. They use the same drawn loads as the measured cells."""
 
     def draws(active: int, size: float) -> list[torch.Tensor]:
         return [drawn_counts(active, size, table.spread, draw) for draw in range(DRAWS)]
@@ -151,7 +151,7 @@ def shape_for(model: ModelSpec) -> LayerShape:
 
 
 def rank_experts(machine: Machine, shape: LayerShape, slots: int, copy: int = 0) -> Experts:
-    """The experts of a rank with so many slots, all different."""
+    """The experts of a rank with `slots` slots, which hold different experts."""
     weights = RandomWeights(shape, copy, machine.device, DTYPE)
     made = Experts(shape, 0, list(range(slots)), weights, machine.device, DTYPE)
     made.decode_up_to = 0  # always grouped products, even for few rows
@@ -161,12 +161,12 @@ def rank_experts(machine: Machine, shape: LayerShape, slots: int, copy: int = 0)
 def received_of(
     machine: Machine, counts: torch.Tensor, columns: int, hidden: int, seed: int, slots_a_row: float = SLOTS_A_ROW
 ) -> Received:
-    """Received rows, with random values and weights, of a rank whose slot s has counts[s] assignments; a row has
-    slots_a_row distinct slots on average."""
+    """Received rows of a rank whose slot s has counts[s] assignments, with random values and weights. A row has
+    slots_a_row different slots on average."""
     total, rows = int(counts.sum()), num_rows(counts, columns, slots_a_row)
     by_slot = torch.repeat_interleave(torch.arange(len(counts)), counts)
     slots = torch.full((columns * rows,), -1, dtype=torch.int64)
-    slots[:total] = by_slot  # a slot's assignments are consecutive and fewer than rows, so each is in another row
+    slots[:total] = by_slot  # consecutive entries are in different rows, and a slot has at most `rows` of them
     order = torch.randperm(rows, generator=generator(torch.device("cpu"), "rows", seed))
     slots = slots.view(columns, rows).T[order].contiguous().to(machine.device)
     source = generator(machine.device, "hidden", seed)
@@ -176,7 +176,8 @@ def received_of(
 
 
 def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Tensor:
-    """Lognormal counts with this spread around their mean: [slots] int64, each at least 1, summing to slots * mean."""
+    """Lognormal counts [slots] int64 around `mean`: each is at least 1, and their sum is slots * mean. spread: standard
+    deviation of the logarithm."""
     total = max(round(slots * mean), slots)
     noise = torch.randn(slots, generator=generator(torch.device("cpu"), "counts", slots, seed), dtype=torch.float64)
     parts = (spread * noise).exp()
@@ -188,13 +189,13 @@ def drawn_counts(slots: int, mean: float, spread: float, seed: int) -> torch.Ten
 
 
 def _most_rows(slots: int, size: float, model: ModelSpec, slots_a_row: float) -> int:
-    """The most rows of a cell's draws."""
+    """The largest number of rows among a cell's draws."""
     columns = model.top_k + (model.shared_intermediate > 0)
     return max(num_rows(drawn_counts(slots, size, SPREAD, draw), columns, slots_a_row) for draw in range(DRAWS))
 
 
 def _working_bytes(model: ModelSpec, assignments: float) -> float:
-    """Bytes of buffers of one computation, which are as large as if every slot of every row were taken."""
+    """Bytes of the buffers of one call, which have room for top-k slots in every row."""
     return assignments / SLOTS_A_ROW * model.top_k * (2 * model.hidden + 3 * model.intermediate) * DTYPE.itemsize
 
 

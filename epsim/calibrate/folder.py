@@ -1,7 +1,6 @@
 """The folder that a calibration writes: complete tables, and `hardware.toml`, which lists them.
 
-A calibration that is stopped keeps its finished parts. The next one into the same folder, with the same parts,
-measures those that are missing.
+A calibration that is stopped keeps its finished parts. The same command again measures the missing parts.
 """
 
 import dataclasses
@@ -16,8 +15,8 @@ from epsim.machines.hardware import ExchangeRates, Hardware, Link, PolicyCosts
 
 
 def check_folder(out: Path, device: str) -> None:
-    """Creates the folder. Raises ValueError if it cannot be written, or holds a JSON file that is not a complete table
-    or was measured on another device, because `hardware.toml` lists all of them."""
+    """Creates the folder. Raises ValueError if it cannot be written, or if it holds a JSON file that is not a complete
+    table or was measured on another device, because `hardware.toml` lists all JSON files of the folder."""
     try:
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out {out}: is a file; give a folder")
@@ -27,15 +26,15 @@ def check_folder(out: Path, device: str) -> None:
         raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
     for path in sorted(out.glob("*.json")):
         try:
-            found = read_table(path)
+            table = read_table(path)
         except ValueError as error:
             raise ValueError(f"{error}: remove it, or give another --out") from None
-        if found.device != device:
-            raise ValueError(f"{path} was measured on {found.device}, this is {device}: give another --out")
+        if table.device != device:
+            raise ValueError(f"{path} was measured on {table.device}, this is {device}: give another --out")
 
 
 def known(out: Path, name: str) -> Table | None:
-    """The table of that name in the folder, or None."""
+    """The table in the file `name` of the folder, or None if there is no such file."""
     path = out / name
     return read_table(path) if path.exists() else None
 
@@ -51,16 +50,16 @@ def write_table(table: Table, path: Path) -> None:
 def write_hardware(out: Path, base: Hardware, name: str, words: str) -> None:
     """Writes `hardware.toml`: the numbers of the base hardware and the list of all tables in the folder.
 
-    A measured all-reduce replaces the base's for the same number of nodes.
+    A measured all-reduce replaces the base hardware's, separately for one node and for several.
     """
     tables = sorted(path.name for path in out.glob("*.json"))
     policy = base.policy
     for table in (read_table(out / name) for name in tables):
-        for one in table.collectives if isinstance(table, PolicyTable) else ():
-            if one.name == "all_reduce":
-                key = "all_reduce_nodes_us" if one.nodes > 1 else "all_reduce_us"
-                policy = dataclasses.replace(policy, **{key: one.us})
-    source = f"{words} What no table here covers is from the shipped file of {base.name}: {base.source.strip()}"
+        for cost in table.collectives if isinstance(table, PolicyTable) else ():
+            if cost.name == "all_reduce":
+                key = "all_reduce_nodes_us" if cost.nodes > 1 else "all_reduce_us"
+                policy = dataclasses.replace(policy, **{key: cost.us})
+    source = f"{words} All else is from the shipped file of {base.name}: {base.source.strip()}"
     made = dataclasses.replace(base, name=name, source=source, policy=policy, tables=tuple(tables), shared_grouped=True)
     with whole_file(out / HARDWARE) as temporary:
         temporary.write_text(_toml(made), encoding="utf-8")

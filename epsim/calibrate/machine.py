@@ -1,4 +1,4 @@
-"""The machine to measure: its device, its ranks, and how a call is timed on it."""
+"""The machine to measure: its device, its ranks, and the ways to time a call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Call: TypeAlias = Callable[[], object]
 CELL_US = 40_000.0
 """Approximate time of one measurement."""
 LONG_US = 2_000.0
-"""Longer calls hide the host's time, so they are not captured: a graph never shares its memory."""
+"""Longer calls hide the host's time, so they are timed without a CUDA graph, which would keep their memory."""
 ROW_OF_CALLS = 6
 LEAST, MOST = 5, 40
 """The fewest and most repeats of a measurement."""
@@ -36,7 +36,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One process of the measurement: a rank of `size` ranks on `nodes` equal nodes, one rank per GPU."""
+    """One process of the measurement: rank `rank` of `size` ranks on `nodes` nodes of equal size, one rank per GPU."""
 
     device: torch.device
     rank: int = 0
@@ -45,29 +45,29 @@ class Machine:
 
     @classmethod
     def here(cls, device: str) -> Machine:
-        """The machine of this process. device: `auto`, `cuda` or `cpu`. Under torchrun it joins the group in the
-        environment. Raises ValueError if there is no such device."""
+        """The machine of this process. device: `auto`, `cuda` or `cpu`. Under torchrun it joins the process group that
+        the environment describes. Raises ValueError if there is no such device."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        local, locals_ = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        local, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"--device {device}: choose auto, cpu or cuda")
-        if device == "cuda" and count < locals_:
-            raise ValueError(f"--device cuda: {locals_} ranks on this node, but {count} GPUs that PyTorch sees")
-        on_gpu = device == "cuda" or (device == "auto" and count >= locals_)
-        there = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+        if device == "cuda" and count < local_size:
+            raise ValueError(f"--device cuda: {local_size} ranks on this node, but {count} GPUs that PyTorch sees")
+        on_gpu = device == "cuda" or (device == "auto" and count >= local_size)
+        chosen = torch.device("cuda", local) if on_gpu else torch.device("cpu")
         if on_gpu:
-            torch.cuda.set_device(there)
+            torch.cuda.set_device(chosen)
         size = int(os.environ.get("WORLD_SIZE", 1))
         if size > 1 and not dist.is_initialized():
             # NCCL for GPU tensors, gloo for messages between hosts.
             backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
             # Other ranks wait while rank 0 measures alone; torchrun ends them if it dies.
-            dist.init_process_group(backend, timeout=timedelta(hours=2), device_id=there if on_gpu else None)
-        return cls.in_group(there, max(size // locals_, 1))
+            dist.init_process_group(backend, timeout=timedelta(hours=2), device_id=chosen if on_gpu else None)
+        return cls.in_group(chosen, max(size // local_size, 1))
 
     @classmethod
     def in_group(cls, device: torch.device, nodes: int = 1) -> Machine:
-        """The machine of the default process group, if there is one, else of one rank."""
+        """The machine of the default process group; a machine of one rank if there is no group."""
         if not dist.is_initialized():
             return cls(device)
         return cls(device, dist.get_rank(), dist.get_world_size(), nodes)
@@ -92,7 +92,7 @@ class Machine:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def described(self) -> dict[str, Any]:
-        """The description of the measurement that every table has: device, command, versions, date."""
+        """The fields that describe the measurement in every table: device, command, versions, date."""
         return {
             "device": self.name,
             "command": command(self.size),
@@ -101,30 +101,30 @@ class Machine:
         }
 
     def in_a_row_us(self, calls: Sequence[Call]) -> float:
-        """Microseconds of all calls, one after the other."""
+        """Microseconds of all calls in total, one after the other."""
         return _event_us(calls) if self.on_gpu else _host_us(calls)
 
     def alone_us(self, calls: Sequence[Call], cell_us: float = CELL_US) -> float:
-        """Microseconds per call on this device, the mean over `calls`, which differ only in their inputs.
+        """Microseconds per call on this device: the mean over `calls`, which differ only in their inputs.
 
-        It is the median over about cell_us of repeats; on a GPU these replay a CUDA graph of all calls, which must not
-        wait for the device."""
+        All calls are repeated for about cell_us, and the median repeat counts. On a GPU a repeat replays a CUDA graph
+        of all calls, so no call may wait for the device."""
         for call in calls:
             call()
         if not self.on_gpu:
             return _repeated(lambda: _host_us(calls)) / len(calls)
         if _event_us(calls) > LONG_US * len(calls):
-            # The device waits for the first launches of a sequence, so make the sequence long.
+            # The device waits for the host at the start of a sequence, so make the sequence long.
             many = list(calls) * -(-ROW_OF_CALLS // len(calls))
             return _repeated(lambda: _event_us(many), cell_us) / len(many)
         captured = self._captured(calls)
-        found = _repeated(lambda: _event_us([captured.replay]), cell_us) / len(calls)
+        us = _repeated(lambda: _event_us([captured.replay]), cell_us) / len(calls)
         captured.reset()
-        return found
+        return us
 
     def eager_us(self, calls: Sequence[Call]) -> float:
-        """The same for calls that wait for the device or the host and cannot be captured: called one after the other.
-        If a call takes longer than SLOW_US, only a second call is measured."""
+        """Microseconds per call, as `alone_us`, for calls that wait for the device or the host and so cannot be
+        captured. If a call takes longer than SLOW_US, it is measured once, after one call to warm up."""
 
         calls[0]()
         first = self.in_a_row_us(calls[:1])
@@ -135,45 +135,46 @@ class Machine:
         return _repeated(lambda: self.in_a_row_us(calls)) / len(calls)
 
     def together_us(self, call: Call, group: dist.ProcessGroup | None, repeats: int = 15, inner: int = 5) -> float:
-        """Microseconds per call of a collective, the median of the slowest rank. Only the members of `group` call."""
+        """Microseconds per call of a collective: each rank's median, and of these the slowest rank's. Every member of
+        `group` calls this."""
         for _ in range(3):
             call()
-        found = []
+        times = []
         for _ in range(repeats):
             dist.barrier(group=group)
-            found.append(self.in_a_row_us([call] * inner) / inner)
-        slowest = torch.tensor([statistics.median(found)], dtype=torch.float64, device=self.device)
+            times.append(self.in_a_row_us([call] * inner) / inner)
+        slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         return float(slowest)
 
     def captured_together_us(self, call: Call, group: dist.ProcessGroup | None, inner: int = 20) -> float:
-        """The same with a CUDA graph of `inner` calls, in which only the first waits for late ranks. The call must not
-        wait for the device or the host."""
+        """`together_us` with a CUDA graph of `inner` calls, of which only the first waits for late ranks. The call must
+        not wait for the device or the host."""
         for _ in range(3):
             call()
         torch.cuda.synchronize(self.device)
         dist.barrier(group=group)
         captured = self._captured([call] * inner)
-        found = self.together_us(captured.replay, group, inner=1) / inner
+        us = self.together_us(captured.replay, group, inner=1) / inner
         captured.reset()
-        return found
+        return us
 
     def in_turn_us(self, calls: Sequence[Call], passes: int, row_us: float = 3000.0) -> list[list[float]]:
-        """[calls][passes] microseconds per call on a GPU, from replays of a CUDA graph for about row_us. The calls take
-        turns in each pass, so that a drift of the device affects all equally."""
+        """Microseconds of each call on a GPU, [calls][passes]. In each pass the calls take turns, so that a drift of
+        the device's speed affects all equally. A turn replays the call's CUDA graph for about row_us."""
         graphs = []
         for call in calls:
             call()
             graphs.append(self._captured([call]))
         repeats = [max(round(row_us / _event_us([graph.replay] * 2) * 2), 2) for graph in graphs]
-        found: list[list[float]] = [[] for _ in calls]
+        times: list[list[float]] = [[] for _ in calls]
         for turn in range(passes):
             for number in range(len(calls)):
-                place = (number + turn * len(calls) // passes) % len(calls)
-                found[place].append(_event_us([graphs[place].replay] * repeats[place]) / repeats[place])
+                index = (number + turn * len(calls) // passes) % len(calls)
+                times[index].append(_event_us([graphs[index].replay] * repeats[index]) / repeats[index])
         for graph in graphs:
             graph.reset()
-        return found
+        return times
 
     def _captured(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         # `torch.cuda.graph` would collect garbage and empty the cache each time.
@@ -190,14 +191,14 @@ class Machine:
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """The stream of all captures: memory that one stream returns to a pool is not reused by another."""
+    """The stream of all captures. Captures on different streams could not reuse each other's memory."""
     stream: Any = torch.cuda.Stream
     return stream(device)
 
 
 @functools.cache
 def _anchor(device: torch.device) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph that is kept, so that captures reuse the memory of its pool, and a tensor that it needs."""
+    """A graph that stays alive, so that later captures reuse the memory of its pool, and a tensor that it needs."""
     value, captured = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
     with torch.cuda.stream(_stream(device)):
         captured.capture_begin(capture_error_mode="thread_local")
@@ -223,16 +224,16 @@ def command(size: int) -> str:
 
 
 def versions(on_gpu: bool) -> str:
-    found = [f"torch {torch.__version__}"]
+    words = [f"torch {torch.__version__}"]
     if on_gpu and dist.is_nccl_available():
         nccl: Any = torch.cuda.nccl
-        found.append("nccl " + ".".join(map(str, nccl.version())))
+        words.append("nccl " + ".".join(map(str, nccl.version())))
     for name in ("triton", "tokenspeed-deepep", "deep_ep"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            words.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join(found)
+    return ", ".join(words)
 
 
 def _repeated(once: Callable[[], float], cell_us: float = CELL_US) -> float:

@@ -1,4 +1,4 @@
-"""What a calibration can be asked for."""
+"""The options of a calibration."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ PARTS = ("experts", "exchange", "all-reduce", "router", "policies")
 
 @dataclass(frozen=True)
 class Request(Options):
-    """models: names or files of `load_model`, none for a choice by device. parts: none for all. base: "" for the
-    hardware that the device's name tells."""
+    """models: names or files for `load_model`; if there are none, the device's type decides. parts: if there are none,
+    all. base: "" for the shipped hardware that matches the device's name."""
 
     out: Annotated[Path, About("Folder for the tables. Finished parts in it are kept.", metavar="DIR")]
     device: Annotated[str, About("auto, cuda or cpu.")] = "auto"
     models: Annotated[
         tuple[str, ...],
-        About(
-            "A shipped model or a .toml file whose experts are measured; repeatable.", flag="--model", metavar="SHAPE"
-        ),
+        About("Measure the experts of this shipped model or .toml file; repeatable.", flag="--model", metavar="SHAPE"),
     ] = ()
     parts: Annotated[
         tuple[str, ...],
@@ -32,4 +30,4 @@ class Request(Options):
             choices=PARTS,
         ),
     ] = ()
-    base: Annotated[str, About("Shipped hardware for what is not measured. Default: this device's.", metavar="H")] = ""
+    base: Annotated[str, About("Shipped hardware that gives all other numbers. Default: this GPU's.", metavar="H")] = ""

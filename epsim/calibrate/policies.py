@@ -1,8 +1,7 @@
-"""Part `policies`: times counting, solving and assignment of the runtime's balancers, on one device that stands for one
-rank of a group.
+"""Part `policies`: times the runtime's balancers (counting, solving, assigning) on one device, as one rank of a group.
 
-No collective is called: all other ranks are assumed to have this rank's counts. Splits and shared dispatch with kernels
-are timed in a CUDA graph, all others eagerly, because they wait for the device; slow ones only once.
+No collective is called: all other ranks are assumed to have this rank's counts. Balancers with kernels are timed in a
+CUDA graph. All others wait for the device, so they are timed eagerly; slow ones are timed only once.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -36,11 +35,11 @@ TOKENS = (16, 128, 1024, 4096)
 CPU_RANKS, CPU_TOKENS = (4,), (8, 64)
 DRAWS = 4
 MOST_ROUTED = 256
-"""Tokens for routers, which act on decode steps, and these are small."""
+"""The most tokens per rank for routers, because they act only on decode steps, which are small."""
 
 
 class Played(Collective):
-    """The collectives of one rank of `size`, if all others have the same values."""
+    """Computes what a rank of `size` ranks would receive if all ranks had the same values. Sends nothing."""
 
     name = "played"
 
@@ -59,8 +58,8 @@ class Played(Collective):
 
 
 def group_sizes(machine: Machine, model: ModelSpec) -> Iterator[tuple[int, int]]:
-    """(ranks, redundant) to simulate, the machine's own size first. redundant: an eighth of the experts, rounded up to
-    equally many slots per rank."""
+    """Yields (ranks, redundant) to simulate, first for this machine's number of ranks. redundant: an eighth of the
+    experts, rounded up to a multiple of the ranks."""
     for ranks in dict.fromkeys((machine.size, *RANKS) if machine.on_gpu else CPU_RANKS):
         if ranks == 1:
             continue
@@ -77,7 +76,7 @@ def policy_costs(
     known: Collection[str],
     progress: Callable[[str], None],
 ) -> Iterator[PolicyCost]:
-    """Yields the cost of every stack and router that fits the model, except the known ones, as each is measured."""
+    """Measures every stack and router that fits the model, except the known ones, and yields each cost at once."""
     tokens = TOKENS if machine.on_gpu else CPU_TOKENS
     for text in STACKS:
         stack = parse_stack(text)
@@ -87,11 +86,11 @@ def policy_costs(
         if key in known:
             continue
         measure = partial(_balance_us, machine, model, stack, ranks, redundant)
-        found = {tokens[0]: measure(tokens[0])}
-        # The time of slow policies hardly depends on tokens, because their solver's does not.
-        found |= {number: measure(number) for number in (tokens[1:] if found[tokens[0]] < SLOW_US else tokens[-1:])}
-        progress(f"{key}, {ranks} ranks: {found[tokens[0]]:,.0f} to {found[tokens[-1]]:,.0f} us")
-        yield PolicyCost(key, ranks, redundant, tuple(map(float, found)), tuple(found.values()))
+        times = {tokens[0]: measure(tokens[0])}
+        # A slow policy spends its time in a solver, whose time hardly depends on tokens: measure the two ends.
+        times |= {number: measure(number) for number in (tokens[1:] if times[tokens[0]] < SLOW_US else tokens[-1:])}
+        progress(f"{key}, {ranks} ranks: {times[tokens[0]]:,.0f} to {times[tokens[-1]]:,.0f} us")
+        yield PolicyCost(key, ranks, redundant, tuple(map(float, times)), tuple(times.values()))
     for text in ROUTERS:
         stack = parse_stack(f"eplb+{text}")
         key = stack.router.table_key
@@ -130,9 +129,9 @@ def _balancer(
 ) -> Balancer:
     history = (_popularity(model) * 1e4).to(torch.int64)[None, None]
     planned = stack.placement.plan(history, Cluster(ranks, 1, redundant, 1))
-    there = Placement(planned.physical_to_logical.to(machine.device), model.num_experts, ranks)
+    placement = Placement(planned.physical_to_logical.to(machine.device), model.num_experts, ranks)
     setting = Setting(seed=0, shared_cost=model.shared_cost, top_k=model.top_k, layers=(0,))
-    return make_balancer(stack, there, setting, Played(ranks // 2, ranks), tokens)
+    return make_balancer(stack, placement, setting, Played(ranks // 2, ranks), tokens)
 
 
 def _popularity(model: ModelSpec) -> torch.Tensor:
@@ -141,7 +140,8 @@ def _popularity(model: ModelSpec) -> torch.Tensor:
 
 
 def _chosen(machine: Machine, model: ModelSpec, tokens: int, draw: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """scores [T, E] and the chosen experts [T, k], with a popularity that drifted by a fifth since the planning."""
+    """Scores [T, E] and chosen experts [T, k]. The popularity of experts has drifted since the placement was planned,
+    by lognormal noise with a spread of 0.2."""
     source = generator(torch.device("cpu"), "tokens", tokens, draw)
     liked = _popularity(model).log() + 0.2 * torch.randn(model.num_experts, generator=source, dtype=torch.float64)
     noise = torch.rand(tokens, model.num_experts, generator=source).clamp_(1e-9, 1 - 1e-7)

@@ -1,7 +1,7 @@
 """Part `router`: times a model's own router as the runtime's layer calls it, on one device.
 
-It includes small operations that the layer does around its other phases: the sum that checks scores for NaN, the
-shared expert's weight, and the counts of its record.
+The time includes small operations that the layer does between its other phases: the sum that checks scores for NaN,
+the shared expert's weight, and the counts that the layer records.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def router_table(machine: Machine, model: ModelSpec) -> RouterTable:
 
 
 def _times(machine: Machine, shape: LayerShape, router: Router, number: int) -> tuple[float, float]:
-    """The time of a router that chooses, and of one that is given the experts."""
+    """Microseconds of a router that chooses the experts, and of a router that is given the experts."""
     source = generator(machine.device, "router's tokens", number)
     hidden = torch.randn(number, shape.hidden, generator=source, device=machine.device).to(DTYPE)
     ids = torch.rand(number, shape.num_experts, generator=source, device=machine.device).topk(shape.top_k).indices

@@ -31,7 +31,7 @@ Made = TypeVar("Made")
 
 
 def calibrate(request: Request, say: Say, machine: Machine | None = None) -> list[str]:
-    """Measures and writes the missing parts, and returns lines that describe them, on rank 0.
+    """Measures the missing parts and writes them, on rank 0. Returns lines that describe all parts.
 
     Collective under torchrun. Raises ValueError with one line for errors that the user can fix.
     """
@@ -72,13 +72,13 @@ def _experts(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[st
     lines, shape = [], (model.hidden, model.intermediate)
     for name in implementations(machine):
         file = f"experts-{_plain(model.name)}{'' if name == 'grouped' else '-' + _plain(name)}.json"
-        there = known(out, file)
-        if there is None:
+        table = known(out, file)
+        if table is None:
             write_table(expert_table(machine, model, name, say), out / file)
-        elif not isinstance(there, ExpertTable) or (there.hidden, there.intermediate) != shape:
+        elif not isinstance(table, ExpertTable) or (table.hidden, table.intermediate) != shape:
             raise _other_table(out / file, f"{model.name}'s {model.hidden} x {model.intermediate} experts")
-        elif name == "grouped" and machine.on_gpu and len(there.cells) < FEW_CELLS:
-            write_table(with_cells(machine, there, model, say), out / file)
+        elif name == "grouped" and machine.on_gpu and len(table.cells) < FEW_CELLS:
+            write_table(with_cells(machine, table, model, say), out / file)
         lines.append(f"{out / file}: expert computation of {model.name} by {name}")
     return lines
 
@@ -89,23 +89,23 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
     lines = []
     every = list(itertools.product(EXCHANGES, range(2, machine.size + 1)))
     for model in models:
-        paths = {one: out / exchange_file(model, *one) for one in every}
+        paths = {key: out / exchange_file(model, *key) for key in every}
         measured = partial(_measured_exchanges, model, paths)
-        there = _of_first(machine, measured)
-        for table in exchange_tables(machine, model, there, say):
-            one = (table.implementation, table.ranks)
+        measured_keys = _of_first(machine, measured)
+        for table in exchange_tables(machine, model, measured_keys, say):
+            key = (table.implementation, table.ranks)
             if machine.rank == 0:
-                write_table(table, paths[one])
-            there.append(one)
+                write_table(table, paths[key])
+            measured_keys.append(key)
         lines += [
             f"{paths[name, ranks]}: dispatch and combine of {model.name} by {name}, {ranks} ranks"
-            for name, ranks in sorted(there, key=lambda one: one[1])
+            for name, ranks in sorted(measured_keys, key=lambda key: key[1])
         ]
     return lines
 
 
 def _measured_exchanges(model: ModelSpec, paths: dict[tuple[str, int], Path]) -> list[tuple[str, int]]:
-    return [one for one, path in paths.items() if _is_exchange(path, model)]
+    return [key for key, path in paths.items() if _is_exchange(path, model)]
 
 
 def _is_exchange(path: Path, model: ModelSpec) -> bool:
@@ -132,18 +132,18 @@ def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
         return ["all-reduce: not measured, there is only one rank"]
 
     def measured() -> tuple[CollectiveCost, ...]:
-        found = known(out, COLLECTIVES)
-        return found.collectives if isinstance(found, PolicyTable) else ()
+        table = known(out, COLLECTIVES)
+        return table.collectives if isinstance(table, PolicyTable) else ()
 
-    there = _of_first(machine, measured)
-    here = machine.size, machine.nodes
-    if not any((one.ranks, one.nodes) == here for one in there):
+    known_costs = _of_first(machine, measured)
+    group = machine.size, machine.nodes
+    if not any((cost.ranks, cost.nodes) == group for cost in known_costs):
         costs = collective_costs(machine)
-        for one in costs:
-            say(f"{one.name}, {one.ranks} ranks: {one.us:.1f} us")
-        new = {(one.name, one.ranks, one.nodes) for one in costs}
-        kept = [one for one in there if (one.name, one.ranks, one.nodes) not in new]
-        whole = sorted([*kept, *costs], key=lambda one: (one.nodes, one.ranks))
+        for cost in costs:
+            say(f"{cost.name}, {cost.ranks} ranks: {cost.us:.1f} us")
+        new = {(cost.name, cost.ranks, cost.nodes) for cost in costs}
+        kept = [cost for cost in known_costs if (cost.name, cost.ranks, cost.nodes) not in new]
+        whole = sorted([*kept, *costs], key=lambda cost: (cost.nodes, cost.ranks))
         table = PolicyTable(**machine.described(), collectives=tuple(whole))
         _of_first(machine, lambda: write_table(table, out / COLLECTIVES))
     return [f"{out / COLLECTIVES}: all-reduce and all-gather of counts"]
@@ -151,16 +151,16 @@ def _all_reduce(machine: Machine, out: Path, say: Say) -> list[str]:
 
 def _router(machine: Machine, out: Path, model: ModelSpec) -> list[str]:
     file = f"router-{_plain(model.name)}.json"
-    there = known(out, file)
-    if there is None:
+    table = known(out, file)
+    if table is None:
         write_table(router_table(machine, model), out / file)
-    elif not isinstance(there, RouterTable) or not (there.fits(model, True) or there.fits(model, False)):
+    elif not isinstance(table, RouterTable) or not (table.fits(model, True) or table.fits(model, False)):
         raise _other_table(out / file, f"{model.name}'s router, {model.num_experts} experts, top-{model.top_k}")
     return [f"{out / file}: the router of {model.name}"]
 
 
 def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[str]:
-    """Measures policies for several numbers of ranks, each into one file, which is complete after every policy."""
+    """Measures policies for several numbers of ranks, with one file for each, which is rewritten after every policy."""
     from epsim.calibrate.policies import group_sizes, policy_costs  # compiles code that the other parts do not need
 
     lines = []
@@ -170,9 +170,9 @@ def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[s
         if not isinstance(table, PolicyTable):
             table = PolicyTable(**machine.described(), num_experts=model.num_experts, top_k=model.top_k)
         same = (table.num_experts, table.top_k) == (model.num_experts, model.top_k)
-        there = [cost.policy for cost in table.costs]
+        measured = [cost.policy for cost in table.costs]
         # A table of other experts stays as it is; policies are not added to it.
-        for cost in policy_costs(machine, model, ranks, redundant, there, say) if same else ():
+        for cost in policy_costs(machine, model, ranks, redundant, measured, say) if same else ():
             table = dataclasses.replace(table, costs=(*table.costs, cost))
             write_table(table, path)
         lines.append(f"{path}: policies on {ranks} ranks, {table.of}")
@@ -180,14 +180,15 @@ def _policies(machine: Machine, out: Path, model: ModelSpec, say: Say) -> list[s
 
 
 def _finish(machine: Machine, out: Path, base: Hardware) -> None:
-    """Writes `hardware.toml` after every part, so that replay accepts the folder."""
+    """Writes `hardware.toml`. It is written after every part, so that replay accepts the folder from then on."""
     words = f"Measured by epsim calibrate on {machine.name}: the tables beside this file."
     write_hardware(out, base, f"{machine.name} (calibrated)", words)
     load_calibration(str(out))
 
 
 def _of_first(machine: Machine, make: Callable[[], Made]) -> Made:
-    """Runs `make` on rank 0 while the others wait, and returns its result on all. If it fails, all raise ValueError."""
+    """Runs `make` on rank 0 while the others wait, and returns its result on all ranks. If it fails, all raise
+    ValueError."""
     if machine.size == 1:
         return make()
     told: list[Any] = [None, ""]
@@ -200,14 +201,14 @@ def _of_first(machine: Machine, make: Callable[[], Made]) -> Made:
     made, wrong = told
     if wrong:
         raise ValueError(wrong)
-    found: Made = made
-    return found
+    result: Made = made
+    return result
 
 
 def _base(machine: Machine) -> Hardware:
-    """The shipped hardware that matches the device's name, else H200."""
+    """The shipped hardware that matches the device's name, or H200."""
     name = machine.name.lower()
-    return load_hardware(next((one for one in known_cards("machines") if one in name), "h200"))
+    return load_hardware(next((card for card in known_cards("machines") if card in name), "h200"))
 
 
 def _plain(name: str) -> str:

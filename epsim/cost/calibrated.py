@@ -33,11 +33,11 @@ FEWEST = 3
 class ExchangeTable:
     """Measured dispatch and combine on `ranks` ranks of `nodes` nodes.
 
-    device, command: where and how it was measured. implementation: `deep_ep` or `torch`; dtype: of dispatched rows;
-    model, hidden, num_experts, top_k: of the rows, "" and 0 if the table does not say. graph: whether it was timed in a
-    CUDA graph, without waiting for the host.
-    dispatch_bytes, combine_bytes [n], ascending: of the busiest rank, including rows that stay on their rank.
-    dispatch_us, combine_us [n]: of the slowest rank.
+    device, command: where and how it was measured. implementation: `deep_ep` or `torch`. dtype: type of dispatched
+    rows. model, hidden, num_experts, top_k: the model whose rows were sent; "" and 0 if the table does not say. graph:
+    whether it was timed in a CUDA graph, without waiting for the host.
+    dispatch_bytes, combine_bytes [n], ascending: bytes of the busiest rank, including rows that stay on their rank.
+    dispatch_us, combine_us [n]: microseconds of the slowest rank.
     """
 
     device: str
@@ -79,8 +79,8 @@ class ExchangeTable:
         return f"{where}, {rows}, by {self.implementation}, to {self.dispatch_bytes[-1] / 1e6:.3g} MB"
 
     def us(self, rows: Tensor, model: ModelSpec, expert_us: float = 0.0) -> Tensor:
-        """Microseconds of dispatch and combine, [2, ...], for rows [...] of the busiest rank (`curve`). expert_us: time
-        of dispatch per expert of a rank (`Calibration.expert_us`), if the model has another number of experts."""
+        """Microseconds of dispatch and combine, [2, ...], for rows [...] of the busiest rank (`curve`). expert_us:
+        dispatch time per expert of a rank (`Calibration.expert_us`), for models with another number of experts."""
         dispatch = curve(self.dispatch_bytes, self.dispatch_us, rows * model.dispatch_row_bytes)
         if self.num_experts:
             more = expert_us * (model.num_experts - self.num_experts) / self.ranks
@@ -90,8 +90,9 @@ class ExchangeTable:
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """The time that a stack's `policy` adds to a layer on `ranks` ranks with `redundant` experts: us [n] at `tokens`
-    [n] per rank, without collectives. policy: a router, or a split and a shared policy, in the stack grammar."""
+    """The time that a policy adds to a layer: us [n] at `tokens` [n] per rank, on `ranks` ranks with `redundant`
+    redundant experts, without collectives. policy: a router, or a split with its shared policy, in the stack grammar.
+    """
 
     policy: str
     ranks: int
@@ -108,7 +109,7 @@ class PolicyCost:
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Microseconds of one collective of a layer's counts, on `ranks` ranks of `nodes` nodes."""
+    """Microseconds of one collective on a layer's counts, over `ranks` ranks on `nodes` nodes."""
 
     name: Literal["all_reduce", "all_gather"]
     ranks: int
@@ -123,8 +124,8 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class PolicyTable:
-    """Measured costs of policies and of their collectives. num_experts, top_k: of the measurement, 0 if the table does
-    not say."""
+    """Measured costs of policies and of their collectives. num_experts, top_k: of the measured model, 0 if the table
+    does not say."""
 
     device: str
     command: str
@@ -138,12 +139,12 @@ class PolicyTable:
 
     @property
     def of(self) -> str:
-        """A description of the experts of the measurement."""
+        """A description of the measured model's experts."""
         return f"{self.num_experts} experts, top-{self.top_k}" if self.num_experts else "unknown experts"
 
     def us(self, policy: str, ranks: int, tokens: Tensor) -> Tensor | None:
-        """Microseconds [...] of a policy for tokens [...] per rank, from the measurements on the nearest number of
-        ranks (their mean if several have equal tokens); None if it was not measured."""
+        """Microseconds [...] of a policy for tokens [...] per rank; None if the policy was not measured. Uses the
+        measurements on the nearest number of ranks. Several at the same number of tokens are averaged."""
         known = [cost for cost in self.costs if cost.policy == policy]
         if not known:
             return None
@@ -156,7 +157,8 @@ class PolicyTable:
         return curve(numbers, [fmean(points[number]) for number in numbers], tokens)
 
     def collective_us(self, name: str, ranks: int, nodes: int) -> float | None:
-        """Microseconds on the nearest number of ranks on as many nodes; None if not measured on so many nodes."""
+        """Microseconds of a collective, from the measurement on `nodes` nodes with the nearest number of ranks; None if
+        there is no measurement on `nodes` nodes."""
         known = [cost for cost in self.collectives if cost.name == name and cost.nodes == nodes]
         near = min(known, key=lambda cost: abs(math.log(cost.ranks / ranks)), default=None)
         return None if near is None else near.us
@@ -176,7 +178,7 @@ class Calibration:
     routers: tuple[RouterTable, ...] = ()
 
     def decode_for(self, model: ModelSpec) -> ExpertTable | None:
-        """The table of the kernel for small batches for the model's experts, or None."""
+        """The table of the small-batch kernel for experts of the model's shape and type, or None."""
         shape = (model.hidden, model.intermediate, model.compute, "decode")
         fits = (t for t in self.experts if (t.hidden, t.intermediate, t.dtype, t.implementation) == shape)
         return next(fits, None)
@@ -186,8 +188,8 @@ class Calibration:
         return next((table for table in self.routers if table.fits(model, given)), None)
 
     def table_for(self, model: ModelSpec) -> ExpertTable | None:
-        """The table of the model's experts, without that for small batches; None if no table has their shape. Raises
-        ValueError if all tables of that shape have another type than the model computes in."""
+        """The table of grouped products for experts of the model's shape and type; None if no table has the shape.
+        Raises ValueError if all tables of that shape are in another type than the model computes in."""
         shape = (model.hidden, model.intermediate)
         fits = [t for t in self.experts if (t.hidden, t.intermediate) == shape and t.implementation != "decode"]
         if not fits:
@@ -202,26 +204,26 @@ class Calibration:
         return same[0]
 
     def exchange_for(self, model: ModelSpec, ranks: int, nodes: int) -> ExchangeTable | None:
-        """The table of as many ranks and nodes, with rows of the model's width and type, or None. Prefers deep_ep, then
-        the nearest top-k, which matters little, then the nearest number of experts, then the first. A table without row
-        width is used if no other matches."""
+        """The table for `ranks` ranks on `nodes` nodes, with rows of the model's width and type, or None. Of several
+        tables it prefers deep_ep, then the nearest top-k, then the nearest number of experts, then the first. Tables
+        without a row width are used only if no other matches."""
         here = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
         fits = [t for t in here if t.hidden == model.hidden] or [t for t in here if not t.hidden]
 
-        def apart(table: ExchangeTable) -> tuple[bool, int, int]:
-            other = abs(table.num_experts - model.num_experts)
-            return table.implementation != "deep_ep", abs(table.top_k - model.top_k), other
+        def distance(table: ExchangeTable) -> tuple[bool, int, int]:
+            experts_apart = abs(table.num_experts - model.num_experts)
+            return table.implementation != "deep_ep", abs(table.top_k - model.top_k), experts_apart
 
-        return min(fits, key=apart, default=None)
+        return min(fits, key=distance, default=None)
 
     def expert_us(self, table: ExchangeTable) -> float:
-        """Microseconds of a deep_ep dispatch per expert of a rank. One thread sends the counts of all experts to every
-        rank, one after the other, before any row moves (DeepEP, csrc/kernels/intranode.cu, `notify_dispatch`).
+        """Microseconds that a deep_ep dispatch takes for each expert of a rank. Before any row moves, one thread sends
+        the counts of all experts to every rank (DeepEP, csrc/kernels/intranode.cu, `notify_dispatch`).
 
-        Fitted by least squares to the FEWEST smallest sizes, in which rows matter little, of all tables with as many
-        ranks. If one run has tables of equal width and different numbers of experts, only these are used, each run
-        relative to its mean, because runs may differ by more than experts cost. 0 if fewer than two numbers of experts
-        were measured.
+        It is a least-squares slope over the tables with the same ranks and nodes. A table's time is the mean of its
+        FEWEST smallest sizes, where rows matter little. Two runs may differ by more than experts cost. So if a run
+        measured several numbers of experts, only such runs are used, each relative to its own mean. 0 if fewer than two
+        numbers of experts were measured.
         """
         if table.implementation != "deep_ep":
             return 0.0
@@ -244,7 +246,7 @@ class Calibration:
 
 
 def load_calibration(name: str) -> Calibration:
-    """Loads a shipped hardware by name, a TOML file, or a folder that `epsim calibrate` wrote. Raises ValueError or
+    """Loads shipped hardware by name, a TOML file, or a folder that `epsim calibrate` wrote. Raises ValueError or
     FileNotFoundError with one line."""
     path = Path(name)
     if name and name.lower() not in known_cards("machines") and path.is_dir():
@@ -259,13 +261,13 @@ def load_calibration(name: str) -> Calibration:
         hardware,
         tuple(table for table in tables if isinstance(table, ExpertTable)),
         tuple(table for table in tables if isinstance(table, ExchangeTable)),
-        reduce(_together, policies) if policies else None,
+        reduce(_merged, policies) if policies else None,
         tuple(table for table in tables if isinstance(table, RouterTable)),
     )
 
 
-def _together(first: PolicyTable, second: PolicyTable) -> PolicyTable:
-    """The costs of both tables, for the experts of the first that has costs. A table of collectives has no experts."""
+def _merged(first: PolicyTable, second: PolicyTable) -> PolicyTable:
+    """Both tables in one. It describes the experts of the first table with costs: a table of collectives has none."""
     costs, collectives = first.costs + second.costs, first.collectives + second.collectives
     return dataclasses.replace(first if first.costs else second, costs=costs, collectives=collectives)
 

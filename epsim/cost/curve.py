@@ -20,34 +20,34 @@ def check_times(name: str, times: Sequence[float]) -> None:
 
 
 def curve(at: Sequence[float], times: Sequence[float], where: Tensor) -> Tensor:
-    """Times [...] float64 at `where` [...] >= 0, from times at `at` (ascending, > 0). The curve never falls.
+    """Times [...] float64 at `where` [...] >= 0, from measured `times` at `at` (ascending, > 0). The curve never falls.
 
-    A time below an earlier one is noise, and both take their mean (`rising`). Moving bytes takes a fixed time and a
-    time per byte until something else limits it, so the curve is made of straight lines with kinks. Between two points
-    the lines through their outer neighbours are extended until they meet, if they meet below the straight line between
-    the two points; otherwise that line is used. Below the first point the first time holds. Beyond the last point the
-    last line continues, or, if noise made it flat, the line from the first point to the last.
+    Falling times are noise and are replaced by their mean (`rising`). The curve consists of straight lines, because a
+    transfer takes a fixed time plus a time per byte, until another limit sets in. Between two points the curve is the
+    higher of two lines: the segment before and the segment after, both extended. It stays between the left point's time
+    and the straight line through both points. Below the first point the first time holds. Beyond the last point the
+    last segment continues; if it is flat, the slope from the first point to the last is used.
     """
     x = torch.tensor(at, dtype=torch.float64, device=where.device)
     y = rising(torch.tensor(times, dtype=torch.float64)).to(where.device)
-    place = where.double().clamp(min=at[0])
+    query = where.double().clamp(min=at[0])
     if len(at) == 1:
-        return y[0] * place / x[0]
+        return y[0] * query / x[0]
     slope = y.diff() / x.diff()
-    left = (torch.searchsorted(x, place, right=True) - 1).clamp(0, len(at) - 2)
-    straight = y[left] + slope[left] * (place - x[left])
+    left = (torch.searchsorted(x, query, right=True) - 1).clamp(0, len(at) - 2)
+    straight = y[left] + slope[left] * (query - x[left])
     before, after = (left - 1).clamp(min=0), (left + 1).clamp(max=len(slope) - 1)
     kink = torch.maximum(
-        y[left] + slope[before] * (place - x[left]), y[left + 1] - slope[after] * (x[left + 1] - place)
+        y[left] + slope[before] * (query - x[left]), y[left + 1] - slope[after] * (x[left + 1] - query)
     )
     inner = (left > 0) & (left < len(slope) - 1)
-    found = torch.where(inner, torch.minimum(straight, torch.maximum(kink, y[left])), straight)
+    between = torch.where(inner, torch.minimum(straight, torch.maximum(kink, y[left])), straight)
     rise = slope[-1] if slope[-1] > 0 else (y[-1] - y[0]) / (x[-1] - x[0])
-    return torch.where(place > x[-1], y[-1] + rise * (place - x[-1]), found)
+    return torch.where(query > x[-1], y[-1] + rise * (query - x[-1]), between)
 
 
 def rising(times: Tensor) -> Tensor:
-    """The non-decreasing times closest to times [n], by least squares of logarithms. Falling neighbours are pooled."""
+    """Isotonic regression: the non-decreasing times [n] closest to times [n], by least squares of logarithms."""
     pools: list[tuple[float, int]] = []
     for value in times.log().tolist():
         pool = (value, 1)

@@ -1,11 +1,11 @@
 """The time of a rank's expert computation, from its assignments and its active experts.
 
-The roofline is the longer of reading weights and rows, `b * active + a * tokens`, and computing. Grouped GEMMs pad
-every active expert's tokens to whole tiles (by half a tile on average, to at least one tile). A measured table replaces
-the roofline. If it has a fit, the time comes from tiles and waves (`epsim.cost.tiled`), also outside the grid.
-Otherwise it is interpolated from the cells: the ratio measured / roofline over the logarithm of tokens per active
-expert, and the time over active experts, in which the roofline is linear; outside the grid the nearest ratio holds.
-Times never fall with more tokens: cells that do are noise, and they take their mean.
+The roofline is the longer of two times: reading weights and rows (`b * active + a * tokens`), and computing. Grouped
+GEMMs pad each active expert's tokens to whole tiles: half a tile more on average, and at least one tile. A measured
+table replaces the roofline. If the table has a fit, tiles and waves give the time (`epsim.cost.tiled`), also outside
+the grid. Without a fit, the cells are interpolated: over tokens per active expert the ratio measured / roofline, by the
+logarithm of the tokens; over active experts the time, linearly. Outside the grid the nearest ratio holds. A cell that
+is faster than one with fewer tokens is noise, and both take their mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from epsim.models.spec import ModelSpec
 STEPS = 16
 """Interpolation points between two sizes of a table."""
 SLOTS_A_ROW = 1.25
-"""Mean slots per received row if unknown: as when 16 ranks share top-8."""
+"""Mean number of slots per received row, if unknown: that of top-8 on 16 ranks."""
 MOST_DECODED = 64
 """The most rows that the runtime's kernel for small batches takes."""
 
@@ -49,15 +49,15 @@ class ExpertCell:
 class ExpertTable:
     """Measured times of one expert shape on one device.
 
-    device, command, dtype: where, how and in which type it was measured. hidden, intermediate: of the experts.
-    tokens_per_expert [n], active [m]: ascending, above 0. us: n x m microseconds, row by row; None (null) for a cell
-    not measured, which takes the ratio of the nearest size in its column; each column needs at least one.
-    implementation: of the experts; versions, date: of the measurement. spread: standard deviation of the logarithm of
-    the experts' tokens; 0 if all experts had equally many.
-    columns: expert entries per row of the grid, used or not; 0 for the model's top-k. cells: extra measurements, for
-    the fits only; rows of the grid have SLOTS_A_ROW slots.
-    fit: of grid and cells, by tiles; without it the grid is interpolated. small: a separate fit of what small tiles
-    compute (`epsim.cost.tiled`), None if `fit` covers all.
+    device, command, dtype: where, how and in which type it was measured. hidden, intermediate: widths of the experts.
+    tokens_per_expert [n], active [m]: ascending, above 0. us: n x m microseconds, row by row. A cell that was not
+    measured is None (null) and takes the ratio of the nearest size in its column; each column needs at least one time.
+    implementation: what computed the experts. versions, date: of the measurement. spread: standard deviation of the
+    logarithm of tokens per expert; 0 if all experts had equally many.
+    columns: expert entries per received row, used or not; 0 for the model's top-k. Rows of the grid have SLOTS_A_ROW
+    slots. cells: extra measurements, which only the fits use.
+    fit: a fit of grid and cells; None to interpolate the grid. small: a separate fit of the calls that use small tiles
+    (`epsim.cost.tiled`); None if `fit` covers all calls.
     """
 
     device: str
@@ -102,8 +102,9 @@ class ExpertTable:
 
 @dataclass(frozen=True)
 class ExpertsTime:
-    """Expert times of a model on a hardware. table: measured, or None for the roofline; decode: measured for the kernel
-    of ranks that receive at most MOST_DECODED rows, or None. Raises ValueError if a table is of other experts."""
+    """Predicts expert times of a model on some hardware. table: measured times; None for the roofline. decode: measured
+    times of the kernel for at most MOST_DECODED received rows, or None. Raises ValueError if a table is for experts of
+    another shape or type."""
 
     hardware: Hardware
     model: ModelSpec
@@ -145,8 +146,7 @@ class ExpertsTime:
     ) -> Tensor:
         """The roofline's microseconds [...] for tokens, active [...] float64; 0 without tokens. unread: bytes of the
         active experts that a channel reader skips; its kernel needs no tiles. tiles: the whole tiles that the experts
-        fill, if each expert's tokens are known; otherwise half a tile more per expert than the mean fills, because
-        loads are uneven."""
+        fill; None if each expert's tokens are unknown. Then each expert counts half a tile more than its tokens."""
         half, tile = (self.hardware.tile - 1) / 2, self.hardware.tile
         padded = torch.maximum(tokens + half * active, tile * active) if tiles is None else tile * tiles
         reading = self.b * active + self.a * tokens
@@ -157,12 +157,13 @@ class ExpertsTime:
 
     @property
     def tile(self) -> int:
-        """Rows of the tiles that loads should count (`Setting.tile`); 0 if times do not depend on them."""
+        """The tile size, in rows, for which loads should count tiles (`Setting.tile`); 0 if times need no tiles."""
         return 0 if self.table is None or self.table.fit is None else self.table.fit.rows
 
     def us(self, tokens: Tensor, active: Tensor, tiles: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
-        """Microseconds [...] for tokens: assignments of a rank, active: its experts with tokens, tiles: whole tiles of
-        `self.tile` rows that these fill, rows: received by the rank; [...] float64. tiles, rows: None if unknown."""
+        """Microseconds [...] of a rank's experts. tokens: assignments; active: experts with tokens; tiles: whole tiles
+        of `self.tile` rows that the experts fill, None if unknown; rows: received by the rank, None if unknown; [...]
+        float64 each."""
         if self.table is None:
             return self.roofline(tokens, active)
         rows = tokens / SLOTS_A_ROW if rows is None else rows
@@ -176,16 +177,16 @@ class ExpertsTime:
             time = self._by_cells(tokens, active)
         if self.decode is not None:
             few = (rows <= MOST_DECODED) & (active > 0)
-            if few.any():  # most ranks have few rows in decode steps only
+            if few.any():  # outside decode steps most ranks have many rows
                 small = self._small.us(tokens[few], active[few])
-                # At most the grouped products' time, so that one row above the kernel's limit never costs less.
+                # Never above the grouped products' time, so that one more row than the kernel takes never costs less.
                 time[few] = torch.minimum(small, time[few])
         return time * (active > 0)
 
     def _with_small(self, fit: TiledFit, time: Tensor, tokens: Tensor, active: Tensor, rows: Tensor) -> Tensor:
-        """`time`, replaced by the fit of small tiles for the ranks that use these. A rank with large tiles takes at
-        least as long as one with the most rows of small tiles, because two separate fits could give a drop that was not
-        measured. Slots without tokens are groups too, but they are not known here."""
+        """`time`, with the small tiles' fit in place of it where ranks use small tiles. Large tiles take at least as
+        long as small tiles at their largest number of rows; otherwise time could drop where one fit replaces the other.
+        Slots without tokens are groups too, but their number is unknown here."""
         columns = self.model.top_k + (self.model.shared_intermediate > 0)
         part = (most_small(columns, active) / rows.clamp(min=1e-300)).clamp(max=1)
         fewer = tokens * part
@@ -193,7 +194,7 @@ class ExpertsTime:
         return torch.where(is_small(rows, columns, active), few, torch.maximum(few, time))
 
     def dense_us(self, tokens: Tensor) -> Tensor:
-        """Microseconds [...] of a shared expert that is computed separately on tokens [...]."""
+        """Microseconds [...] of a shared expert that is computed on tokens [...] by a product of its own."""
         times = self.model.shared_cost
         time = torch.maximum(times * (self.b + 0 * tokens), times * self.computing * tokens)
         return (time + self.hardware.kernel_us) * (tokens > 0)
@@ -204,17 +205,17 @@ class ExpertsTime:
 
     @cached_property
     def _grid(self) -> tuple[Tensor, Tensor, Tensor]:
-        """sizes [N], active [m] and times [N, m]: the table with STEPS points between sizes, interpolated by the ratio
-        to the roofline; no column falls."""
+        """The table refined to STEPS points between sizes: sizes [N], active [m] and times [N, m]. The ratio to the
+        roofline is interpolated. Times of a column never fall."""
         assert self.table is not None
         known = torch.tensor(self.table.tokens_per_expert, dtype=torch.float64)
         active = torch.tensor(self.table.active, dtype=torch.float64)
-        nothing = [[math.nan if time is None else time for time in row] for row in self.table.us]
+        measured = [[math.nan if time is None else time for time in row] for row in self.table.us]
         roofline = self.roofline(known[:, None] * active, active)
-        ratio = torch.tensor(nothing, dtype=torch.float64) / roofline
-        for place, column in enumerate(ratio.unbind(1)):
-            filled = _filled(known.log().tolist(), column) * roofline[:, place]
-            column.copy_(rising(filled) / roofline[:, place])
+        ratio = torch.tensor(measured, dtype=torch.float64) / roofline
+        for index, column in enumerate(ratio.unbind(1)):
+            filled = _filled(known.log().tolist(), column) * roofline[:, index]
+            column.copy_(rising(filled) / roofline[:, index])
         if len(known) == 1:
             return known, active, ratio * roofline
         part = torch.arange((len(known) - 1) * STEPS + 1, dtype=torch.float64) / STEPS
@@ -226,15 +227,15 @@ class ExpertsTime:
         return sizes, active, (between * self.roofline(sizes[:, None] * active, active)).cummax(0).values
 
     def _by_cells(self, tokens: Tensor, experts: Tensor) -> Tensor:
-        """Microseconds by interpolation of cells. tokens: assignments; experts: those with tokens."""
+        """Microseconds [...], interpolated from cells. tokens [...]: assignments; experts [...]: those with tokens."""
         sizes, active, times = self._grid
         y = experts.clamp(min=1)
         x = (tokens / y).clamp(min=1e-9)
         inside, most = x.clamp(sizes[0], sizes[-1]), y.clamp(max=active[-1])
-        i, u = _place(sizes, inside)
-        j, v = _place(active, most)
+        i, u = _interval(sizes, inside)
+        j, v = _interval(active, most)
         after_i, after_j = (i + 1).clamp(max=len(sizes) - 1), (j + 1).clamp(max=len(active) - 1)
-        outside = not torch.equal(x, inside)  # the grid covers most loads, and these need no ratio
+        outside = not torch.equal(x, inside)  # the grid covers most loads; they need no ratio
 
         def column(at: Tensor) -> Tensor:
             time = torch.lerp(times[i, at], times[after_i, at], u)
@@ -243,19 +244,19 @@ class ExpertsTime:
             return time
 
         time = torch.lerp(column(j), column(after_j), v)
-        # With fewer experts than the first column: the time above the fixed cost shrinks with their number.
+        # With fewer experts than in the first column, the time without the fixed cost is proportional to their number.
         time = time - (time - self.hardware.kernel_us).clamp(min=0) * (1 - most / active[0]).clamp(min=0)
         return time if torch.equal(most, y) else time * (self.roofline(x * y, y) / self.roofline(x * most, most))
 
 
 def _filled(axis: Sequence[float], values: Tensor) -> Tensor:
     """values [n] with each NaN replaced by the value of the nearest known point on the axis."""
-    known = [place for place, value in enumerate(values.tolist()) if not math.isnan(value)]
+    known = [index for index, value in enumerate(values.tolist()) if not math.isnan(value)]
     near = [min(known, key=lambda other: abs(axis[other] - at)) for at in axis]
     return values[near].clone()
 
 
-def _place(axis: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+def _interval(axis: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """The interval of each value on an ascending axis, and its position in the interval, 0 to 1."""
     if len(axis) == 1:
         return torch.zeros_like(at, dtype=torch.int64), torch.zeros_like(at)

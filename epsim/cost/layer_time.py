@@ -21,8 +21,8 @@ from epsim.policies.stack import PolicyStack
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Phases:
-    """Microseconds of a layer's router, policies, dispatch, experts and combine, [S, L] float64 each. A router that was
-    not measured counts 0 here and is part of the rest of the layer."""
+    """Microseconds of a layer's router, policies, dispatch, experts and combine, [S, L] float64 each. If the router was
+    not measured, it is 0 here and part of the rest of the layer."""
 
     route: Tensor
     policy: Tensor
@@ -37,10 +37,10 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class LayerTiming:
-    """experts: times of a hardware and model. num_nodes: nodes of the expert-parallel group. kernels: of the exchange.
-    overlap: whether the exchange of one half of a batch overlaps the computation of the other. measured: a calibration
-    of this hardware; its exchange, policies and router are used where they match. given: whether the experts come from
-    a trace, so that the router does not choose, as in runs of the runtime."""
+    """The time model of a layer. experts: the time model of its experts. num_nodes: nodes of the expert-parallel group.
+    kernels: of the exchange. overlap: whether the exchange of one half of a batch overlaps the computation of the other
+    half. measured: a calibration of this hardware; its tables of exchange, policies and router are used where they
+    match. given: whether a trace gives the experts of each token, as in runs; then the router chooses none."""
 
     experts: ExpertsTime
     num_nodes: int = 1
@@ -73,8 +73,8 @@ class LayerTiming:
         table, measured = self.experts.table, self.measured
         experts = "roofline"
         if table is not None:
-            beyond = "the roofline's shape" if table.fit is None else "its fit by tiles goes on"
-            experts = f"table measured on {table.device} ({table.covers}; beyond, {beyond})"
+            beyond = "the roofline" if table.fit is None else "its fit of tiles"
+            experts = f"table measured on {table.device} ({table.covers}; extrapolated by {beyond})"
         halves = ", halves of a batch overlapping" if self.overlap else ""
         policies = ""
         if measured is not None and measured.policies is not None and measured.policies.costs:
@@ -85,9 +85,9 @@ class LayerTiming:
             tables = [self.measured_exchange(ranks, nodes) for ranks, nodes in groups]
             covers = "; ".join(known.of for known in tables if known is not None)
             exchange += (
-                f" (as measured for {covers}; beyond, its last line goes on; other groups by rates)"
+                f" (as measured for {covers}; extrapolated linearly; other numbers of ranks by rates)"
                 if covers
-                else f" (by rates: no table is of rows of {self.model.hidden} {self.model.dispatch})"
+                else f" (by rates: no table has rows of {self.model.hidden} {self.model.dispatch} values)"
             )
         return (
             f"{self.model.name} on {self.hardware.name}, {exchange}, expert time by {experts}{policies}{halves}; "
@@ -97,7 +97,8 @@ class LayerTiming:
     def phases(self, load: Load, stack: PolicyStack, redundant: bool) -> Phases:
         """The phases of a load [S, L, R] under the stack. redundant: whether any expert has several copies.
 
-        A local shared expert is computed separately; a dispatched one is one more expert of the grouped computation.
+        A dispatched shared expert is one more expert of the grouped computation. A local one is computed separately,
+        unless the hardware has `shared_grouped`.
         """
         routed, active = load.routed.double(), load.active.double()
         busy = load.assignments > 0
@@ -134,8 +135,8 @@ class LayerTiming:
     def _experts_us(
         self, load: Load, stack: PolicyStack, tokens: Tensor, active: Tensor, tiles: Tensor | None, rows: Tensor | None
     ) -> Tensor:
-        """`ExpertsTime.us`; with a reader, times the ratio of rooflines with and without it, because only whole experts
-        were measured."""
+        """`ExpertsTime.us`. Only whole experts were measured, so with a reader the time is multiplied by the ratio of
+        the rooflines with and without the reader."""
         time = self.experts.us(tokens, active, tiles, rows)
         if not stack.reader.acts:
             return time
@@ -145,7 +146,7 @@ class LayerTiming:
         return time * share.clamp(max=1)
 
     def layer_us(self, load: Load, stack: PolicyStack, redundant: bool, phases: Phases | None = None) -> Tensor:
-        """Microseconds that the experts add to the rest of the layer, [S, L]. phases: of the load, if already known."""
+        """Microseconds of a layer besides `rest_us`, [S, L]. phases: of the load, if they are already known."""
         phases = self.phases(load, stack, redundant) if phases is None else phases
         if not self.overlap:
             return phases.total
@@ -158,7 +159,7 @@ class LayerTiming:
         return torch.where(load.assignments > 0, both - self.rest_us(per_rank), 0.0)
 
     def rest_us(self, tokens: Tensor) -> Tensor:
-        """Microseconds [...] of a layer's attention, norms and unmeasured router, for tokens [...] per rank."""
+        """Microseconds [...] of a layer's attention, norms, and router if not measured, for tokens [...] per rank."""
         parameters = self.model.rest_parameters
         if self.router is not None:
             parameters = max(parameters - self.model.hidden * self.model.num_experts, 0.0)
@@ -174,8 +175,8 @@ class LayerTiming:
         return None if self.measured is None else self.measured.router_for(self.model, self.given)
 
     def step_us(self, layer_us: Tensor, tokens: Tensor, num_ranks: int) -> Tensor:
-        """Microseconds of a whole step, [S], from layer_us and tokens [S, L]. Layers that the trace lacks count as the
-        mean of its layers; layers without experts count by their parameters."""
+        """Microseconds of a whole step, [S], from layer_us and tokens [S, L]. A layer that is not in the trace takes
+        the mean time of those that are. The time of a layer without experts follows from its number of parameters."""
         per_rank = tokens / num_ranks
         present = (tokens > 0).sum(-1).clamp(min=1)
         layers = ((layer_us + self.rest_us(per_rank)) * (tokens > 0)).sum(-1) / present * self.model.moe_layers
@@ -183,13 +184,14 @@ class LayerTiming:
         return layers + self.model.dense_layers * (dense + self.model.rest_us)
 
     def policy_us(self, stack: PolicyStack, redundant: bool, num_ranks: int, tokens: float) -> float:
-        """Microseconds that a stack's policies add to a layer for so many tokens per rank: measured, else specified."""
+        """Microseconds that a stack's policies add to a layer for `tokens` tokens per rank. What was not measured comes
+        from the hardware's specification."""
         known = None if self.measured is None else self.measured.policies
         each = torch.tensor(tokens, dtype=torch.float64)
         return float(policy_us(self.hardware.policy, known, stack, redundant, num_ranks, self.num_nodes, each))
 
     def measured_exchange(self, num_ranks: int, num_nodes: int) -> ExchangeTable | None:
-        """The measured table that gives the exchange's time, or None if rates give it."""
+        """The measured table that gives the exchange's time; None if the hardware's rates give it."""
         if self.measured is None or self.kernels != "normal":
             return None
         return self.measured.exchange_for(self.model, num_ranks, num_nodes)
@@ -212,16 +214,16 @@ class LayerTiming:
         return Rows(rows.nvlink + self._kept(load), rows.rdma) if local else rows
 
     def _kept(self, load: Load) -> Tensor:
-        """Rows of a rank that it keeps only for its local shared expert, because none of the token's experts is on this
-        rank, [S, L]. Used if the shared expert is part of the grouped computation."""
+        """Expected tokens [S, L] that a rank keeps only for its local shared expert, because it has none of their
+        routed experts. 0 unless the shared expert is part of the grouped computation."""
         if not (self.hardware.shared_grouped and self.model.shared_intermediate):
             return torch.zeros_like(load.tokens)
         num_ranks = load.routed.shape[-1]
         return load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
 
     def _received(self, load: Load, served: Tensor, local: bool) -> Tensor | None:
-        """Rows that each rank receives, [S, L, R]: tokens that visit it, from the trace or expected. None if times do
-        not depend on them."""
+        """Rows that each rank receives, [S, L, R]: tokens that visit the rank, counted if the trace tells, otherwise
+        expected. None if times do not depend on rows."""
         if self.experts.table is None:
             return None
         if load.rank_rows is not None:
@@ -239,7 +241,7 @@ class LayerTiming:
 
 
 def _half(load: Load) -> Load:
-    """The expected load of half of every batch, with at most as many active experts as assignments."""
+    """The expected load of half of each batch. A rank has at most as many active experts as assignments."""
     halves: dict[str, Any] = {
         name: getattr(load, name) / 2 for name in ("routed", "routed_real", "shared", "shared_tokens", "tokens")
     }
@@ -254,9 +256,9 @@ def _half(load: Load) -> Load:
 def load_timing(
     hardware: str, model: str, num_nodes: int, phase: str, overlap: bool = False, table: Path | None = None
 ) -> LayerTiming:
-    """Loads the timing of a hardware and a model. hardware: see `load_calibration`; model: see `load_model`; table: a
-    JSON file of measured experts, which replaces the calibration's. Decode steps use low-latency kernels, all others
-    normal kernels. Raises ValueError with one line."""
+    """Loads the time model of a hardware and a model. hardware: see `load_calibration`; model: see `load_model`; table:
+    a JSON file of measured expert times, which replaces the calibration's. Decode steps use low-latency kernels, other
+    steps normal kernels. Raises ValueError with one line."""
     measured, spec = load_calibration(hardware), load_model(model)
     experts = measured.table_for(spec) if table is None else _expert_table(table)
     kernels: Kernels = "low-latency" if phase == "decode" else "normal"

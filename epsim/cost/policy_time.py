@@ -1,6 +1,6 @@
 """The time that a stack's policies add to a layer, from a calibration or from the hardware's specification.
 
-Every policy states its own work (`BatchPolicy.work_us`), the collective that it needs and its row in measured tables.
+Every policy states its own work (`BatchPolicy.work_us`), the collective that it needs and its key in measured tables.
 """
 
 import torch
@@ -17,21 +17,21 @@ COLLECTIVES = {"none": "none", "reduced": "all_reduce", "gathered": "all_gather"
 
 
 def acting_split(stack: PolicyStack, redundant: bool) -> Split:
-    """The split that takes time: the stack's, or `even` if it has nothing to do without redundant experts."""
+    """The stack's split, or `even` if there are no redundant experts and the split needs copies to do anything."""
     split: Split = stack.split if redundant or stack.split.works_without_copies else default_policy("split")
     return split
 
 
 def table_key(split: Split, stack: PolicyStack) -> str:
-    """The row of measured tables for a split and the stack's shared policy. Numbers in arguments do not count."""
+    """The key in measured tables of a split and the stack's shared policy. It leaves out numbers in arguments."""
     return f"{split.table_key}+{stack.shared.table_key}" if stack.shared.dispatches else split.table_key
 
 
 def assumed_us(
     costs: PolicyCosts, stack: PolicyStack, redundant: bool, ranks: int, nodes: int, tokens: Tensor
 ) -> Tensor:
-    """Microseconds [...] by the specification alone, for tokens [...] per rank. Split and shared policy together take
-    one collective."""
+    """Microseconds [...] from the hardware's specification alone, for tokens [...] per rank. Split and shared policy
+    together need one collective."""
     collective = _collective_us(costs, None, "all_reduce", ranks, nodes)
     split, router, shared = acting_split(stack, redundant), stack.router, stack.shared
     time: float | Tensor = 0.0
@@ -47,7 +47,7 @@ def assumed_us(
 def _others_us(
     costs: PolicyCosts, measured: PolicyTable | None, stack: PolicyStack, ranks: int, nodes: int, tokens: Tensor
 ) -> float | Tensor:
-    """The own work of readers and of further kinds, and the collectives that they need."""
+    """The work of readers and of further kinds of policies, and the collectives that they need."""
     time: float | Tensor = 0.0
     for policy in stack.batch_policies:
         if policy not in (stack.router, stack.split, stack.shared):
@@ -66,8 +66,8 @@ def policy_us(
     nodes: int,
     tokens: Tensor,
 ) -> Tensor:
-    """Microseconds [...] for tokens [...] per rank. What the measured table lacks comes from the specification. A
-    shared policy that was measured only with redundant experts takes the same time without them."""
+    """Microseconds [...] that policies add, for tokens [...] per rank. What the measured table lacks comes from the
+    specification. A shared policy measured only with redundant experts is assumed to take as long without them."""
     assumed = assumed_us(costs, stack, redundant, ranks, nodes, tokens)
     if measured is None:
         return assumed
@@ -91,8 +91,8 @@ def policy_us(
 def _collectives_us(
     costs: PolicyCosts, measured: PolicyTable, stack: PolicyStack, split: Split, ranks: int, nodes: int
 ) -> float:
-    """The kernels need one collective. Policies without kernels need one for the split and one for the shared
-    expert."""
+    """Microseconds of the collectives. Kernels need one. Policies without kernels need one for the split and one for
+    the shared expert."""
     rule = Rule.of(split, stack.shared, 1.0, 0)
     if rule.uncovered() is None:
         needs: list[str] = [rule.collective]

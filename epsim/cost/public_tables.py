@@ -1,7 +1,7 @@
 """Reads measured tables from the installed wheel aiconfigurator-core (extra `public-tables`); they are not bundled.
 
-They are for DeepSeek-V3's shape in FP8 (hidden 7168, 256 experts of 2048, top-8): masked grouped GEMMs of SGLang as one
-of 2 to 256 ranks runs them under even routing, and DeepEP's normal kernels on 1 to 8 nodes with 8 GPUs.
+They are for DeepSeek-V3's shape in FP8 (hidden 7168, 256 experts of 2048, top-8): SGLang's masked grouped GEMMs on one
+rank of 2 to 256 under even routing, and DeepEP's normal kernels on 1 to 8 nodes with 8 GPUs.
 """
 
 import math
@@ -55,19 +55,20 @@ def data_folder(device: str) -> Path:
 
 
 def expert_points(device: str) -> list[ExpertPoint]:
-    """The measurements of the newest version that has them. Fewer assignments than experts are at most one each."""
+    """The measurements of the newest version of the table. Assignments fewer than experts go to one expert each."""
     experts, top_k = SHAPE[2:]
-    found = []
+    points = []
     for row in _rows(data_folder(device), "moe/sglang", "wideep_generation_moe_perf.parquet"):
         if row["distribution"] != "uniform" or _shape(row, "inter_size", "topk") != SHAPE:
             continue
         tokens, held = row["num_tokens"] * top_k / row["moe_ep_size"], experts / row["moe_ep_size"]
-        found.append(ExpertPoint(tokens, min(held, tokens), row["latency"] * 1e3))
-    return found
+        points.append(ExpertPoint(tokens, min(held, tokens), row["latency"] * 1e3))
+    return points
 
 
 def exchange_points(device: str, nodes: int) -> list[ExchangePoint]:
-    """The measurements of the version with most node counts, at its most SMs. Raises ValueError if there are none."""
+    """The measurements with the most SMs, from the version that covers the most numbers of nodes. Raises ValueError if
+    there are none."""
     rows = [
         row
         for row in _rows(data_folder(device), "comm/sglang", "wideep_deepep_normal_perf.parquet", most="node_num")
@@ -84,8 +85,8 @@ def exchange_points(device: str, nodes: int) -> list[ExchangePoint]:
 
 
 def expert_table(points: Sequence[ExpertPoint], hardware: Hardware, model: ModelSpec) -> ExpertTable:
-    """The points with all experts active as a grid. Cells without a point take the ratio measured / roofline of the
-    nearest size with the same number of experts."""
+    """A grid of the points whose number of active experts is a power of two. A cell without a point takes the ratio
+    measured / roofline of the nearest size with the same number of experts."""
     roofline = ExpertsTime(hardware, model)
     columns: dict[float, dict[float, float]] = defaultdict(dict)
     for point in points:
@@ -114,7 +115,8 @@ def _shape(row: Mapping[str, Any], intermediate: str, top_k: str) -> tuple[int, 
 
 
 def _rows(folder: Path, under: str, name: str, most: str = "") -> list[dict[str, Any]]:
-    """The rows of a file, from the version with most values of `most`, else the newest. Raises ValueError if none."""
+    """The rows of a file, from the newest version, or from the one with the most different values of the column `most`.
+    Raises ValueError if there is no such file."""
     files = sorted((folder / under).glob(f"*/{name}"), key=lambda path: path.parent.name)
     if not files:
         raise ValueError(f"the public tables of {folder.name} lack {under}/*/{name}")

@@ -13,9 +13,9 @@ from epsim.models.spec import ModelSpec
 class RouterTable:
     """A router measured on one device by `epsim calibrate`, with the runtime layer's operations for tokens' weights.
 
-    hidden, num_experts, top_k, groups, top_groups: of the model. us [n] at `tokens` [n] of a rank, ascending: the
-    router chooses; given_us [n]: the experts come from a trace and the router computes their weights only, as in runs
-    of a trace. One of the two may be empty: not measured.
+    hidden, num_experts, top_k, groups, top_groups: of the model. tokens [n]: per rank, ascending. us [n]: microseconds
+    of a router that chooses the experts. given_us [n]: microseconds if a trace gives the experts and the router only
+    computes their weights, as in runs. One of the two may be empty if it was not measured.
     """
 
     device: str

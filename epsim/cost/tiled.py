@@ -1,13 +1,12 @@
 """The time of a grouped GEMM from its tiles and waves.
 
-The two products of a layer's experts (gate and up together, down) are cut into tiles of `rows` x `columns`. The device
-computes `at_once` tiles at a time, and the last wave takes as long as a full one. On an H200 PyTorch's grouped product
-has tiles of 256 x 256, 66 at once (pairs of its 132 multiprocessors). There a sixth active expert of gpt-oss-20b costs
-40% more, because the 72 tiles of the second product no longer fit in one wave.
+A layer's experts are two products: gate and up together, then down. Each is cut into tiles of `rows` x `columns`. The
+device computes `at_once` tiles at a time, called a wave. The last wave takes as long as a full one. On an H200
+PyTorch's grouped product has tiles of 256 x 256 and waves of 66 (pairs of the 132 multiprocessors). There a sixth
+active expert of gpt-oss-20b costs 40% more, because the 72 tiles of the second product no longer fit in one wave.
 
-PyTorch has two such products. It uses the one with small tiles if it gets at most SMALL rows per group
-(aten/src/ATen/native/cuda/GroupMM.cu: 64 x 128, else 128 x 256 in pairs). The runtime gives it one row for each column
-of every received row, used or not.
+PyTorch uses small tiles if a product has at most SMALL rows per group (aten/src/ATen/native/cuda/GroupMM.cu: 64 x 128,
+else 128 x 256 in pairs). The runtime gives it one row for each column of every received row, used or not.
 """
 
 import math
@@ -24,23 +23,25 @@ SMALL = 128
 
 
 def is_small(rows: Tensor, columns: int, groups: Tensor) -> Tensor:
-    """Whether small tiles are used, [...] bool. rows: received, with so many columns; groups: slots of a rank."""
+    """Whether PyTorch uses small tiles, [...] bool. rows [...]: received, each with `columns` expert entries; groups
+    [...]: slots of the rank."""
     return rows * columns < (SMALL + 1) * groups
 
 
 def most_small(columns: int, groups: Tensor) -> Tensor:
-    """The rows [...] from which `is_small` is false, for groups [...]."""
+    """The number of rows [...] from which `is_small` is false, for groups [...]."""
     return (SMALL + 1) * groups / columns
 
 
 @dataclass(frozen=True, slots=True)
 class TiledFit:
-    """coefficients: microseconds of [a call, an assignment, an active expert, a tile of rows, a wave of the first
-    product, a wave of the second, the filled share of the first product's first wave, of the second's, a received row].
+    """A fit to the cells of `epsim calibrate`. coefficients: microseconds per call, assignment, active expert, tile of
+    rows, wave of the first product, wave of the second product, filled share (0 to 1) of the first product's first
+    wave, the same of the second product, and received row.
 
-    A first wave that is not full takes less, because its tiles share the memory bandwidth. A row is read and its sum
-    written once, for any number of the rank's experts. `epsim calibrate` fits this to its cells. A fit without the last
-    coefficient comes from rows with equally many slots, and holds for such rows only."""
+    A partly filled first wave is faster, because fewer tiles share the memory bandwidth. A received row is read once
+    and written once, for any number of experts. A fit without the last coefficient holds only for rows with as many
+    slots as those that it was fitted to."""
 
     rows: int
     columns: int
@@ -57,8 +58,8 @@ class TiledFit:
             raise ValueError(f"coefficients must be {TERMS} (or {TERMS - 1}) numbers of 0 or more, not all 0")
 
     def us(self, tokens: Tensor, active: Tensor, tiles: Tensor, rows: Tensor, model: ModelSpec) -> Tensor:
-        """Microseconds [...], which never fall. tokens: assignments, active: experts with tokens, tiles: of `self.rows`
-        rows, rows: received by the rank; [...] float64."""
+        """Microseconds [...], which never fall as inputs grow. tokens: assignments; active: experts with tokens; tiles:
+        of `self.rows` rows each; rows: received by the rank; [...] float64 each."""
         time = torch.zeros_like(tokens)
         for part, cost in zip(self.terms(tokens, active, tiles, rows, model), self.coefficients, strict=False):
             if cost:
@@ -76,5 +77,6 @@ class TiledFit:
         return (*terms, *(waves.ceil() for waves in products), *(waves.clamp(max=1.0) for waves in products), rows)
 
     def expected_tiles(self, tokens: Tensor, active: Tensor) -> Tensor:
-        """Expected tiles if each expert's tokens are unknown: half a tile more than the mean fills, at least one."""
+        """The expected number of tiles [...] if each expert's tokens are unknown: an expert needs half a tile more than
+        its tokens fill on average, and at least one."""
         return torch.maximum(active, tokens / self.rows + 0.5 * active)

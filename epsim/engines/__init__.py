@@ -1,5 +1,5 @@
-"""Serving engines: what each can run of a stack, and the command lines that start it. A new engine is a new file and a
-line here."""
+"""Serving engines: what each can run of a stack, and the command lines that start it. To add an engine, add a file and
+a line here."""
 
 from epsim.engines.base import System
 from epsim.engines.sglang import SGLang

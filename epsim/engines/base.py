@@ -37,8 +37,8 @@ class Setup:
 
 
 class System:
-    """A serving engine. name: in results and in `Policy.engines`. title: as people write it. plans_itself: whether it
-    plans and rebalances by itself and cannot load a placement."""
+    """A serving engine. name: its name in results and in `Policy.engines`. title: its name for people. plans_itself:
+    whether it plans and rebalances by itself and cannot load a placement."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -52,8 +52,8 @@ class System:
         return "" if self.name in stack.reader.engines else f"no reader of channels ({stack.reader.name})"
 
     def commands(self, deployment: Deployment, setup: Setup, affordable: Callable[[int], int]) -> list[str]:
-        """The command lines for a deployment that the engine can run. affordable: gives the shortest interval, at least
-        its argument, at which rebalances cost little."""
+        """The command lines for a deployment that the engine can run. affordable(steps): the shortest interval of at
+        least `steps` steps at which rebalancing costs little."""
         raise NotImplementedError
 
     def remark(self, deployment: Deployment) -> str:

@@ -27,7 +27,7 @@ class SGLang(System):
         if self.name not in stack.shared.engines:
             return f"no {stack.shared.name}"
         if stack.shared.engines[self.name] not in ("", WATERFILL):
-            return "its own form of Waterfill alone (load=routed+local, ranks a token visits)"
+            return "no Waterfill but its own form (load=routed+local, only ranks that a token visits)"
         return ""
 
     def commands(self, deployment: Deployment, setup: Setup, affordable: Callable[[int], int]) -> list[str]:

@@ -56,6 +56,6 @@ class VLLM(System):
         if deployment.interval is not None:
             return ""
         return (
-            " It loads no placement from a file (pull requests 41141 and 49572 are open): it plans by itself at its "
-            "first interval, long enough that moving weights costs at most a tenth of the gain."
+            " vLLM cannot load a placement from a file (pull requests 41141 and 49572 are open). It plans a placement "
+            "after its first interval. The interval is so long that moving weights costs at most a tenth of the gain."
         )

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from epsim.cards import build, read_card
 
 MOST_RATE = 1e5
-"""GB/s and TFLOPS that no device reaches: a larger number has the wrong unit."""
+"""More GB/s or TFLOPS than any device has: a larger number has the wrong unit."""
 LEAST_MEMORY_RATE = 10
-"""GB/s: a smaller number is in TB/s."""
+"""Fewer GB/s than any device has: a smaller number is in TB/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """One direction of one level of an exchange: time = bytes / rate(bytes).
 
-    gb_per_s: the rate at each of `at_bytes` (ascending; bytes of the busiest rank). Rates between two sizes are
-    interpolated over the logarithm of the size. Outside the sizes, the nearest rate is used. A single rate needs no
+    gb_per_s: the rate at each size of `at_bytes` (ascending; bytes of the busiest rank). Rates between two sizes are
+    interpolated over the logarithm of the size. Outside the sizes the nearest rate is used. A single rate needs no
     size.
     """
 
@@ -65,9 +65,9 @@ class PolicyCosts:
     """Measured microseconds per layer that policies add.
 
     all_reduce_us, all_reduce_nodes_us: an all-reduce of a layer's counts, within a node and between nodes. solve_us: a
-    split by `epsim.kernels.split`. published_solve_us: LPLB's interior point method. assign_us: from fractions to
-    physical experts. waterfill_us: placing the shared expert. timed_us: a split by time (default: solve_us). joint_us:
-    `waterfill-joint` (default: waterfill_us). router_us: a router policy (default: assign_us)."""
+    split by `epsim.kernels.split`. published_solve_us: LPLB's interior point method. assign_us: assigning tokens to
+    physical experts. waterfill_us: dispatch of the shared expert. timed_us: a split with objective=time (default:
+    solve_us). joint_us: `waterfill-joint` (default: waterfill_us). router_us: a router policy (default: assign_us)."""
 
     all_reduce_us: float
     all_reduce_nodes_us: float
@@ -94,10 +94,10 @@ class Hardware:
     """One GPU of a node with `ranks_per_node` GPUs.
 
     memory_gb: capacity. memory_gb_per_s, bf16_tflops, fp8_tflops: rates that kernels reach, not peaks. kernel_us: fixed
-    time of the expert kernels. tile: grouped GEMMs pad each expert's tokens to a multiple of this number of rows. An
-    exchange that overlaps computation uses `exchange_sms` of the `sms` multiprocessors. source: where the numbers come
-    from. tables: JSON files in the same folder, measured by `epsim calibrate` (`epsim.cost.calibrated`).
-    shared_grouped: whether a shared expert on its token's rank is part of the grouped computation, as in this runtime.
+    time of the expert kernels. tile: grouped GEMMs pad each expert's tokens to a multiple of this number of rows. sms:
+    multiprocessors; exchange_sms: those that an exchange uses while it overlaps computation. source: where the numbers
+    come from. tables: JSON files in the same folder, measured by `epsim calibrate` (`epsim.cost.calibrated`).
+    shared_grouped: whether a local shared expert is part of the grouped computation, as in epsim's runtime.
     """
 
     name: str

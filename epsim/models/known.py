@@ -48,8 +48,8 @@ KNOWN_MODELS = (
 def find_model(name: str) -> KnownModel | None:
     """The known model for a name, or None.
 
-    The longest known name that the given name begins with (`deepseek-ai/DeepSeek-V3-0324`); otherwise the only known
-    name that begins with the given one (`qwen1.5-moe`)."""
+    It is the longest known name that the given name begins with (`deepseek-ai/DeepSeek-V3-0324`); otherwise the only
+    known name that begins with the given name (`qwen1.5-moe`)."""
     models = {model.name: model for model in KNOWN_MODELS}
     if known := longest_start(name, models):
         return models[known]
@@ -59,14 +59,15 @@ def find_model(name: str) -> KnownModel | None:
 
 
 def longest_start(name: str, known: Iterable[str]) -> str | None:
-    """The longest of the known names that a name begins with, or None. Case, signs and the part up to / do not
-    count."""
+    """The longest of the known names that a name begins with, or None. Ignores case, punctuation and the part up to
+    the last /."""
     plain = _plain(name.rsplit("/", 1)[-1])
-    return max((one for one in known if plain.startswith(_plain(one))), key=len, default=None)
+    return max((candidate for candidate in known if plain.startswith(_plain(candidate))), key=len, default=None)
 
 
 def unknown_model(name: str | None) -> str:
-    """The end of an error message about an unknown --model: the known models. Empty if the model is known or None."""
+    """The end of an error message about an unknown --model, which lists the known models. Empty if the model is known
+    or None."""
     if name is None or find_model(name) is not None:
         return ""
     return f" ({name!r} is not one of {', '.join(model.name for model in KNOWN_MODELS)})"

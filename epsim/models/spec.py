@@ -17,9 +17,9 @@ class ModelSpec:
     `top_groups` of `groups` expert groups (1 of 1: no groups).
 
     weight_bytes: bytes per expert parameter. compute: type of the expert GEMMs. dispatch: type of dispatched rows
-    (combined rows are bf16). rest_parameters: parameters of attention, norms and router per layer. rest_us: time of a
-    layer that neither these nor the experts explain. dense_layers: number of layers without experts; each has
-    `dense_parameters` in addition to `rest_parameters`. source: where the numbers come from.
+    (combined rows are bf16). rest_parameters: parameters of attention, norms and router per layer. rest_us: other
+    microseconds of a layer, which neither rest_parameters nor experts explain. dense_layers: number of layers without
+    experts; each has `dense_parameters` besides `rest_parameters`. source: where the numbers come from.
     """
 
     name: str
@@ -84,7 +84,7 @@ class ModelSpec:
 def load_model(name: str) -> ModelSpec:
     """Loads a shipped model by name, or a TOML file by path. Raises ValueError in one line.
 
-    A longer name gives the shipped model that it begins with: `deepseek-ai/DeepSeek-V3-0324` gives `deepseek-v3`."""
+    A name may be longer than the shipped model's: `deepseek-ai/DeepSeek-V3-0324` gives `deepseek-v3`."""
     if not name.endswith(".toml"):
         name = longest_start(name, known_cards("models")) or name
     return build(ModelSpec, *read_card("models", "--model", name))

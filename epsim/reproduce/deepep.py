@@ -1,7 +1,7 @@
 """Compares DeepEP's published exchange figures with the exchange model under the same conditions.
 
-Scores are uniform random, as in DeepEP's tests. Each node is one group; a token takes the groups of the `MOST_GROUPS`
-best experts, and its top-k among the experts of these groups.
+Scores are uniform random, as in DeepEP's tests. The experts of a node are one group. A token keeps at most MOST_GROUPS
+groups, those with the highest best score, and takes its top-k experts from them.
 """
 
 import json
@@ -22,8 +22,8 @@ DRAWN = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One published figure (`unit`: GB/s of logical bytes, or us) and the model's prediction. own: whether the
-    hardware's specification took a rate from this figure."""
+    """One published figure and its prediction. unit: GB/s of logical bytes, or us. way: dispatch or combine. fitted:
+    whether the hardware's specification took a rate from this figure."""
 
     kernels: Kernels
     ranks: int
@@ -31,7 +31,7 @@ class Figure:
     unit: str
     published: float
     predicted: float
-    own: bool
+    fitted: bool
 
     @property
     def error(self) -> float:
@@ -41,7 +41,7 @@ class Figure:
 def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
     """Predicts each published figure. hardware: `h800`, which DeepEP used; model: DeepSeek-V3's shape."""
     content = json.loads(resources.files("epsim.reproduce").joinpath("published/deepep-h800.json").read_text())
-    found = []
+    predictions = []
     for kernels in TOKENS:
         for ranks, *figures in content[kernels.replace("-", "_")]:
             nodes = max(ranks // hardware.ranks_per_node, 1)
@@ -51,14 +51,15 @@ def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
             for way, time, width, figure in zip(("dispatch", "combine"), times, widths, figures, strict=True):
                 if kernels == "normal":
                     rate = logical * width * 1e-3 / time
-                    found.append(Figure(kernels, ranks, way, "GB/s", figure, rate, own=ranks == 8))
+                    predictions.append(Figure(kernels, ranks, way, "GB/s", figure, rate, fitted=ranks == 8))
                 else:
-                    found.append(Figure(kernels, ranks, way, "us", figure, time, own=True))
-    return found
+                    predictions.append(Figure(kernels, ranks, way, "us", figure, time, fitted=True))
+    return predictions
 
 
 def uniform_rows(model: ModelSpec, ranks: int, nodes: int, kernels: Kernels) -> tuple[Rows, float]:
-    """The rows of the busiest rank (all ranks are equal) at the published tokens per rank, and the logical rows."""
+    """The rows of the busiest rank at the published tokens per rank, where all ranks are equal, and the logical rows,
+    from which published bandwidths are computed."""
     tokens, away = TOKENS[kernels], (nodes - 1) / nodes
     if kernels == "low-latency":
         logical = float(tokens * model.top_k)

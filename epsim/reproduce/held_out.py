@@ -1,4 +1,4 @@
-"""Predicts the sizes of the public tables that a fit leaves out, call by call."""
+"""Predicts those sizes of the public tables that a fit leaves out, for each kind of call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from epsim.reproduce.deepep import visited
 
 MEDIAN, P95 = 0.05, 0.15
 FEW_TOKENS = 16
-"""Below so many tokens per rank an exchange has only its fixed cost."""
+"""Below this number of tokens per rank an exchange takes only its fixed time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Check:
 
 
 def held_out(device: str, hardware: Hardware, model: ModelSpec) -> list[Check]:
-    """Fits every other size and predicts those between; also compares the roofline without a fit. Raises ValueError
-    if the tables are not installed."""
+    """Fits every other size and predicts the sizes between them. Also checks the roofline, which needs no fit. Raises
+    ValueError if the tables are not installed."""
     points = expert_points(device)
     # Sizes are powers of two. Even exponents make the table; odd ones are predicted.
     sizes = sorted({p.tokens / p.active for p in points})
@@ -70,6 +70,6 @@ def _numbers(points: Sequence[ExpertPoint]) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def check(what: str, ratios: Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> Check:
-    """The check of a call. ratios: predicted / measured."""
+    """The errors of one kind of call. ratios [n]: predicted / measured."""
     errors = np.abs(np.asarray(ratios) - 1)
     return Check(what, len(errors), float(np.median(errors)), float(np.percentile(errors, 95)))

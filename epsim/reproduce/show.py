@@ -25,16 +25,16 @@ def show_waterfill_lplb(recordings: Path, hardware: str, steps: int, layers: int
     console, noise = Console(width=130), Console(stderr=True)
     for name, title in TABLES.items():
         timing = timings[name]
-        # One workload has few rows, whose order few batches would leave to chance: take as many as all others have.
+        # A table of one workload has few rows. So draw as many batches for it as for a table of MOST_WORKLOADS.
         number = len({row["workload"] for row in published_rows(name)})
         options = DrawOptions(num_steps=steps * (MOST_WORKLOADS // number), top_k=timing.model.top_k, seed=seed)
         with noise.status("reading") as status:
-            found = reproduce(topics, timing, name, options, status.update)
-        console.print(_table(found, f"{title}, 16 {timing.hardware.name} on 2 nodes: tokens per second, gains"))
-        console.print(f"Fitted on the baselines only: {found.fit}.", highlight=False)
-        for claim, holds, figures in found.scores:
+            result = reproduce(topics, timing, name, options, status.update)
+        console.print(_table(result, f"{title}, 16 {timing.hardware.name} on 2 nodes: tokens per second, gains"))
+        console.print(f"Fitted on the baselines only: {result.fit}.", highlight=False)
+        for claim, holds, figures in result.scores:
             console.print(f"{'holds ' if holds else 'FAILS '} {claim}: {figures}", highlight=False)
-        console.print(f"Other tokens per step: {'; '.join(found.elsewhere)}.", highlight=False)
+        console.print(f"Other tokens per step: {'; '.join(result.elsewhere)}.", highlight=False)
         console.print()
 
 
@@ -43,14 +43,14 @@ def show_deepep() -> None:
     figures = published_exchange(load_hardware("h800"), load_model("deepseek-v3"))
     headings = ("kernels", "ranks", "way", "unit", "published", "predicted", "error", "")
     table = Table(*headings, title="DeepEP on H800, published and predicted", title_justify="left")
-    for one in figures:
-        note = "used to set its rate" if one.own else "held out"
-        values = (f"{one.published:g}", f"{one.predicted:.1f}", f"{one.error:+.1%}", note)
-        table.add_row(one.kernels, str(one.ranks), one.way, one.unit, *values)
+    for figure in figures:
+        note = "used to set its rate" if figure.fitted else "held out"
+        values = (f"{figure.published:g}", f"{figure.predicted:.1f}", f"{figure.error:+.1%}", note)
+        table.add_row(figure.kernels, str(figure.ranks), figure.way, figure.unit, *values)
     console = Console(width=130)
     console.print(table)
-    normal = [one for one in figures if one.kernels == "normal"]
-    worst = max(normal, key=lambda one: abs(one.error))
+    normal = [figure for figure in figures if figure.kernels == "normal"]
+    worst = max(normal, key=lambda figure: abs(figure.error))
     holds = abs(worst.error) <= TOLERANCE
     console.print(
         f"{'holds ' if holds else 'FAILS '} normal kernels, 8 to 64 ranks, within {TOLERANCE:.0%}: worst "
@@ -64,17 +64,17 @@ def show_held_out(hardware: str) -> None:
     checks = held_out(hardware, load_hardware(hardware), load_model("deepseek-v3"))
     headings = ("call", "sizes", "median error", "p95", f"at most {MEDIAN:.0%} and {P95:.0%}")
     table = Table(*headings, title=f"Public tables of {hardware}: sizes not used in the fit", title_justify="left")
-    for one in checks:
-        holds = "holds" if one.holds else "FAILS"
-        table.add_row(one.what, str(one.sizes), f"{one.median:.1%}", f"{one.p95:.1%}", holds)
+    for check in checks:
+        holds = "holds" if check.holds else "FAILS"
+        table.add_row(check.what, str(check.sizes), f"{check.median:.1%}", f"{check.p95:.1%}", holds)
     Console(width=130).print(table)
 
 
-def _table(found: Reproduction, title: str) -> Table:
+def _table(result: Reproduction, title: str) -> Table:
     table = Table("workload", "placement", "baseline", "predicted", title=title, title_justify="left")
     for heading in ("Waterfill published", "predicted", "ours", "LPLB published", "predicted", "ours", "ours, both"):
         table.add_column(heading, justify="right")
-    for row in found.rows:
+    for row in result.rows:
         cells = [f"{row.baseline:,.0f}", f"{row.predicted_baseline:,.0f}"]
         for kind in ("waterfill", "lplb"):
             cells += [_gain(gains, kind) for gains in (row.published, row.predicted, row.ours)]

@@ -32,8 +32,8 @@ NODES = 2
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table. baseline, predicted_baseline: tokens per second. published, predicted, ours: gains, as
-    shares, by the policies of the row."""
+    """One row of the table. baseline, predicted_baseline: tokens per second. published, predicted, ours: the gain of
+    each policy over the baseline, as a share."""
 
     workload: str
     placement: str
@@ -48,7 +48,7 @@ class Row:
 class Reproduction:
     """rows; fit: the fitted parameters, in words; scores: (claim, whether it holds, figures).
 
-    elsewhere: the claims that fail at other tokens per step, which fit the baselines almost as well.
+    elsewhere: for other numbers of tokens per step, which claims fail, in words.
     """
 
     rows: tuple[Row, ...]
@@ -64,8 +64,9 @@ def published_rows(table: str) -> list[dict[str, Any]]:
 
 
 def workloads(topics: Topics, requests: int) -> dict[str, Workload]:
-    """narrow: one topic with 448 known requests (as many as GPQA has); medium: batches of prompts of one topic each,
-    with placements planned on generated text; broad: all topics evenly, which the placements know."""
+    """The workloads by name. narrow: one topic with 448 requests (as many as GPQA has) that placements are planned on.
+    medium: batches of prompts of one topic each; placements are planned on generated text. broad: all topics evenly;
+    placements are planned on the same topics."""
     prompts, generated = topics.pick("prefill"), topics.pick("decode")
     return {
         "narrow": Workload((prompts[-1],), requests, pool=448),
@@ -75,7 +76,7 @@ def workloads(topics: Topics, requests: int) -> dict[str, Workload]:
 
 
 class _Case:
-    """One workload with a number of requests per batch: its tokens, its placements, and the layer times of stacks."""
+    """One workload with a fixed number of requests per batch: its tokens, its placements, and stacks' layer times."""
 
     def __init__(self, topics: Topics, workload: Workload, timing: LayerTiming, options: DrawOptions) -> None:
         self.block, known = draw(topics, workload, options)
@@ -93,7 +94,7 @@ class _Case:
         return self._placements[name]
 
     def layers_us(self, placement: str, split_and_shared: str, tokens: int) -> float:
-        """The mean time of a layer's experts times the number of such layers, at `tokens` per step."""
+        """Microseconds of the model's expert layers at `tokens` tokens per step: a layer's mean times their number."""
         key, model = (placement, split_and_shared), self.timing.model
         stack = parse_stack(f"{'contiguous' if PLACEMENTS[placement] is None else 'eplb'}+{split_and_shared}")
         if key not in self._loads:
@@ -132,8 +133,8 @@ def reproduce(
     for other in TOKENS:
         if other != tokens:
             other_rest, other_error = _fit(kept, published, other)
-            found = [_predict(kept[row["workload"]], row, other, other_rest[row["workload"]]) for row in published]
-            failing = [claim for claim, holds, _ in _scores(found) if not holds]
+            other_rows = [_predict(kept[row["workload"]], row, other, other_rest[row["workload"]]) for row in published]
+            failing = [claim for claim, holds, _ in _scores(other_rows) if not holds]
             elsewhere.append(f"at {other} (baselines off by {other_error:.1%}) {', '.join(failing) or 'nothing'} fails")
     fit = (
         f"{requests} requests and {tokens} tokens per step; outside expert layers "
@@ -150,7 +151,8 @@ def reproduce(
 def _fit(
     cases: Mapping[str, _Case], published: Sequence[Mapping[str, Any]], tokens: int
 ) -> tuple[dict[str, float], float]:
-    """For each workload the time outside expert layers that fits its baselines best, and the error over all rows."""
+    """For each workload, the microseconds outside expert layers that fit its baselines best. Also the root mean square
+    of the logarithmic errors of all rows."""
     rest, squares = {}, []
     for name, case in cases.items():
         rows = [row for row in published if row["workload"] == name]
@@ -165,16 +167,16 @@ def _fit(
 
 
 def _predict(case: _Case, row: Mapping[str, Any], tokens: int, rest: float) -> Row:
-    place = row["placement"]
-    base = case.layers_us(place, BASELINE, tokens) + rest
+    placement = row["placement"]
+    base = case.layers_us(placement, BASELINE, tokens) + rest
     measured = {kind: row[kind] / row["baseline"] - 1 for kind in PUBLISHED if row[kind]}
 
     def gains(stacks: Mapping[str, str], kinds: Sequence[str]) -> dict[str, float]:
-        return {kind: base / (case.layers_us(place, stacks[kind], tokens) + rest) - 1 for kind in kinds}
+        return {kind: base / (case.layers_us(placement, stacks[kind], tokens) + rest) - 1 for kind in kinds}
 
     both = ["both"] if "lplb" in measured else []
     predicted, ours = gains(PUBLISHED, list(measured)), gains(OURS, [*measured, *both])
-    return Row(row["workload"], place, row["baseline"], tokens * 1e6 / base, measured, predicted, ours)
+    return Row(row["workload"], placement, row["baseline"], tokens * 1e6 / base, measured, predicted, ours)
 
 
 def _scores(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
@@ -185,9 +187,9 @@ def _scores(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
     ]
     lplb = {(row.workload, row.placement): row.predicted["lplb"] for row in rows if "lplb" in row.predicted}
     if lplb:
-        for place, sign in (("red0", -1), ("red16", 1), ("red32", 1)):
-            gains = [gain for (_, at), gain in lplb.items() if at == place]
-            words = f"LPLB {'gains' if sign > 0 else 'loses'} at {place}"
+        for name, sign in (("red0", -1), ("red16", 1), ("red32", 1)):
+            gains = [gain for (_, placement), gain in lplb.items() if placement == name]
+            words = f"LPLB {'gains' if sign > 0 else 'loses'} at {name}"
             scores.append((words, all(gain * sign > 0 for gain in gains), ", ".join(f"{g:+.2%}" for g in gains)))
         drifting, other = lplb["medium", "red32"], max(lplb["narrow", "red32"], lplb["broad", "red32"])
         larger = drifting > max(other, lplb["medium", "red16"])

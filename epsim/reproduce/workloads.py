@@ -1,10 +1,10 @@
-"""Draws batches of requests from recordings, each of which is a topic.
+"""Draws batches of requests from recordings. Each recording is a topic.
 
-The tokens of a request share its preferences: for each layer, expert shares drawn from a Dirichlet distribution around
-the topic's shares, with concentration CONCENTRATION. Its value was measured by moments (Dirichlet-multinomial) on the
-256 generated sequences of gpt-oss-20b in AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting: the median over 24 layers is
-33 for all sequences and 52 within a category of a data set. The share of a group of experts has the same
-concentration, so it also holds for ranks. DeepSeek-V3's recordings do not separate requests.
+All tokens of a request have the same expert shares. For each layer they are drawn from a Dirichlet distribution around
+the topic's shares, with concentration CONCENTRATION. DeepSeek-V3's recordings do not separate requests, so the
+concentration was measured by moments (Dirichlet-multinomial) on the 256 generated sequences of gpt-oss-20b in
+AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting: the median over 24 layers is 33 for all sequences, and 52 within a
+category of a data set. The share of a group of experts has the same concentration, so it also holds for ranks.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from epsim.traces.trace import TokenBlock
 
 CONCENTRATION = 33.0
 SHARE_UNIT = 2.0**50
-"""The unit in which shares become whole numbers, like recorded counts."""
+"""Shares are multiplied by this to become whole numbers, like recorded counts."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ class Topics:
 
     def pick(self, word: str) -> list[int]:
         """The indices of the recordings whose name contains the word."""
-        return [place for place, name in enumerate(self.names) if word in name]
+        return [index for index, name in enumerate(self.names) if word in name]
 
 
 def read_topics(folder: Path, num_layers: int) -> Topics:
@@ -62,9 +62,10 @@ def read_topics(folder: Path, num_layers: int) -> Topics:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """topics: indices of the requests' topics. requests: per batch. pool: number of different requests that recur and
-    are known when placements are planned; 0 if all requests are new. by_step: all requests of a batch have one topic,
-    drawn for each batch, instead of all topics evenly. known: topics that placements are planned on."""
+    """How batches are drawn. topics: indices of the requests' topics. requests: number per batch. pool: if above 0,
+    batches draw from this many fixed requests, on which placements are planned; if 0, all requests are new. by_step:
+    whether all requests of a batch have one topic, drawn for each batch; otherwise each request draws its own. known:
+    topics that placements are planned on; none for `topics`."""
 
     topics: tuple[int, ...]
     requests: int
@@ -83,7 +84,7 @@ class DrawOptions:
 
 
 def draw(topics: Topics, workload: Workload, options: DrawOptions) -> tuple[TokenBlock, Floats]:
-    """Draws token-level steps, and the expected shares [L, E] that placements are planned on."""
+    """Draws token-level steps. Also returns the expected shares [L, E] that placements are planned on."""
     rng = np.random.default_rng(options.seed)
     num_tokens, number = options.tokens, workload.requests
     ids = np.empty((options.num_steps * num_tokens, topics.shares.shape[1], options.top_k), dtype=np.int16)
@@ -99,14 +100,14 @@ def draw(topics: Topics, workload: Workload, options: DrawOptions) -> tuple[Toke
         else:
             topic = rng.integers(len(shares), size=1 if workload.by_step else number)
             chosen = _requests(shares[np.broadcast_to(topic, number)], rng)
-        own = np.arange(num_tokens) * number // num_tokens
+        request_of_token = np.arange(num_tokens) * number // num_tokens
         part = ids[step * num_tokens : (step + 1) * num_tokens]
-        draw_tokens(_inclusion(chosen, options.top_k), own, np.uint64(rng.integers(2**63)), part)
-    place = np.zeros(num_tokens, dtype=np.int64)
+        draw_tokens(_inclusion(chosen, options.top_k), request_of_token, np.uint64(rng.integers(2**63)), part)
+    token_step = np.zeros(num_tokens, dtype=np.int64)
     return TokenBlock(
         np.arange(options.num_steps),
         np.repeat(np.arange(options.num_steps), num_tokens),
-        np.tile(deal(place, options.num_ranks), options.num_steps),
+        np.tile(deal(token_step, options.num_ranks), options.num_steps),
         ids,
     ), known
 
@@ -114,8 +115,8 @@ def draw(topics: Topics, workload: Workload, options: DrawOptions) -> tuple[Toke
 def _requests(shares: Floats, rng: np.random.Generator) -> Floats:
     """Draws the shares of one request for each topic's shares [..., E]."""
     drawn = rng.standard_gamma(np.maximum(shares * CONCENTRATION, 1e-9))
-    own: Floats = drawn / drawn.sum(-1, keepdims=True)
-    return own
+    normalized: Floats = drawn / drawn.sum(-1, keepdims=True)
+    return normalized
 
 
 def _inclusion(shares: Floats, top_k: int) -> Floats:
@@ -125,8 +126,8 @@ def _inclusion(shares: Floats, top_k: int) -> Floats:
 
 
 def regimes(topics: Sequence[int], requests: int) -> tuple[tuple[str, Workload], ...]:
-    """Named workloads: from batches of the requests that placements were planned on, over more and more unknown
-    requests, to batches so large that requests average out."""
+    """Named workloads, in order of drift. First all requests are known to the placement, then fewer and fewer. In the
+    last ones batches are so large that requests average out."""
     base = Workload(tuple(topics), requests)
     return (
         ("the same few requests", dataclasses.replace(base, pool=requests)),

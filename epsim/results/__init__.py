@@ -1,4 +1,4 @@
-"""results.json: what a command found, as plain dictionaries; checked when it is written and when it is read.
+"""results.json: the results of a command as plain dictionaries, checked when they are written and when they are read.
 
 `kind` says which command wrote it. Each kind has a schema in epsim/results/schemas; docs/results.md describes them.
 """
@@ -26,7 +26,7 @@ _NUMBERS = re.compile(r"\[\n[\s\d.,eE+nul-]*\]")
 
 
 def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes: Sequence[str]) -> ResultsData:
-    """The entry `trace`. planned, scored: numbers of steps. notes: added to the trace's own."""
+    """The entry `trace`. planned, scored: numbers of steps. notes: are added to the trace's notes."""
     return {
         "name": name,
         "source": meta.source,
@@ -61,7 +61,7 @@ def read_results(path: Path) -> ResultsData:
         results = json.loads(
             path.read_text(encoding="utf-8"), parse_constant=_finite, parse_float=_finite, parse_int=_whole
         )
-        json.dumps(results, ensure_ascii=False).encode()  # half of a surrogate pair is JSON, but no text
+        json.dumps(results, ensure_ascii=False).encode()  # JSON allows half of a surrogate pair, UTF-8 does not
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a results.json ({str(error)[:200]}): make it again") from None
     if isinstance(results, dict) and "kind" not in results:  # written before results had kinds
@@ -85,7 +85,7 @@ def _whole(text: str) -> int:
 
 
 def write_results(results: ResultsData, path: Path) -> None:
-    """Writes the file whole or not at all. Raises ValueError where the results break the schema of their kind."""
+    """Writes the file whole or not at all. Raises ValueError if the results break the schema of their kind."""
     check_results(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as temporary:
@@ -95,5 +95,5 @@ def write_results(results: ResultsData, path: Path) -> None:
 def as_text(results: ResultsData) -> str:
     """The text of results.json, with lists of numbers on one line. Raises ValueError for NaN and infinity."""
     text = json.dumps(results, indent=1, allow_nan=False)
-    # A string holds no line break, so what is joined is never text.
-    return _NUMBERS.sub(lambda found: "[" + " ".join(found[0][1:-1].split()) + "]", text) + "\n"
+    # JSON strings hold no line breaks, so no string is changed.
+    return _NUMBERS.sub(lambda match: "[" + " ".join(match[0][1:-1].split()) + "]", text) + "\n"

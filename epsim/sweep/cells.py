@@ -1,17 +1,16 @@
-"""Turns a grid into cells: the valid combinations, each with a key by content, and why others are skipped."""
+"""Turns a grid into cells: the valid combinations. A cell's key is a hash of its content. Others get a reason."""
 
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.placement.base import Cluster
 from epsim.replaying import ReplayOptions
-from epsim.sweep.grid import DEFAULTS, FILL, Grid, NamedStack, Values
+from epsim.sweep.grid import FILL, Grid, NamedStack, Values, command_of
 from epsim.sweep.sources import TRACES, Making, Opening, Source, content_key, find_source, imported
 from epsim.traces.options import DEFAULT_RANKS, ImportOptions, SynthesisOptions
 from epsim.traces.trace import TraceMeta
@@ -23,8 +22,8 @@ READING = ("top_k", "experts", "model", "phase", "shared_cost", "batch", "step_t
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay. key: hash of everything that determines its results. axes: its values in the grid, None for keys that
-    do not apply."""
+    """One replay. key: hash of everything that determines its results. axes: its values in the grid. trace, history:
+    the traces to open."""
 
     key: str
     axes: Values
@@ -36,14 +35,15 @@ class Cell:
 
     @property
     def openings(self) -> list[Opening]:
-        """The traces that it needs."""
+        """The traces that the replay needs."""
         return [self.trace] if self.history is None else [self.trace, self.history]
 
 
 @dataclass(slots=True)
 class Plan:
-    """cells: by key, in the grid's order. makings: traces to make first, by file. skipped: combinations that are not
-    valid, with the reason. excluded: how many combinations [[except]] removes."""
+    """What a sweep has to do. cells: by key, in the grid's order. makings: traces to make first, by their file.
+    skipped: combinations that are not valid, with the reason. excluded: number of combinations that [[except]] removes.
+    """
 
     cells: dict[str, Cell] = field(default_factory=dict)
     makings: dict[Path, Making] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class Plan:
 def plan_cells(grid: Grid, out: Path) -> Plan:
     """Plans the cells of a grid. out: the sweep's folder, into which recordings of other systems are imported.
 
-    Raises FileNotFoundError or ValueError with one line if a file cannot be read, a rule matches nothing, or the grid
-    has no valid cell.
+    Raises FileNotFoundError or ValueError with one line if a file cannot be read, an [[except]] matches nothing, or the
+    grid has no valid cell.
     """
     plan = Plan()
     traces = _Traces(grid, out, plan.makings)
@@ -88,13 +88,13 @@ def plan_cells(grid: Grid, out: Path) -> Plan:
     if idle is not None:
         raise ValueError(f"{idle.where}: matches no cell of the grid: correct or remove it")
     if not plan.cells:
-        why = f": {plan.skipped[0][1]}" if plan.skipped else ": [[except]] removes all"
+        why = f": {plan.skipped[0][1]}" if plan.skipped else ": [[except]] removes all cells"
         raise ValueError(f"{grid.path}: the grid has no cell that can be replayed{why}")
     return plan
 
 
 def _resolved(point: Values, num_experts: int) -> Values:
-    """The point with its number of redundant experts."""
+    """The point with `redundant` as a number of experts."""
     ranks = point["ranks"]
     redundant = -num_experts % ranks
     if "slots_per_rank" in point:
@@ -103,7 +103,7 @@ def _resolved(point: Values, num_experts: int) -> Values:
 
 
 def _misfit(point: Values, resolved: Values, num_experts: int) -> str:
-    """The reason why no cluster can have these values; empty if it can."""
+    """The reason why no cluster can have these values; empty if one can."""
     ranks, per_node = point["ranks"], point.get("ranks_per_node")
     if per_node is not None and ranks > per_node and ranks % per_node:
         return f"{ranks} ranks do not fill nodes of {per_node}"
@@ -123,7 +123,8 @@ def _cluster(point: Values) -> Cluster:
 
 
 Timings: TypeAlias = Callable[[Values, TraceMeta], tuple[LayerTiming | None, str | None]]
-"""The time model of a point, and the hash of everything that determines its times; None without `hardware`."""
+"""Takes a point and its trace's meta. Returns the time model and a hash of all that it consists of; None and None for a
+point without `hardware`."""
 
 
 def _timings(grid: Grid) -> Timings:
@@ -131,13 +132,13 @@ def _timings(grid: Grid) -> Timings:
     def load(
         hardware: str, model: str, nodes: int, phase: str, overlap: bool, table: str | None
     ) -> tuple[LayerTiming, str]:
-        def place(name: str) -> str:
+        def path_or_name(name: str) -> str:
             return str(grid.file(name)) if name.endswith(".toml") or "/" in name else name
 
         model = str(grid.file(model)) if model.endswith(".toml") else model
         measured = None if table is None else grid.file(table)
-        found = load_timing(place(hardware), model, nodes, phase, overlap, measured)
-        return found, content_key(asdict(found))
+        timing = load_timing(path_or_name(hardware), model, nodes, phase, overlap, measured)
+        return timing, content_key(asdict(timing))
 
     def timing(point: Values, meta: TraceMeta) -> tuple[LayerTiming | None, str | None]:
         if "hardware" not in point:
@@ -156,7 +157,7 @@ def _timings(grid: Grid) -> Timings:
 
 
 class _Traces:
-    """Opens the grid's traces; reads each file once and imports each recording once."""
+    """Opens the grid's traces. Each file is read once, and each recording is imported once."""
 
     def __init__(self, grid: Grid, out: Path, makings: dict[Path, Making]) -> None:
         self._grid, self._out, self._makings = grid, out, makings
@@ -174,17 +175,17 @@ class _Traces:
         return [self.source(point, name) for name in point.get("draw") or [point["path"]]]
 
     def meta(self, point: Values) -> TraceMeta:
-        """The meta of the point's sources, for their model and phase."""
+        """The meta of the point's first source. The phase is `mixed` if sources differ in phase."""
         reading = _reading(point, drawing="draw" in point)
-        found = []
+        metas = []
         for source in self.sources(point):
             opening = self._open(point, source, reading)
             if opening not in self._metas:
                 with _naming(self._grid, point):
                     self._metas[opening] = opening.open().meta
-            found.append(self._metas[opening])
-        same = all(meta.phase == found[0].phase for meta in found)
-        return found[0] if same else replace(found[0], phase="mixed")
+            metas.append(self._metas[opening])
+        same = all(meta.phase == metas[0].phase for meta in metas)
+        return metas[0] if same else replace(metas[0], phase="mixed")
 
     def trace(self, point: Values) -> Opening:
         if "draw" not in point:
@@ -224,7 +225,7 @@ class _Traces:
 
 @contextmanager
 def _naming(grid: Grid, point: Values) -> Iterator[None]:
-    """Adds the name of the grid's trace to errors of its files."""
+    """Adds the name of the [[trace]] to errors about its files."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -232,7 +233,7 @@ def _naming(grid: Grid, point: Values) -> Iterator[None]:
 
 
 def _reading(point: Values, drawing: bool = False) -> ImportOptions:
-    """The import options of a file, as for `epsim replay`, or for `epsim traces synthesize` if drawing."""
+    """The import options of a file, as in `epsim replay`; with drawing, as in `epsim traces synthesize`."""
     keys = [key for key in READING if key in point and not ("draw" in point and key == "step_tokens")]
     if "draw" in point and not drawing:
         keys = [key for key in keys if key != "batch"]
@@ -282,31 +283,3 @@ def _cell(
     if "draw" in point:
         axes["draw"] = list(point["draw"])
     return Cell(content_key(content), axes, trace, history, options, trace_name, history_name)
-
-
-def command_of(point: Mapping[str, Any], policies: Sequence[str], trace_name: str) -> str:
-    """The command that gives the results of this cell alone, run in the grid's folder."""
-    words: list[str] = []
-
-    def say(*keys: str) -> None:
-        for key in keys:
-            if key in point and point[key] != DEFAULTS.get(key, (None,))[0]:
-                option = f"--{key.replace('_', '-')}"
-                words.extend([option] if point[key] is True else [option, str(point[key])])
-
-    about = ("top_k", "experts", "model", "phase", "shared_cost")
-    if "draw" in point:
-        words += ["epsim", "traces", "synthesize", *point["draw"], "-o", trace_name]
-        say("steps", "step_tokens", "drift", *about, "batch")
-        words += ["--seed", str(point.get("draw_seed", point["seed"]))]
-        words.append("&&")
-    words += ["epsim", "replay", trace_name if "draw" in point else point["path"]]
-    words += ["--ranks", str(point["ranks"]), "--nodes", str(point["nodes"]), "--redundant", str(point["redundant"])]
-    say("groups", "history", "plan_share", "only", "min_tokens", "seed", "hardware", "overlap", "expert_table", *about)
-    if "draw" not in point:
-        say("batch", "score_rule")
-        if "step_tokens" in point:
-            words += ["--step-tokens", str(point["step_tokens"])]
-    for policy in policies:
-        words += ["--policy", policy]
-    return shlex.join(words).replace(" '&&' ", " && ")

@@ -27,7 +27,7 @@ AXES: Mapping[str, Any] = {
     "overlap": pa.bool_(),
     **dict.fromkeys(("top_k", "experts"), pa.int64()),
 }
-FOUND: Mapping[str, Any] = {
+RESULT_COLUMNS: Mapping[str, Any] = {
     **dict.fromkeys(("origin", "level"), pa.string()),
     **dict.fromkeys(("num_experts", "steps_scored"), pa.int64()),
     "tokens": pa.float64(),
@@ -36,14 +36,13 @@ FOUND: Mapping[str, Any] = {
     **dict.fromkeys((*STATISTICS, *INTERVAL), pa.float64()),
     "reason": pa.string(),
 }
-SCHEMA = pa.schema([("key", pa.string()), *AXES.items(), *FOUND.items()])
+SCHEMA = pa.schema([("key", pa.string()), *AXES.items(), *RESULT_COLUMNS.items()])
 
 
 def collect(sweep: Sweep, command: str) -> ResultsData | None:
-    """Writes results.json and results.parquet of the finished cells into the sweep's folder. Without any it writes
-    neither and returns None. Their content depends only on the cells, not on how or when they were computed.
-
-    Raises CannotWriteError.
+    """Writes results.json and results.parquet of the finished cells into the sweep's folder. Returns the results. If no
+    cell is finished, it removes both files and returns None. The content depends only on the cells, not on how or when
+    they were computed. Raises CannotWriteError.
     """
     if not any(key not in sweep.failed for key in sweep.plan.cells):
         for name in (RESULTS, TABLE):
@@ -62,26 +61,26 @@ def collect(sweep: Sweep, command: str) -> ResultsData | None:
 
 
 def finished(sweep: Sweep) -> Iterator[ResultsData]:
-    """The results of the finished cells in the grid's order; `cell` in each holds its values in the grid."""
+    """Yields the results of the finished cells in the grid's order. The entry `cell` holds the cell's grid values."""
     for key in sweep.plan.cells:
         if key not in sweep.failed:
             yield json.loads(cell_path(sweep.out, key).read_bytes())
 
 
 def varying(sweep: Sweep) -> dict[str, list[Any]]:
-    """The keys in which the grid's cells differ, with their values in the grid's order."""
+    """The keys that have several values among the grid's cells, with these values in the grid's order."""
     values: dict[str, list[Any]] = {}
     for cell in sweep.plan.cells.values():
         for key in ("draw", *AXES):
-            own = values.setdefault(key, [])
+            seen = values.setdefault(key, [])
             value = cell.axes.get(key)
-            if value is not None and value not in own:
-                own.append(value)
-    return {key: own for key, own in values.items() if len(own) > 1 and key not in ("path", "draw")}
+            if value is not None and value not in seen:
+                seen.append(value)
+    return {key: seen for key, seen in values.items() if len(seen) > 1 and key not in ("path", "draw")}
 
 
 def tokens_of(results: ResultsData) -> float | None:
-    """Mean tokens per step: assignments of routed experts / top-k."""
+    """Mean tokens per step, computed as routed assignments / top-k; None without tokens."""
     metrics = results["stacks"][0]["metrics"]
     mean = metrics.get("routed_mean_load", metrics["mean_load"])["mean"]
     return None if mean is None else mean * results["setting"]["ranks"] / results["trace"]["top_k"]
@@ -94,21 +93,21 @@ def combined(sweep: Sweep, command: str) -> ResultsData:
     best: Counter[str] = Counter()
     for results in finished(sweep):
         first = first or results
-        where = results["cell"]
+        cell = results["cell"]
         about = {key: results["trace"][key] for key in ("origin", "level", "steps_scored")}
-        cells.append({**where, **about, "tokens": tokens_of(results), "verdict": results["verdict"]})
+        cells.append({**cell, **about, "tokens": tokens_of(results), "verdict": results["verdict"]})
         entries = results["stacks"]
-        place = best_of(entries)
-        if place is not None:
-            best[label(entries[place])] += 1
+        best_index = best_of(entries)
+        if best_index is not None:
+            best[label(entries[best_index])] += 1
         for entry in entries:
-            shown = {"name": f"{label(entry)}{_suffix(where, axes)}", "of": label(entry), "cell": where["key"]}
+            shown = {"name": f"{label(entry)}{_suffix(cell, axes)}", "of": label(entry), "cell": cell["key"]}
             kept = {key: entry[key] for key in ("stack", "metrics", "versus_first", "notes") if key in entry}
             stacks.append({**kept, **shown})
     assert first is not None
     note = (
-        f"a sweep of {len(cells)} cells: trace and cluster here are those of the first cell, sweep.cells has all; "
-        "versus_first compares with the first stack of the same cell"
+        f"A sweep of {len(cells)} cells. Trace and cluster here are those of the first cell; sweep.cells lists all. "
+        "versus_first compares with the first stack of the same cell."
     )
     trace = {**first["trace"], "notes": [note, *first["trace"].get("notes", [])] if len(cells) > 1 else []}
     unfinished = [(sweep.plan.cells[key], reason) for key, reason in sweep.failed.items()]
@@ -123,7 +122,7 @@ def combined(sweep: Sweep, command: str) -> ResultsData:
             "axes": axes,
             "cells": cells,
             "failed": [{"key": cell.key, **cell.axes, "reason": reason} for cell, reason in unfinished],
-            "skipped": [{**place, "reason": reason} for place, reason in sweep.plan.skipped],
+            "skipped": [{**point, "reason": reason} for point, reason in sweep.plan.skipped],
             "excluded": sweep.plan.excluded,
         },
     }
@@ -134,7 +133,7 @@ def verdict_of(best: Counter[str], num_cells: int, num_failed: int) -> str:
         return f"None of {num_cells} cells has a step with tokens."
     won = [f"{name} in {number}" for name, number in best.most_common()]
     failed = f"; {num_failed} cells failed" if num_failed else ""
-    return f"Of {num_cells} cells the slowest rank is least slow with {', with '.join(won)}{failed}."
+    return f"Stacks with the lowest peak load, by number of cells: {', '.join(won)} of {num_cells}{failed}."
 
 
 def _suffix(cell: Values, axes: Mapping[str, Any]) -> str:
@@ -143,7 +142,7 @@ def _suffix(cell: Values, axes: Mapping[str, Any]) -> str:
 
 
 def _write_table(sweep: Sweep, path: Path) -> None:
-    """Writes one row group per cell, so that only one cell is in memory."""
+    """Writes one row group per cell, so that only one cell is in memory at a time."""
     with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
         for results in finished(sweep):
             writer.write_table(pa.Table.from_pylist(list(_rows(results)), SCHEMA))
@@ -156,11 +155,11 @@ def _rows(results: ResultsData) -> Iterator[Values]:
     common |= {"origin": trace["origin"], "level": trace["level"], "num_experts": trace["num_experts"]}
     common |= {"model": trace["model"], "phase": trace["phase"], "shared_cost": results["setting"]["shared_cost"]}
     common |= {"steps_scored": trace["steps_scored"], "tokens": tokens_of(results)}
-    for place, entry in enumerate(results["stacks"]):
+    for index, entry in enumerate(results["stacks"]):
         for key, value in entry["metrics"].items():
             yield {
                 **common,
-                "place": place,
+                "place": index,
                 "stack": entry["stack"],
                 "name": label(entry),
                 "metric": key,

@@ -26,9 +26,9 @@ Advance: TypeAlias = Callable[[int], None]
 
 @dataclass(slots=True)
 class Sweep:
-    """The outcome of a plan. kept: cells finished earlier; computed: cells finished now; failed: keys with reasons, in
-    the plan's order; retried: jobs repeated because their worker died; foreign: finished cells in the folder that are
-    not part of this grid."""
+    """The outcome of a plan. kept: number of cells finished earlier. computed: number of cells finished now. failed:
+    reasons by cell key, in the plan's order. retried: number of retries after a worker died. foreign: number of
+    finished cells in the folder that are not part of this grid."""
 
     out: Path
     plan: Plan
@@ -50,10 +50,10 @@ def run_sweep(
 ) -> Sweep:
     """Computes the plan's cells that are missing in `out`. The folder must be locked (`locked_folder`).
 
-    makers, workers: start the pools that make traces and replay cells; called only if there is work. report: takes
-    lines about failures and retries as they happen; begin: takes the name and size of a stage, and returns a progress
-    function. Raises CannotWriteError if a result cannot be written, and ValueError if all cells in the folder are of
-    another grid.
+    makers, workers: start the pools that make traces and replay cells; they are called only if there is work. report:
+    is called with a line for each failure and retry. begin: is called with the name and size of a stage; returns a
+    function to call with the number of jobs done. Raises CannotWriteError if a result cannot be written, and ValueError
+    if all cells in the folder belong to another grid.
     """
     sweep = Sweep(out, plan)
     finished = finished_cells(out)
@@ -62,8 +62,8 @@ def run_sweep(
     sweep.foreign = len(finished) - sweep.kept
     if finished and not sweep.kept:
         raise ValueError(
-            f"--out {out}: holds {len(finished)} finished cells, none of them of this grid with these files and this "
-            "version of epsim: give another folder"
+            f"--out {out}: its {len(finished)} finished cells are of another grid, other files or another version of "
+            "epsim: give another folder"
         )
     needed = [cell.trace.path for cell in missing] + [cell.history.path for cell in missing if cell.history]
     makings = [plan.makings[path] for path in dict.fromkeys(needed) if path in plan.makings and not path.exists()]
@@ -78,7 +78,7 @@ def run_sweep(
                 unmade[job.target] = line.line
     ready = []
     for cell in missing:
-        why = next((unmade[one.path] for one in cell.openings if one.path in unmade), None)
+        why = next((unmade[opening.path] for opening in cell.openings if opening.path in unmade), None)
         if why is None:
             ready.append(cell)
         else:
@@ -103,7 +103,7 @@ def run_sweep(
 def _work(
     jobs: Sequence[Job], pool_of: Callable[[], Pool], retries: int, sweep: Sweep, report: Report
 ) -> Iterator[tuple[Job, Done | Failed]]:
-    """Yields each job's outcome as it completes. A job whose worker dies is repeated at most `retries` times."""
+    """Yields each job's outcome as it completes. If the worker dies, the job is retried, at most `retries` times."""
     if not jobs:
         return
     pool = pool_of()
@@ -128,7 +128,7 @@ def _work(
                     yield job, Failed(f"{outcome.line} ({deaths[id(job)]} times)")
                 else:
                     sweep.retried += 1
-                    report(f"{words_of(job)}: {outcome.line}; again ({deaths[id(job)]} of {retries})")
+                    report(f"{words_of(job)}: {outcome.line}; retry {deaths[id(job)]} of {retries}")
                     waiting.appendleft(job)
     finally:
         pool.close()
@@ -163,13 +163,13 @@ def keep_cell(out: Path, cell: Cell, results: ResultsData) -> None:
 
 
 def finished_cells(out: Path) -> set[str]:
-    """Keys of the cells in the folder that are whole and keep to their schema; others do not count."""
-    found = set()
+    """Keys of the cells in the folder whose files are complete and follow their schema."""
+    keys = set()
     for path in (out / CELLS).glob("*.json"):
         with contextlib.suppress(ValueError, OSError):
             if read_results(path).get("cell", {}).get("key") == path.stem:
-                found.add(path.stem)
-    return found
+                keys.add(path.stem)
+    return keys
 
 
 def check_folder(out: Path) -> None:
@@ -185,8 +185,8 @@ def check_folder(out: Path) -> None:
 
 @contextlib.contextmanager
 def locked_folder(out: Path) -> Iterator[None]:
-    """Creates and locks the folder until the block ends or the process dies. If the block fails before a result is
-    written, a new folder is removed. Raises ValueError with one line."""
+    """Creates the folder, and locks it until the block ends or the process dies. A new folder is removed if the block
+    fails before a result is written. Raises ValueError with one line."""
     made = not out.exists()
     try:
         (out / CELLS).mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,8 @@ MOST_SLOTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """words: what a value must be; fits: whether a value is valid. crossed: whether a list of values is crossed with
-    those of other keys; otherwise a list is one value, or an error."""
+    """A key of a grid file. words: what a value must be, for messages. fits: tells whether a value is valid. crossed:
+    whether the key may have a list of values, which is combined with the lists of other keys."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -59,8 +59,8 @@ def check_keys(table: Mapping[str, Any], known: Iterable[str], where: str) -> No
 def values_of(
     table: Mapping[str, Any], key: str, field: Field, where: str, default: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """The value, or the list of values, of a key. Raises ValueError for an invalid value, an empty list, or a repeated
-    value."""
+    """The values of a key, given as a single value or a list. Raises ValueError for an invalid value, an empty list, or
+    a repeated value."""
     if key not in table:
         return default
     given = table[key]
@@ -81,7 +81,7 @@ def values_of(
 
 
 def texts_of(table: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    """A list of texts, or a single text, that is not crossed."""
+    """The texts of a key, given as a single text or a list. They are not combined with other keys."""
     given = table.get(key)
     if given is None:
         raise ValueError(f"{where}: key {key!r} is missing: give a list of texts")

@@ -1,7 +1,8 @@
 """Reads a grid file: the traces, clusters, policies and settings of a sweep (docs/sweep.md)."""
 
+import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -78,7 +79,8 @@ NameStack = Callable[[str], NamedStack]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One [[except]]. It matches cells with these values; policies: texts of stacks that such cells do not replay."""
+    """One [[except]]. It matches cells that have one of the values for each key. policies: stacks that these cells do
+    not replay; if there are none, the cells are removed. where: the table, for messages."""
 
     values: Mapping[str, tuple[Any, ...]]
     policies: tuple[str, ...]
@@ -90,7 +92,8 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """path: the file; traces: every trace with one value per key; axes: values of the other keys."""
+    """The content of a grid file. policies: texts with their named stacks. traces: each has a single value per key.
+    axes: all values of the other keys. rules: the [[except]] tables."""
 
     path: Path
     policies: tuple[tuple[str, NamedStack], ...]
@@ -99,11 +102,11 @@ class Grid:
     rules: tuple[Rule, ...]
 
     def file(self, name: str) -> Path:
-        """The path of a file, whose name is relative to the grid's folder."""
+        """The path of a file that the grid names. Names are relative to the grid's folder."""
         return self.path.parent / name
 
     def points(self) -> Iterator[Values]:
-        """Yields every combination, all those of one trace together."""
+        """Yields every combination of values, trace by trace."""
         for trace in self.traces:
             for values in product(*self.axes.values()):
                 yield {**trace, **dict(zip(self.axes, values, strict=True))}
@@ -118,7 +121,7 @@ class Grid:
 def read_grid(path: Path, name_stack: NameStack) -> Grid:
     """Reads a grid file. name_stack: turns `[NAME=]STACK` into (name or "", stack).
 
-    Raises FileNotFoundError or ValueError with one line, which names the file and the key and says what to give.
+    Raises FileNotFoundError or ValueError in one line with the file, the key and what to give.
     """
     where = str(path)
     check_source(path)
@@ -133,9 +136,9 @@ def read_grid(path: Path, name_stack: NameStack) -> Grid:
     policies = _policies(content, name_stack, where)
     if "ranks" not in content:
         raise ValueError(f"{where}: key 'ranks' is missing: give numbers of ranks, such as ranks = [16, 32]")
-    for one, other in (("nodes", "ranks_per_node"), ("redundant", "slots_per_rank")):
-        if one in content and other in content:
-            raise ValueError(f"{where}: {one} and {other} both set the same value: give one of them")
+    for key, same_as in (("nodes", "ranks_per_node"), ("redundant", "slots_per_rank")):
+        if key in content and same_as in content:
+            raise ValueError(f"{where}: {key} and {same_as} both set the same value: give one of them")
     axes = _axes(content, axis_fields, where)
     if "hardware" not in axes and ("expert_table" in axes or axes["overlap"] != (False,)):
         raise ValueError(f"{where}: overlap and expert_table need predicted times: give hardware")
@@ -150,17 +153,17 @@ def read_grid(path: Path, name_stack: NameStack) -> Grid:
 
 
 def _policies(content: Values, name_stack: NameStack, where: str) -> tuple[tuple[str, NamedStack], ...]:
-    found = []
+    stacks = []
     for given in texts_of(content, "policies", where):
         try:
-            found.append((given, name_stack(given)))
+            stacks.append((given, name_stack(given)))
         except ValueError as error:
             raise ValueError(f"{where}: policies: {error}") from None
-    names = [name or str(stack) for _, (name, stack) in found]
+    names = [name or str(stack) for _, (name, stack) in stacks]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ValueError(f"{where}: policies: {twice!r} is in the list twice: name each with NAME=STACK")
-    return tuple(found)
+    return tuple(stacks)
 
 
 def _tables(content: Values, key: str, where: str) -> list[Values]:
@@ -171,30 +174,30 @@ def _tables(content: Values, key: str, where: str) -> list[Values]:
 
 
 def _axes(table: Values, fields: Mapping[str, Field], where: str) -> dict[str, tuple[Any, ...]]:
-    found = {key: values_of(table, key, field, where, DEFAULTS.get(key, ())) for key, field in fields.items()}
-    return {key: values for key, values in found.items() if values}
+    axes = {key: values_of(table, key, field, where, DEFAULTS.get(key, ())) for key, field in fields.items()}
+    return {key: values for key, values in axes.items() if values}
 
 
 def _traces(content: Values, where: str) -> tuple[Values, ...]:
     tables = _tables(content, "trace", where)
     if not tables:
         raise ValueError(f'{where}: no [[trace]]: give at least one, with path = "FILE" or draw = ["FILE", ...]')
-    found: list[Values] = []
+    traces: list[Values] = []
     owner: dict[str, tuple[int, str]] = {}
-    for place, table in enumerate(tables):
-        here = f"{where}: [[trace]] {place + 1}"
+    for index, table in enumerate(tables):
+        title = f"{where}: [[trace]] {index + 1}"
         if ("path" in table) == ("draw" in table):
             raise ValueError(
-                f'{here}: give path = "FILE" to read a recording, or draw = ["FILE", ...] to draw from some'
+                f'{title}: give path = "FILE" to read a recording, or draw = ["FILE", ...] to draw from recordings'
             )
-        for trace in _crossed(table, here):
-            if trace in found:
-                raise ValueError(f"{here}: trace {trace['trace']!r} is given twice with equal values: give it once")
-            own = (place, trace.get("path", ""))
-            if owner.setdefault(trace["trace"], own) != own:
-                raise ValueError(f"{here}: two traces are named {trace['trace']!r}: give each a [[trace]] and a name")
-            found.append(trace)
-    return tuple(found)
+        for trace in _crossed(table, title):
+            if trace in traces:
+                raise ValueError(f"{title}: trace {trace['trace']!r} is given twice with equal values: give it once")
+            table_and_path = (index, trace.get("path", ""))
+            if owner.setdefault(trace["trace"], table_and_path) != table_and_path:
+                raise ValueError(f"{title}: two traces are named {trace['trace']!r}: give each a [[trace]] and a name")
+            traces.append(trace)
+    return tuple(traces)
 
 
 def _crossed(table: Values, where: str) -> Iterator[Values]:
@@ -209,10 +212,8 @@ def _crossed(table: Values, where: str) -> Iterator[Values]:
     if "draw" in table:
         fixed["draw"] = texts_of(table, "draw", where)
         if len(fixed["draw"]) == 1 and len(axes["drift"]) > 1:
-            raise ValueError(
-                f"{where}: drift changes the mixture of recordings, but draw has one: give several to draw from"
-            )
-    else:  # what has a default where traces are drawn is asked for by few recordings alone
+            raise ValueError(f"{where}: drift changes the mixture of recordings, but draw has only one: give several")
+    else:  # defaults such as step_tokens are only for drawn traces
         axes = {key: values for key, values in axes.items() if key in table}
     for values in product(*axes.values()):
         trace = {**fixed, **dict(zip(axes, values, strict=True))}
@@ -223,16 +224,44 @@ def _rules(content: Values, policies: tuple[tuple[str, NamedStack], ...], where:
     fields = {**CLUSTER_AXES, **SETTING_AXES, **TRACE_AXES, **PATH_AXES, **DRAW_AXES, "trace": text()}
     fields["step_tokens"] = whole(1, 2**31)
     rules = []
-    for place, table in enumerate(_tables(content, "except", where)):
-        here = f"{where}: [[except]] {place + 1}"
-        check_keys(table, ("policies", *fields), here)
+    for index, table in enumerate(_tables(content, "except", where)):
+        title = f"{where}: [[except]] {index + 1}"
+        check_keys(table, ("policies", *fields), title)
         if not table:
-            raise ValueError(f"{here}: is empty and would remove every cell: name the values to remove")
-        values = {key: values_of(table, key, fields[key], here, ()) for key in table if key != "policies"}
-        named = texts_of(table, "policies", here) if "policies" in table else ()
+            raise ValueError(f"{title}: is empty and would remove every cell: give the values to remove")
+        values = {key: values_of(table, key, fields[key], title, ()) for key in table if key != "policies"}
+        named = texts_of(table, "policies", title) if "policies" in table else ()
         known = [given for given, _ in policies] + [name for _, (name, _) in policies if name]
-        strange = next((one for one in named if one not in known), None)
+        strange = next((name for name in named if name not in known), None)
         if strange is not None:
-            raise ValueError(f"{here}: policies {strange!r} is not in the grid: give one of {', '.join(known)}")
-        rules.append(Rule(values, named, here))
+            raise ValueError(f"{title}: policies {strange!r} is not in the grid: give one of {', '.join(known)}")
+        rules.append(Rule(values, named, title))
     return tuple(rules)
+
+
+def command_of(point: Mapping[str, Any], policies: Sequence[str], trace_name: str) -> str:
+    """The command line that gives the results of this single cell, if it is run in the grid's folder."""
+    words: list[str] = []
+
+    def say(*keys: str) -> None:
+        for key in keys:
+            if key in point and point[key] != DEFAULTS.get(key, (None,))[0]:
+                option = f"--{key.replace('_', '-')}"
+                words.extend([option] if point[key] is True else [option, str(point[key])])
+
+    about = ("top_k", "experts", "model", "phase", "shared_cost")
+    if "draw" in point:
+        words += ["epsim", "traces", "synthesize", *point["draw"], "-o", trace_name]
+        say("steps", "step_tokens", "drift", *about, "batch")
+        words += ["--seed", str(point.get("draw_seed", point["seed"]))]
+        words.append("&&")
+    words += ["epsim", "replay", trace_name if "draw" in point else point["path"]]
+    words += ["--ranks", str(point["ranks"]), "--nodes", str(point["nodes"]), "--redundant", str(point["redundant"])]
+    say("groups", "history", "plan_share", "only", "min_tokens", "seed", "hardware", "overlap", "expert_table", *about)
+    if "draw" not in point:
+        say("batch", "score_rule")
+        if "step_tokens" in point:
+            words += ["--step-tokens", str(point["step_tokens"])]
+    for policy in policies:
+        words += ["--policy", policy]
+    return shlex.join(words).replace(" '&&' ", " && ")

@@ -1,4 +1,4 @@
-"""Workers as Ray actors, on a cluster or on a local cluster that is started for the sweep."""
+"""Workers as Ray actors, on an existing cluster or on a local one that is started for the sweep."""
 
 import importlib
 import os
@@ -28,20 +28,20 @@ class SweepActor:
         os.environ["EPSIM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
         self._folder = Path(tempfile.mkdtemp(prefix="epsim-sweep-"))
-        self._here: dict[Path, Path] = {}
+        self._local: dict[Path, Path] = {}
 
     def perform(self, job: Cell, files: list[Any]) -> Done | Failed:
-        """Performs a job. files: (path, Ray object of the content) of each trace, for machines without these files."""
+        """Performs a job. files: (path, Ray object with the content) of each trace, for machines without the file."""
         import ray
 
         for path, content in files:
-            if path not in self._here:
-                self._here[path] = path
+            if path not in self._local:
+                self._local[path] = path
                 if not path.exists():
-                    self._here[path] = self._folder / f"{len(self._here)}.parquet"
-                    self._here[path].write_bytes(ray.get(content))
-        trace = replace(job.trace, path=self._here[job.trace.path])
-        history = job.history and replace(job.history, path=self._here[job.history.path])
+                    self._local[path] = self._folder / f"{len(self._local)}.parquet"
+                    self._local[path].write_bytes(ray.get(content))
+        trace = replace(job.trace, path=self._local[job.trace.path])
+        history = job.history and replace(job.history, path=self._local[job.history.path])
         return perform(replace(job, trace=trace, history=history))
 
 
@@ -59,8 +59,8 @@ class RayWorkers:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet = {"log_to_driver": False, "logging_level": "CRITICAL"}
         if address == LOCAL:
-            there = num_workers or cores()
-            ray.init(num_cpus=there, include_dashboard=False, **quiet)
+            num_cpus = num_workers or cores()
+            ray.init(num_cpus=num_cpus, include_dashboard=False, **quiet)
         else:
             _answers(address)
             try:
@@ -68,15 +68,15 @@ class RayWorkers:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 line = message_line(str(error).splitlines()[0])
                 raise ValueError(f"--ray {address}: {line}: give a cluster's address, auto or local") from None
-            there = int(ray.cluster_resources().get("CPU", 0))
-        # Ray prints messages about dead workers to stdout, which belongs to the sweep, and cannot be told not to.
+            num_cpus = int(ray.cluster_resources().get("CPU", 0))
+        # Ray prints messages about dead workers to stdout, where the sweep's table goes, and has no option against it.
         printing: Any = importlib.import_module("ray._private.worker")
         if hasattr(printing, "_worker_logs_enabled"):
             printing._worker_logs_enabled = False
-        self._num_workers = num_workers or there
-        if self._num_workers > there or there < 1:
+        self._num_workers = num_workers or num_cpus
+        if self._num_workers > num_cpus or num_cpus < 1:
             ray.shutdown()
-            raise ValueError(f"--workers {self._num_workers}: the cluster has {there} CPUs: give fewer")
+            raise ValueError(f"--workers {self._num_workers}: the cluster has {num_cpus} CPUs: give fewer")
         self._actors: dict[int, Any] = {}
         self._busy: dict[Any, int] = {}
         self._contents: dict[Path, Any] = {}
@@ -95,21 +95,21 @@ class RayWorkers:
 
     def wait(self) -> list[tuple[int, Outcome]]:
         ready, _ = self._ray.wait(list(self._busy), num_returns=1)
-        found: list[tuple[int, Outcome]] = []
+        outcomes: list[tuple[int, Outcome]] = []
         for reference in ready:
             worker = self._busy.pop(reference)
             try:
-                found.append((worker, self._ray.get(reference)))
+                outcomes.append((worker, self._ray.get(reference)))
             except self._ray.exceptions.RayError as error:
                 self._ray.kill(self._actors.pop(worker))
-                found.append((worker, Died(_why(error))))
-        return found
+                outcomes.append((worker, Died(_why(error))))
+        return outcomes
 
     def close(self) -> None:
         self._ray.shutdown()
 
     def _content(self, opening: Opening) -> Any:
-        """The Ray object of a trace's content, stored once; on a local cluster nothing is copied."""
+        """The Ray object with a trace's content, stored once; None on a single machine, which needs no copy."""
         if len(self._ray.nodes()) < 2:
             return None
         if opening.path not in self._contents:
@@ -118,7 +118,7 @@ class RayWorkers:
 
 
 def _answers(address: str) -> None:
-    """Raises ValueError if nothing answers at HOST:PORT, for which Ray would wait for minutes."""
+    """Raises ValueError if nothing answers at HOST:PORT. Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal() or not 0 < int(port) < 1 << 16:
         return

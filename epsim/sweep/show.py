@@ -16,7 +16,7 @@ MOST_ROWS = 60
 
 
 def print_sweep(sweep: Sweep, results: ResultsData | None) -> None:
-    """Prints one line per cell, and what was computed, kept, skipped and failed, to stdout."""
+    """Prints to stdout: one line per cell, the numbers of computed, kept, skipped and failed cells, and the verdict."""
     console = terminal()
     if results is not None:
         console.print(_table(results))
@@ -35,7 +35,7 @@ def summary(sweep: Sweep) -> Iterator[str]:
     parts += [f"{len(sweep.failed)} failed"] if sweep.failed else []
     yield f"{number} cells: {', '.join(parts)}"
     if sweep.retried:
-        yield f"{sweep.retried} repeated after a worker died"
+        yield f"retries after a worker died: {sweep.retried}"
     if sweep.foreign:
         yield f"{sweep.foreign} finished cells in {sweep.out} are not part of this grid: kept, not shown"
     if sweep.plan.excluded:
@@ -47,16 +47,16 @@ def summary(sweep: Sweep) -> Iterator[str]:
 
 
 def _table(results: ResultsData) -> Table:
-    """Peak / mean of every stack, and how much the best differs from the first."""
+    """Peak / mean load of every stack, and the difference of the best stack from the first."""
     axes = list(results["sweep"]["axes"]) or ["trace"]
     entries, rows = stacks_of_cells(results), []
     names = list(dict.fromkeys(entry["of"] for entry in results["stacks"]))
     for cell in results["sweep"]["cells"][:MOST_ROWS]:
-        own = {entry["of"]: entry["metrics"]["max_over_mean"]["mean"] for entry in entries[cell["key"]]}
-        told = ["-" if own.get(name) is None else f"{own[name]:.3f}" for name in names]
-        known = [value for value in own.values() if value is not None]
-        first = own[next(iter(own))]
+        ratios = {entry["of"]: entry["metrics"]["max_over_mean"]["mean"] for entry in entries[cell["key"]]}
+        shown = ["-" if ratios.get(name) is None else f"{ratios[name]:.3f}" for name in names]
+        known = [value for value in ratios.values() if value is not None]
+        first = ratios[next(iter(ratios))]
         gain = f"{min(known) / first - 1:+.1%}" if known and first else "-"
-        places = ["-" if cell.get(key) is None else str(cell[key]) for key in axes]
-        rows.append([printable(text) for text in (*places, *told, gain)])
+        values = ["-" if cell.get(key) is None else str(cell[key]) for key in axes]
+        rows.append([printable(text) for text in (*values, *shown, gain)])
     return rich_table([*axes, *names, "best vs first"], rows, left=(len(axes) + len(names),))

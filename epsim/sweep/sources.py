@@ -1,4 +1,4 @@
-"""The files of a grid: digests of their content, and the traces made from them in the sweep's folder."""
+"""The files of a grid: digests of their content, and the traces that are made from them in the sweep's folder."""
 
 import hashlib
 import json
@@ -20,7 +20,8 @@ TRACES = "traces"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file or folder. name: as in the grid; ours: whether it is an epsim trace, not another system's recording."""
+    """A file or folder. name: as written in the grid. digest: hash of the content. ours: True for an epsim trace, False
+    for another system's recording."""
 
     name: str
     path: Path
@@ -41,7 +42,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """A trace to make: drawn from the sources, or selected steps of a single source."""
+    """A trace to make. It is drawn from the sources, or holds selected steps of a single source."""
 
     target: Path
     sources: tuple[Opening, ...]
@@ -81,7 +82,7 @@ def content_key(content: Any) -> str:
 
 
 def imported(source: Source, reading: ImportOptions, out: Path) -> Opening:
-    """The source as an epsim trace: itself, or imported once into the sweep's folder `out`."""
+    """The source as an epsim trace. A recording of another system is imported once into the sweep's folder `out`."""
     if source.ours:
         return Opening(source.path, reading)
     key = content_key({"digest": source.digest, "reading": asdict(reading), "version": VERSION})

@@ -1,4 +1,4 @@
-"""The work of a worker: it makes a trace or replays a cell, or says in one line why it failed."""
+"""The work of a worker: it makes a trace or replays a cell. A failure is a line with the reason."""
 
 import os
 import sys
@@ -19,21 +19,21 @@ Job: TypeAlias = Making | Cell
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """results: of a cell; None for a trace."""
+    """The job succeeded. results: of a cell; None for a trace that was made."""
 
     results: ResultsData | None
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """line: the reason. The same job would fail again."""
+    """The job failed and would fail again. line: the reason."""
 
     line: str
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker died during the job; another worker may succeed."""
+    """The worker died during the job. Another worker may succeed. line: the reason."""
 
     line: str
 
@@ -42,7 +42,7 @@ Outcome: TypeAlias = Done | Failed | Died
 
 
 def perform(job: Job) -> Done | Failed:
-    """Performs a job. A failure is an outcome; only exceptions that end a process are raised."""
+    """Performs a job. Failures are returned as `Failed`. Only exceptions that end the process are raised."""
     try:
         if isinstance(job, Making):
             job.make()

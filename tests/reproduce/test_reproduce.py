@@ -21,7 +21,7 @@ RECORDINGS = Path(__file__).resolve().parents[2] / "../shared/traces/deepseek-v3
 
 def test_published_exchange_between_nodes_is_met_without_having_been_fitted() -> None:
     figures = published_exchange(load_hardware("h800"), load_model("deepseek-v3"))
-    held_out = [one for one in figures if not one.own]
+    held_out = [one for one in figures if not one.fitted]
     assert [(one.ranks, one.way) for one in held_out] == [(r, w) for r in (16, 32, 64) for w in ("dispatch", "combine")]
     assert max(abs(one.error) for one in held_out) < TOLERANCE
     # The rise from 16 to 32 ranks: at 16 NVLink limits, as a node's rows fan out to more of its ranks.

@@ -76,7 +76,7 @@ def test_finished_cells_are_kept_and_a_changed_grid_uses_them(
     assert read_results(out / "results.json")["sweep"]["axes"] == {"ranks": [1, 4, 8], "seed": [0, 1]}
 
     other = write_grid(GRID.replace("[2, 4, 8]", "[1]").replace("[0, 1]", "[9]"))
-    with pytest.raises(ValueError, match=r"holds 8 finished cells, none of them of this grid .*: give another folder"):
+    with pytest.raises(ValueError, match=r"its 8 finished cells are of another grid, .*: give another folder"):
         swept(other, out)
 
 
@@ -119,7 +119,7 @@ def test_a_lost_worker_is_made_up_for_and_a_hopeless_cell_is_not(
     assert (sweep.computed, sweep.retried) == (5, 1 + 3)
     assert sweep.failed == {hopeless: "its worker is gone (4 times)"}
     assert [pool.order.count(key) for key in plan.cells] == [1, 2, 4, 1, 1, 1]
-    assert f"cell {once} (trace trace, ranks 2, redundant 0, seed 1): its worker is gone; again (1 of 3)" in lines
+    assert f"cell {once} (trace trace, ranks 2, redundant 0, seed 1): its worker is gone; retry 1 of 3" in lines
     assert lines[-1] == f"cell {hopeless} (trace trace, ranks 4, redundant 0, seed 0): its worker is gone (4 times)"
     results = read_results(tmp_path / "out/results.json")
     assert [(one["key"], one["reason"]) for one in results["sweep"]["failed"]] == [
@@ -188,7 +188,7 @@ def test_one_table_and_one_results_file(
     assert len(set(labels)) == len(labels) == 18 * 2
     assert labels[0] == "contiguous [trace trace, ranks 2, seed 0]"
     assert labels[-1] == "eplb [trace d, ranks 8, seed 1, drift 0.5]"
-    assert results["trace"]["notes"][0].startswith("a sweep of 18 cells: ")
+    assert results["trace"]["notes"][0].startswith("A sweep of 18 cells. ")
 
     rows = pq.read_table(out / "results.parquet").to_pylist()
     single = {key: json.loads(cell_path(out, key).read_text()) for key in sweep.plan.cells}

@@ -69,7 +69,7 @@ WRONG = {
     'overlap = "yes"': "overlap 'yes': give true or false",
     "hardware = 5": "hardware 5: give a text",
     "except = 5": "except is not a list of tables: begin each with [[except]]",
-    "[[except]]": "[[except]] 1: is empty and would remove every cell: name the values to remove",
+    "[[except]]": "[[except]] 1: is empty and would remove every cell: give the values to remove",
     "[[except]]\nrank = 1": "[[except]] 1: unknown key 'rank'",
     '[[except]]\npolicies = "lplb"': "[[except]] 1: policies 'lplb' is not in the grid",
     f"seed = [{', '.join(map(str, range(100_001)))}]": "200,002 combinations, more than 100,000: give fewer values",
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_said_with_file_and_key(write_grid: WriteGrid, more: st
 
 
 WRONG_TRACES = {
-    'draw = ["a"]': '[[trace]] 1: give path = "FILE" to read a recording, or draw = ["FILE", ...] to draw from some',
+    'draw = ["a"]': '[[trace]] 1: give path = "FILE" to read a recording, or draw = ["FILE", ...]',
     "drift = 0.5": "[[trace]] 1: unknown key 'drift'",
     'only = "both"': "[[trace]] 1: only 'both': give one of prefill, decode, mixed, training",
     "top_k = 0": "[[trace]] 1: top_k 0: give a whole number from 1",
@@ -96,7 +96,7 @@ WRONG_TRACES = {
     '[[trace]]\npath = "other/trace.json"': "[[trace]] 2: two traces are named 'trace': give each a",
     '[[trace]]\npath = ["x/t.json", "y/t.json"]': "[[trace]] 2: two traces are named 't': give each a [[trace]]",
     "[[trace]]\ndraw = []": "[[trace]] 2: draw is an empty list",
-    '[[trace]]\ndraw = "a"\ndrift = [0, 1]': "[[trace]] 2: drift changes the mixture of recordings, but draw has one",
+    '[[trace]]\ndraw = "a"\ndrift = [0, 1]': "[[trace]] 2: drift changes the mixture of recordings, but draw has",
     '[[trace]]\ndraw = ["a", "b"]\ndrift = 1.5': "[[trace]] 2: drift 1.5: give a number from 0 to 1",
 }
 
@@ -151,7 +151,7 @@ def test_the_command_refuses_in_one_line(
     idle = write_grid(grid_text("[[except]]\nranks = 3"), "idle.toml")
     assert refused(idle) == f"{idle}: [[except]] 1: matches no cell of the grid: correct or remove it"
     nothing = write_grid(grid_text("[[except]]\nranks = [2, 4]"), "nothing.toml")
-    assert refused(nothing) == f"{nothing}: the grid has no cell that can be replayed: [[except]] removes all"
+    assert refused(nothing) == f"{nothing}: the grid has no cell that can be replayed: [[except]] removes all cells"
     odd = write_grid(grid_text("redundant = 1"), "odd.toml")
     assert refused(odd).startswith(
         f"{odd}: the grid has no cell that can be replayed: 8 experts + 1 redundant = 9 slots"

@@ -96,11 +96,11 @@ def test_a_killed_sweep_and_a_killed_worker(grid: Path, tmp_path: Path) -> None:
     lines = [line for line in err.splitlines() if line.startswith("epsim: ")]
     assert len(lines) == 1
     assert re.fullmatch(
-        r"epsim: cell \w{16} \(trace trace, ranks \d+, .*\): its worker was ended by SIGKILL, .*; again \(1 of 2\)",
+        r"epsim: cell \w{16} \(trace trace, ranks \d+, .*\): its worker was ended by SIGKILL, .*; retry 1 of 2",
         lines[0],
     )
     assert f"12 cells: {12 - len(before)} computed, {len(before)} kept from before" in printed
-    assert "1 repeated after a worker died" in printed
+    assert "retries after a worker died: 1" in printed
     after = stamps(out)
     assert len(after) == 12
     assert {name: after[name] for name in before} == before
@@ -135,11 +135,9 @@ def test_a_killed_worker_on_ray_and_the_same_results_without(
     assert on_ray.returncode == 0, err
     lines = [line for line in err.splitlines() if line.startswith("epsim: ")]
     assert len(lines) == 1
-    assert re.search(
-        r"its Ray worker is gone \(\w+\): out of memory, a machine failed, .*; again \(1 of 2\)$", lines[0]
-    )
+    assert re.search(r"its Ray worker is gone \(\w+\): out of memory, a machine failed, .*; retry 1 of 2$", lines[0])
     assert "raylet" not in printed + err
-    assert "12 cells: 12 computed, 0 kept from before\n1 repeated after a worker died" in printed
+    assert "12 cells: 12 computed, 0 kept from before\nretries after a worker died: 1" in printed
     monkeypatch.setattr("epsim.sweep.pools.Processes", lambda workers, threads: Here())
     here = tmp_path / "here"
     assert epsim("sweep", grid, "--out", here)[0] == 0
