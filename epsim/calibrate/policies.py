@@ -97,9 +97,9 @@ def policy_costs(
         if key in known:
             continue
         sizes = [number for number in tokens if number <= MOST_ROUTED]
-        times = tuple(_route_us(machine, model, stack, ranks, redundant, number) for number in sizes)
-        progress(f"{key}, {ranks} ranks: {times[0]:,.0f} to {times[-1]:,.0f} us")
-        yield PolicyCost(key, ranks, redundant, tuple(map(float, sizes)), times)
+        router_us = tuple(_route_us(machine, model, stack, ranks, redundant, number) for number in sizes)
+        progress(f"{key}, {ranks} ranks: {router_us[0]:,.0f} to {router_us[-1]:,.0f} us")
+        yield PolicyCost(key, ranks, redundant, tuple(map(float, sizes)), router_us)
 
 
 def _balance_us(
