@@ -7,7 +7,6 @@ takes about 120 seconds on an H200, writes JSON and prints a table of the paper'
 """
 
 import argparse
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -17,10 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from common import command, script_parser, table, write
-from quality.figures import Trial, kept_by_token, measure
+from quality.figures import Trial, drift_of, kept_by_token, measure, published_sizes
 from quality.reader_claims import Pair, claim_rows, markdown, pair, spearman, tally
 
 from epsim.kernels.reader import ReadBytes
@@ -29,7 +27,8 @@ from epsim.quality.batch_bytes import batch_bytes
 from epsim.quality.decoding import Decoder
 from epsim.quality.evaluate import MIXED, evaluation_text, repetition_rate, small_model
 from epsim.quality.hook import check_rules, keep
-from epsim.quality.reader import Layer, Reading, SparseInputs, build_sketches, calibrated, layers_of, reads
+from epsim.quality.layers import Layer, build_sketches, layers_of
+from epsim.quality.reader import Reading, SparseInputs, calibrated, reads
 from epsim.traces.model import tokens
 
 BUDGETS = (0.128, 0.178, 0.28)
@@ -38,8 +37,6 @@ PROMPT = 64
 ONE_DOMAIN = "python"
 """The domain that a threshold is calibrated on, besides mixed text."""
 SCREENS = ("partial", "full")
-PUBLISHED = (("Qwen3-30B-A3B", 2048, 768), ("Gemma-4-26B-A4B", 2816, 704), ("Qwen3.5-35B-A3B", 2048, 512))
-"""Models of the paper: hidden, intermediate; all top-8."""
 
 
 class Bench:
@@ -99,20 +96,11 @@ class Bench:
         sketch = self.layers[0].screen.sketch
         weights = sketch.num_experts * self.sizes.expert
         resident = sketch.resident_bytes()
-        of = {}
-        for (name, h, i), budget in itertools.product(PUBLISHED, (0.128, 0.178)):
-            sizes = ReadBytes(h, i)
-            of[f"{name} {budget}"] = {
-                "screen_of_read": ReadBytes(h, i, coordinates=128).screen / (budget * sizes.expert),
-                "map_of_experts": (i * 64 + h * 64 / 8) / sizes.expert,
-                "sketch_of_experts": (h * sizes.code_row + h // 128 * 2 * i * 4 + 2 * i) / sizes.expert,
-                "budget": budget,
-            }
         return {
             "sketch_of_experts": resident["sketch"] / weights,
             "map_of_experts": resident["map"] / weights,
             "packed_block_bytes": 128 / 5 + 4,
-            "published_models": of,
+            "published_models": published_sizes(),
             "kept": {
                 f"{budget}": {screen: self.kept(TopkChannels(budget, screen=screen)) for screen in SCREENS}
                 for budget in (*BUDGETS, 0.135, 0.185)
@@ -273,33 +261,12 @@ class Bench:
             written[f"topk {budget}"] = self.continued(prompts, length, topk)
             reading = self.reading(ThresholdChannels(budget), thresholds=self.thresholds[budget])
             own = written[f"threshold {budget}"] = self.continued(prompts, length, reading)
-            drift[f"{budget}"] = self.drift(reading, own, names, prompts.shape[1], kept)
+            drift[f"{budget}"] = drift_of(self.model, reading, own, names, prompts.shape[1], kept)
             assert float(topk.counts[:, 1].sum()) == float(topk.counts[:, 0].sum()) * kept
         repetition = {name: repetition_rate(text[:, prompts.shape[1] :]) for name, text in written.items()}
         self.report["repetition"] = repetition
         self.report["drift"] = drift
         print("repetition", {name: round(value, 4) for name, value in repetition.items()})
-
-    def drift(self, reading: Reading, written: torch.Tensor, names: list[str], prompt: int, k: int) -> dict[str, Any]:
-        """The share of k that a threshold keeps: by position, by domain, and for a late window moved to the prompt's
-        end."""
-        kept = kept_by_token(self.model, reading, written) / k
-        begins = list(range(prompt, written.shape[1], 128))
-        by_position = {f"{b}": float(kept[:, b : b + 128].mean()) for b in begins}
-        window = min(256, (written.shape[1] - prompt) // 2)
-        moved_text = torch.cat([written[:, :prompt], written[:, -window:]], 1)
-        moved = kept_by_token(self.model, reading, moved_text)[:, prompt:] / k
-        by_domain = {name: [] for name in names}
-        for name, row in zip(names, kept[:, prompt:], strict=True):
-            by_domain[name].append(float(row.mean()))
-        found = {
-            "by_position": by_position,
-            "by_domain": {name: float(np.mean(rows)) for name, rows in by_domain.items()},
-            "late_window_in_place": float(kept[:, -window:].mean()),
-            "late_window_after_prompt": float(moved.mean()),
-        }
-        print("kept by position", {name: round(value, 3) for name, value in by_position.items()}, flush=True)
-        return found
 
     def continued(self, prompts: torch.Tensor, length: int, reading: Reading | None) -> torch.Tensor:
         """Prompts and their sampled continuations, [sequences, length] int64."""

@@ -95,13 +95,9 @@ class Options:
                     raise ValueError(f"{entry.flag} {value}: give at most {about.most}")
 
 
-def parameters(options: type) -> tuple[Parameter, ...]:
-    """The options of a dataclass: its own in order, then those of the classes that it inherits from."""
-    return _parameters(options)
-
-
 @functools.cache
-def _parameters(options: Any) -> tuple[Parameter, ...]:
+def parameters(options: Any) -> tuple[Parameter, ...]:
+    """The options of a dataclass: its own in order, then those of the classes that it inherits from."""
     by_name = {entry.name: entry for entry in fields(options)}
     by_option: dict[str, Parameter] = {}
     for owner in options.__mro__:
@@ -233,7 +229,7 @@ class ClusterOptions(Options):
     ranks: Annotated[int, About("Ranks (GPUs) of the expert-parallel group.", least=1, most=MOST_SLOTS)]
     nodes: Annotated[int, About("Nodes (hosts) that hold the ranks.")] = 1
     redundant: Annotated[
-        int, About("Redundant experts: slots in each layer beyond one per expert.", least=0, most=MOST_SLOTS)
+        int, About("Redundant experts per layer: slots beyond one per expert.", least=0, most=MOST_SLOTS)
     ] = 0
     groups: Annotated[int, About("Expert groups of the model's router.", least=1, most=MOST_SLOTS)] = 1
 

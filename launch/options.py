@@ -42,37 +42,32 @@ class RunOptions(PlanningOptions):
     policies: Annotated[Policies, STACKS] = field(kw_only=False)
     out: Annotated[AnyPath, About("The folder for results.json and telemetry.", metavar="DIR", kind=str)]
     steps: Annotated[
-        int | None, About("Number of steps to run, after those that placements are planned on. Default: all.", least=1)
+        int | None, About("Number of steps to run, after the steps used for planning. Default: all.", least=1)
     ] = None
     ranks: Annotated[
-        int | None, About("Number of processes; each has a GPU of its own if there are GPUs.", least=1, most=MOST_SLOTS)
+        int | None, About("Number of processes. If there are GPUs, each has one.", least=1, most=MOST_SLOTS)
     ] = None
-    nodes: Annotated[int, About("Nodes (hosts) that placements are made for.", most=MOST_SLOTS)] = 1
-    redundant: Annotated[
-        int, About("Redundant experts: slots in each layer beyond one per expert.", most=MOST_SLOTS)
-    ] = 0
+    nodes: Annotated[int, About("Nodes (hosts) for which placements are planned.", most=MOST_SLOTS)] = 1
+    redundant: Annotated[int, About("Redundant experts per layer: slots beyond one per expert.", most=MOST_SLOTS)] = 0
     groups: Annotated[int, About("Expert groups of the model's router.", most=MOST_SLOTS)] = 1
-    layers: Annotated[int | None, About("Run only the first layers of the trace.", least=1)] = None
+    layers: Annotated[int | None, About("Run only this many layers, the first of the trace.", least=1)] = None
     history: Annotated[
-        AnyPath | None, About("Plan placements on this trace and run all of TRACE.", metavar="TRACE", kind=str)
+        AnyPath | None,
+        About("Plan placements on this other trace, and run all steps of TRACE.", metavar="HISTORY", kind=str),
     ] = None
-    exchange: Annotated[str, About("auto, deep_ep or torch.", choices=EXCHANGES)] = "auto"
+    exchange: Annotated[str, About("Dispatch and combine by auto, deep_ep or torch.", choices=EXCHANGES)] = "auto"
     device: Annotated[str, About("auto, cpu or cuda.", choices=DEVICES)] = "auto"
     dtype: Annotated[str, About("auto (bfloat16 on GPUs, else float32), float32 or bfloat16.", choices=DTYPES)] = "auto"
     timeout: Annotated[
-        float, About("Stop the run if a rank stays in one phase for longer.", metavar="SECONDS", least=1, most=3600)
+        float, About("Stop the run if a rank stays longer in a phase.", metavar="SECONDS", least=1, most=3600)
     ] = 20.0
     hardware: Annotated[
         str | None,
-        About("Also predict layer times: h100, ..., a .toml file, or the folder of `epsim calibrate`.", metavar="H"),
+        About("Also predict layer times on h100, ..., a .toml file, or an `epsim calibrate` folder.", metavar="H"),
     ] = None
-    text: Annotated[AnyPath | None, About("Trained model: the text that it reads.", metavar="FILE", kind=str)] = None
-    sequence: Annotated[int | None, About("Trained model: longest sequence in a prefill step, in tokens.", least=1)] = (
-        None
-    )
-    context: Annotated[int, About("Trained model: tokens already read by the sequences of a decode step.", least=1)] = (
-        CONTEXT
-    )
+    text: Annotated[AnyPath | None, About("Trained model: the text to read.", metavar="FILE", kind=str)] = None
+    sequence: Annotated[int | None, About("Trained model: most tokens of a prefill sequence.", least=1)] = None
+    context: Annotated[int, About("Trained model: tokens in the KV cache before a decode step.", least=1)] = CONTEXT
     launcher: Annotated[str, About("inline (one process), torchrun or ray.", choices=LAUNCHERS)] = LAUNCHERS[0]
 
     def __post_init__(self) -> None:
@@ -108,6 +103,6 @@ class RunOptions(PlanningOptions):
 class LaunchOptions(RunOptions):
     """The options of a run and of its launcher."""
 
-    gpus: Annotated[int | None, About("ray: number of ranks, each on a GPU.", least=1)] = None
-    cpus: Annotated[int | None, About("ray: number of ranks, each on a CPU.", least=1)] = None
-    restarts: Annotated[int, About("ray: how often a failed run is started again.", least=0)] = 2
+    gpus: Annotated[int | None, About("With --launcher ray: number of ranks, each on a GPU.", least=1)] = None
+    cpus: Annotated[int | None, About("With --launcher ray: number of ranks, each on a CPU.", least=1)] = None
+    restarts: Annotated[int, About("With --launcher ray: most restarts of a failed run.", least=0)] = 2

@@ -45,18 +45,18 @@ class RecordingOptions(Options):
     """
 
     top_k: Annotated[
-        int | None, About("Experts that each token chooses, if the recording does not tell.", least=1, most=MAX_EXPERTS)
+        int | None, About("Experts per token, if the recording does not state it.", least=1, most=MAX_EXPERTS)
     ] = None
     num_experts: Annotated[
         int | None,
-        About("Experts in each layer, if the recording does not tell.", flag="--experts", least=1, most=MAX_EXPERTS),
+        About("Experts per layer, if the recording does not state it.", flag="--experts", least=1, most=MAX_EXPERTS),
     ] = None
     model: Annotated[
         str | None, About("The model's name. A known name also gives top-k, experts, shared cost and score rule.")
     ] = None
-    phase: Annotated[Phase | None, About("prefill, decode, mixed or training.", choices=PHASES)] = None
+    phase: Annotated[Phase | None, About("Phase: prefill, decode, mixed or training.", choices=PHASES)] = None
     batch: Annotated[
-        int | None, About("For recordings by sequence: number of sequences in a composed decode batch.", least=1)
+        int | None, About("For recordings of single sequences: number of sequences in a decode batch.", least=1)
     ] = None
 
     def __post_init__(self) -> None:
@@ -82,7 +82,7 @@ class ReadOptions(RecordingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch is not None and self.step_tokens is not None:
-            raise ValueError("--batch composes sequences, --step-tokens cuts a stream: give one of them")
+            raise ValueError("--batch is for recordings of sequences, --step-tokens for token logs: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class ImportOptions(ReadOptions, SharedCostOptions):
     """Options of an import."""
 
     ranks: Annotated[
-        int | None, About("Source ranks that composed tokens are spread over.", least=1, most=MAX_RANKS)
+        int | None, About("Number of source ranks, if the recording has none.", least=1, most=MAX_RANKS)
     ] = None
 
     @classmethod
@@ -108,10 +108,10 @@ class SynthesisOptions(SeedOptions):
     num_steps: Annotated[int, About("Number of steps to draw.", flag="--steps", least=1, most=MAX_DRAWN)] = 100
     tokens_per_step: Annotated[int, About("Tokens in each step.", flag="--step-tokens", least=1, most=MAX_DRAWN)] = 1024
     num_ranks: Annotated[
-        int, About("Source ranks that the tokens are spread over.", flag="--ranks", least=1, most=MAX_RANKS)
+        int, About("Number of source ranks over which tokens are spread.", flag="--ranks", least=1, most=MAX_RANKS)
     ] = DEFAULT_RANKS
     drift: Annotated[
-        float, About("How far the mixture of topics moves between steps: 0 keeps it, 1 draws it anew.", least=0, most=1)
+        float, About("Change of the mixture of topics between steps, from 0 (none) to 1 (all new).", least=0, most=1)
     ] = 0.1
     spread: float = 1.0
     phase: Phase | None = None

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from common import command, script_parser, write
 from runtime_common import SEED, Bench, versions
 from runtime_parts import like
-from whole_host.cases import ON_CPU, ON_GPU, STACKS, Host, exchange_of, made, same
+from whole_host.cases import STACKS, exchange_of, made, same
+from whole_host.host import ON_CPU, ON_GPU, Host
 from whole_host.sources import Source, deepseek, gpt_oss, sample
 
 from epsim.calibrate.experts import shape_for

@@ -1,5 +1,6 @@
 """The loss that policies cost a model, for each sequence, and the channels that a reader's threshold keeps."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,12 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from epsim.kernels.reader import ReadBytes
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import reroute_of, rerouted
 from epsim.quality.reader import Reading, reads
 
 Floats = npt.NDArray[np.float64]
 Acting = Callable[[], AbstractContextManager[object]]
+PUBLISHED = (("Qwen3-30B-A3B", 2048, 768), ("Gemma-4-26B-A4B", 2816, 704), ("Qwen3.5-35B-A3B", 2048, 512))
+"""Models of the paper: hidden, intermediate; all top-8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +134,39 @@ def kept_by_token(model: Any, reading: Reading, text: torch.Tensor, chunk: int =
             model(input_ids=part.to(model.device), use_cache=False, logits_to_keep=1)
         rows.append((sums / len(reading.layers)).view(part.shape).double().cpu())
     return torch.cat(rows).numpy()
+
+
+def drift_of(
+    model: Any, reading: Reading, written: torch.Tensor, names: list[str], prompt: int, k: int
+) -> dict[str, Any]:
+    """The channels that a threshold keeps, over k: by position, by domain, and for the last tokens, where they are and
+    moved to the end of the prompt. written [sequences, length]; names: the domain of each sequence."""
+    kept = kept_by_token(model, reading, written) / k
+    by_position = {f"{b}": float(kept[:, b : b + 128].mean()) for b in range(prompt, written.shape[1], 128)}
+    window = min(256, (written.shape[1] - prompt) // 2)
+    moved_text = torch.cat([written[:, :prompt], written[:, -window:]], 1)
+    moved = kept_by_token(model, reading, moved_text)[:, prompt:] / k
+    by_domain: dict[str, list[float]] = {name: [] for name in names}
+    for name, row in zip(names, kept[:, prompt:], strict=True):
+        by_domain[name].append(float(row.mean()))
+    print("kept by position", {name: round(value, 3) for name, value in by_position.items()}, flush=True)
+    return {
+        "by_position": by_position,
+        "by_domain": {name: float(np.mean(rows)) for name, rows in by_domain.items()},
+        "late_window_in_place": float(kept[:, -window:].mean()),
+        "late_window_after_prompt": float(moved.mean()),
+    }
+
+
+def published_sizes() -> dict[str, dict[str, float]]:
+    """The sizes of the paper's models at its budgets, over the bytes of their experts."""
+    shares = {}
+    for (name, h, i), budget in itertools.product(PUBLISHED, (0.128, 0.178)):
+        sizes = ReadBytes(h, i)
+        shares[f"{name} {budget}"] = {
+            "screen_of_read": ReadBytes(h, i, coordinates=128).screen / (budget * sizes.expert),
+            "map_of_experts": (i * 64 + h * 64 / 8) / sizes.expert,
+            "sketch_of_experts": (h * sizes.code_row + h // 128 * 2 * i * 4 + 2 * i) / sizes.expert,
+            "budget": budget,
+        }
+    return shares

@@ -27,7 +27,8 @@ from epsim.calibrate.router import router_table
 from epsim.calibrate.run import calibrate
 from epsim.files import message_line
 from epsim.launch.prepare import spec_of
-from whole_host.cases import ON_CPU, ON_GPU, Host, layers, routed
+from whole_host.cases import layers, routed
+from whole_host.host import ON_CPU, ON_GPU, Host
 from whole_host.sources import fitted
 
 SHARES = {"calibrate": 20.0, "layers-deep_ep": 32.0, "layers-torch": 20.0, "oea": 10.0, "relocation": 6.0, "kill": 12.0}

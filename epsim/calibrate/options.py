@@ -19,8 +19,7 @@ class Request(Options):
     out: Annotated[Path, About("Folder for the tables. Finished parts in it are kept.", metavar="DIR")]
     device: Annotated[str, About("auto, cuda or cpu.")] = "auto"
     models: Annotated[
-        tuple[str, ...],
-        About("Measure the experts of this shipped model or .toml file; repeatable.", flag="--model", metavar="SHAPE"),
+        tuple[str, ...], About("Measure for this shipped model or .toml file; repeatable.", flag="--model", metavar="M")
     ] = ()
     parts: Annotated[
         tuple[str, ...],

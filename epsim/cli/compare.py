@@ -1,4 +1,4 @@
-"""`epsim compare`: results side by side."""
+"""`epsim compare`: compares results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from epsim.files import check_out
 def compare_command(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULTS...", help="results.json files or folders; all are compared with the first."),
+        typer.Argument(metavar="RESULTS...", help="results.json files or their folders. The first is the baseline."),
     ],
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
             "--fail-if",
             metavar="CONDITION",
-            help='Exit with code 1 if this holds for the last file, e.g. "NAME.max_over_mean.mean > 1.05"; repeatable.',
+            help='Exit with code 1 if the last file meets this, e.g. "NAME.max_over_mean.mean > 1.05"; repeatable.',
         ),
     ] = None,
     metric: Annotated[
@@ -31,7 +31,7 @@ def compare_command(
     out: OutOption = None,
     json_output: JsonOption = False,
 ) -> None:
-    """Compare results, with intervals. In the folder of a run, compare measured with predicted values."""
+    """Compare results, with intervals. For the folder of a single run, compare measured with predicted values."""
     from epsim.report.compare import combined, compare, read_sides
     from epsim.report.conditions import holds, parse_condition
 
@@ -42,7 +42,7 @@ def compare_command(
     rows = [] if single and conditions else compare(sides)
     unknown = next((key for key in metric or () if key not in {row.metric for row in rows}), None)
     if unknown is not None:
-        raise ValueError(f"--metric {unknown}: not here; there are {', '.join(dict.fromkeys(r.metric for r in rows))}")
+        raise ValueError(f"--metric {unknown}: give one of {', '.join(dict.fromkeys(r.metric for r in rows))}")
     checked = [(condition, *holds(condition, sides, rows)) for condition in conditions]
     results = combined(sides, rows, command_line())
     if out is not None:
@@ -61,6 +61,6 @@ def compare_command(
     for condition, is_so, value in checked:
         failed |= is_so
         stream = sys.stderr if is_so else sys.stdout
-        print(f"epsim: {'fails' if is_so else 'holds not'}: {condition.text} (it is {value:.6g})", file=stream)
+        print(f"epsim: {'fails' if is_so else 'passes'}: {condition.text} (it is {value:.6g})", file=stream)
     if failed:
         raise typer.Exit(1)

@@ -25,7 +25,7 @@ def _need_models_extra() -> None:
 
 @command(app, "corpus")
 def corpus_command(options: FetchOptions) -> None:
-    """Fetch and tokenize text from Debian packages. Some documents are held out for evaluation."""
+    """Download and tokenize text from Debian packages. Some documents are held out for evaluation."""
     _need_models_extra()
     from epsim.traces.model.tokens import fetch_corpus
 
@@ -43,7 +43,7 @@ def train_command(options: TrainOptions, shape: ModelShape) -> None:
 
 @command(app, "record")
 def record_command(options: RecordOptions) -> None:
-    """Record a trace of the trained model. It reads held-out text, in prefill and decode steps."""
+    """Record a trace of the trained model. The model reads held-out text in prefill and decode steps."""
     _need_models_extra()
     from epsim.traces.model.sample import record_sample
 
@@ -54,7 +54,7 @@ def record_command(options: RecordOptions) -> None:
 
 @command(app, "evaluate")
 def evaluate_command(options: EvaluateOptions) -> None:
-    """Measure the quality that a router or reader costs. Prints cross-entropy, KL divergence and repetition."""
+    """Measure how much quality a router or reader loses. Prints cross-entropy, KL divergence and repetition."""
     _need_models_extra()
     from epsim.quality.evaluate import evaluate
 
@@ -83,10 +83,12 @@ def _print_training(report: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     for name in ("moe", "dense"):
-        if one := report.get(name):
-            sizes, seconds = one["parameters"], one["training_seconds"]
+        if model_report := report.get(name):
+            sizes, seconds = model_report["parameters"], model_report["training_seconds"]
             console.print(f"{name}: {sizes['total']:,} parameters, {sizes['active']:,} active; {seconds} s of training")
-    console.print(f"held-out cross-entropy in nats a token; {report['tokens']:,} tokens trained on {report['device']}")
+    console.print(
+        f"held-out cross-entropy in nats per token; {report['tokens']:,} training tokens on {report['device']}"
+    )
 
 
 def _print_evaluation(result: dict[str, Any]) -> None:
@@ -99,16 +101,16 @@ def _print_evaluation(result: dict[str, Any]) -> None:
 
     ranks = result["ranks"]
     active = ["active"] if ranks == 1 else ["active", f"most of {ranks}"]
-    reader = any("share_read" in one for sizes in result["loss"].values() for one in sizes.values())
+    reader = any("share_read" in figures for sizes in result["loss"].values() for figures in sizes.values())
     losses = Table("domain", "batch", "loss", "plain", "KL", *active, "kept", *(["read", "union"] if reader else []))
     for column in losses.columns:
         column.overflow = "fold"
     repetition = Table("domain", "repetition", "plain")
     for name, sizes in result["loss"].items():
-        for size, one in sizes.items():
-            read = [f"{number:.1f}" for number in one["active_experts"].values()]
-            shown = [f"{one['cross_entropy']:.4f}", f"{one['plain']:.4f}", f"{one['kl']:.5f}"]
-            kept = [f"{one[key]:.4f}" for key in ("kept_mass", "share_read", "union_read") if key in one]
+        for size, figures in sizes.items():
+            read = [f"{number:.1f}" for number in figures["active_experts"].values()]
+            shown = [f"{figures['cross_entropy']:.4f}", f"{figures['plain']:.4f}", f"{figures['kl']:.5f}"]
+            kept = [f"{figures[key]:.4f}" for key in ("kept_mass", "share_read", "union_read") if key in figures]
             losses.add_row(name, str(size), *shown, *read, *kept)
     for name, rates in result["repetition"].items():
         repetition.add_row(name, f"{rates['policy']:.3f}", f"{rates['plain']:.3f}")
@@ -117,11 +119,11 @@ def _print_evaluation(result: dict[str, Any]) -> None:
     if repetition.rows:
         console.print(repetition)
     console.print(
-        f"{result['policy']} on {result['device']}; loss: cross-entropy, nats a token; active: experts read a layer; "
-        "kept: probability of the experts taken over that of the model's choice; "
-        + ("read: bytes that a token alone reads over those of its experts; " if reader else "")
+        f"{result['policy']} on {result['device']}; loss: cross-entropy in nats per token; active: experts per layer; "
+        "kept: probability of the chosen experts over that of the model's choice; "
+        + ("read: bytes that a single token reads over those of its experts; " if reader else "")
         + ("union: bytes that a batch reads over those of its active experts; " if reader else "")
-        + "repetition: share of a continuation's 4-grams that it has held before"
+        + "repetition: share of repeated 4-grams in a continuation"
     )
 
 
@@ -131,13 +133,13 @@ def _print_speeds(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table("policy", "tokens/s", "over topk", "active", "continuation")
-    for stack, one in result["stacks"].items():
-        text = " ".join(one["text"].split())[:60]
-        figures = (f"{one['tokens_per_second']:.0f}", f"{one['over_topk']:.3f}", f"{one['active_experts']:.1f}")
+    for stack, speed in result["stacks"].items():
+        text = " ".join(speed["text"].split())[:60]
+        figures = (f"{speed['tokens_per_second']:.0f}", f"{speed['over_topk']:.3f}", f"{speed['active_experts']:.1f}")
         table.add_row(escape(stack), *figures, escape(text))
     console = Console()
     console.print(table)
     console.print(
         f"{result['batch']} sequences of {result['prompt']} + {result['tokens']} tokens on {result['device']}, medians "
-        f"of {result['rounds']} rounds in turn, prefill not timed; active: experts read a layer"
+        f"of {result['rounds']} rounds, prefill not timed; active: experts per layer"
     )

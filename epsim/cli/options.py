@@ -1,4 +1,4 @@
-"""What commands share: options made from dataclasses, progress on the terminal, and the forms that results take."""
+"""The parts that commands share: options made from dataclasses, progress on the terminal, and printing of results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 OutOption = Annotated[
     str | None,
-    typer.Option("--out", metavar="DIR", help="Write results.json, report.md and report.html into this folder."),
+    typer.Option("--out", metavar="DIR", help="Write results.json, report.md and report.html to this folder."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON instead.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of a table.")]
 
 
 def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -28,14 +28,15 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Call
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         given = inspect.signature(function, eval_str=True).parameters.values()
-        groups = {entry.name: entry.annotation for entry in given if _is_options(entry.annotation)}
+        kinds = {entry.name: entry.annotation for entry in given}
+        groups = {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Options)}
         options = {kind: parameters(kind) for kind in groups.values()}
 
         def called(**values: Any) -> None:
             made = {}
             for parameter, kind in groups.items():
-                own = {entry.name: values.pop(entry.name) for entry in options[kind]}
-                made[parameter] = kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in own.items()})
+                chosen = {entry.name: values.pop(entry.name) for entry in options[kind]}
+                made[parameter] = kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in chosen.items()})
             function(**made, **values)
 
         shown = [_parameter(entry) for declared in options.values() for entry in declared]
@@ -49,20 +50,16 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., None]], Call
     return decorate
 
 
-def _is_options(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Options)
-
-
 def _parameter(entry: Parameter) -> inspect.Parameter:
     """An option as typer declares it."""
-    told = entry.about
-    more: dict[str, Any] = {"help": told.help, "metavar": told.metavar}
+    about = entry.about
+    more: dict[str, Any] = {"help": about.help, "metavar": about.metavar}
     if entry.type in (int, float):
-        more |= {"min": told.least, "max": told.most}
-    names = [name for name in (told.short, entry.flag) if name]
+        more |= {"min": about.least, "max": about.most}
+    names = [name for name in (about.short, entry.flag) if name]
     kind = list[entry.type] if entry.many else entry.type  # type: ignore[name-defined]
     default = inspect.Parameter.empty if entry.required else list(entry.default) if entry.many else entry.default
-    declared = typer.Argument(**more) if told.argument else typer.Option(*names, **more)
+    declared = typer.Argument(**more) if about.argument else typer.Option(*names, **more)
     optional = kind if default is not None else kind | None
     return inspect.Parameter(
         entry.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[optional, declared]
@@ -70,7 +67,7 @@ def _parameter(entry: Parameter) -> inspect.Parameter:
 
 
 def command_line() -> str:
-    """The command that runs, as it can be pasted."""
+    """The running command, quoted for a shell."""
     return shlex.join(["epsim", *sys.argv[1:]])
 
 
@@ -87,7 +84,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def working(words: str) -> AbstractContextManager[object]:
-    """Shows on stderr, if that is a terminal, that work of unknown length goes on."""
+    """Shows a spinner on stderr, if that is a terminal, during work of unknown length."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -95,7 +92,7 @@ def working(words: str) -> AbstractContextManager[object]:
 
 
 def give(results: Results, out: str | None, json_output: bool, show: Callable[[dict[str, Any]], None]) -> None:
-    """Writes the report into `out`, and prints the results: as JSON, or by `show`."""
+    """Writes the report to `out`, if given, and prints the results: as JSON, or with `show`."""
     if out is not None:
         results.report(out)
     if json_output:

@@ -1,4 +1,4 @@
-"""`epsim plan`: a placement in the file format of a serving system."""
+"""`epsim plan`: plans a placement and writes it in the file format of a serving system."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from epsim.requests import PlanRequest
 def plan_command(
     request: PlanRequest,
     out: Annotated[str, typer.Option("-o", "--out", metavar="FILE", help="The file to write.")],
-    format_name: Annotated[str, typer.Option("--format", help="sglang, vllm, trtllm or epsim.")] = "epsim",
+    format_name: Annotated[str, typer.Option("--format", help="File format: sglang, vllm, trtllm or epsim.")] = "epsim",
 ) -> None:
     """Plan a placement and write it for a serving system. All steps of the trace are used."""
     from epsim.placement.formats import check_format

@@ -1,4 +1,4 @@
-"""`epsim reader`: sketches for the channel reader (docs/reader.md)."""
+"""`epsim reader`: builds sketches for channel readers (docs/reader.md)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from epsim.cli.options import command
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build what the channel reader needs.")
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build sketches for channel readers.")
 
 
 @command(app, "build")
@@ -19,11 +19,13 @@ def build_command(
     dtype: Annotated[
         str, typer.Option("--dtype", help="The type that weights are served in: bfloat16, float16 or float32.")
     ] = "bfloat16",
-    rank: Annotated[int, typer.Option("--rank", min=1, help="Rank of the map that restores skipped channels.")] = 32,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the rotations' signs.")] = 0,
-    device: Annotated[str, typer.Option("--device", help="Build on cpu or cuda.")] = "cpu",
+    rank: Annotated[
+        int, typer.Option("--rank", min=1, help="Rank of the low-rank map that restores skipped channels.")
+    ] = 32,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random signs of the rotations.")] = 0,
+    device: Annotated[str, typer.Option("--device", help="Device that builds the sketch: cpu or cuda.")] = "cpu",
 ) -> None:
-    """Build the sketch of a checkpoint, for every layer with experts."""
+    """Build the sketch of a checkpoint: a small copy of its experts. A reader chooses channels with it."""
     from safetensors import SafetensorError
 
     from epsim.files import CannotWriteError, check_target, whole_file
@@ -57,8 +59,8 @@ def build_command(
             save_sketches(temporary, sketches, checkpoint, dtype, seed)
         except SafetensorError as error:
             raise CannotWriteError(out, error) from None
-    held = [sketch.resident_bytes() for sketch in sketches.values()]
-    parts = {name: sum(one[name] for one in held) for name in ("sketch", "map")}
+    sizes = [sketch.resident_bytes() for sketch in sketches.values()]
+    parts = {name: sum(parts_of_layer[name] for parts_of_layer in sizes) for name in ("sketch", "map")}
     shares = ", ".join(
         f"{name} {size / 2**20:.1f} MiB ({size / weights:.2%} of the experts)" for name, size in parts.items()
     )

@@ -1,4 +1,4 @@
-"""`epsim replay`: a trace through policy stacks."""
+"""`epsim replay`: replays a trace through policy stacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epsim.requests import ReplayRequest
 
 
 def replay_command(request: ReplayRequest, out: OutOption = None, json_output: JsonOption = False) -> None:
-    """Find the policy stack with the lowest peak load on a trace. Shows how far each is from the best possible."""
+    """Find the policy stack with the lowest peak load on a trace. Shows how far each stack is from the optimum."""
     check_out(out)
     with progress_bar() as progress:
         results = epsim.replay(**vars(request) | {"command": command_line(), "progress": progress})

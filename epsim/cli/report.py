@@ -1,4 +1,4 @@
-"""`epsim report`: the pages of a results.json."""
+"""`epsim report`: makes the pages of a results.json."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ def report_command(
         typer.Option(
             "--quality",
             metavar="JSON",
-            help="Add pictures of quality against cost from this file, which benchmarks/oea_quality.py or "
+            help="Add charts of quality against cost from this file, which benchmarks/oea_quality.py or "
             "reader_quality.py wrote; repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Make report.html and report.md from a results.json. Any command that writes one will do."""
+    """Make report.html and report.md from a results.json. It may come from any command."""
     from epsim.report.frontiers import read_frontiers
     from epsim.report.write import write_pages, write_report
     from epsim.results import read_results
 
     path = results / "results.json" if results.is_dir() else results
-    found = read_results(path)
+    content = read_results(path)
     folder = path.parent if out is None else out
     check_out(folder)
     if quality:
-        found["frontiers"] = [frontier for path in quality for frontier in read_frontiers(path)]
-        write_report(found, folder)
+        content["frontiers"] = [frontier for path in quality for frontier in read_frontiers(path)]
+        write_report(content, folder)
     else:
-        write_pages(found, folder)
-    print(f"{folder / 'report.html'}: {found['verdict']}")
+        write_pages(content, folder)
+    print(f"{folder / 'report.html'}: {content['verdict']}")

@@ -1,4 +1,4 @@
-"""`epsim reproduce`: published tables beside predictions."""
+"""`epsim reproduce`: compares published tables with predictions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from epsim.cli.options import command
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Compare published tables with predictions.")
 
 
-@app.callback()
-def _reproduce() -> None: ...
-
-
 @command(app, "waterfill-lplb")
 def waterfill_lplb_command(
     recordings: Annotated[
@@ -25,13 +21,13 @@ def waterfill_lplb_command(
     steps: Annotated[
         int,
         typer.Option(
-            "--steps", min=1, help="Batches for each workload (three times as many for a model with only one workload)."
+            "--steps", min=1, help="Batches per workload (three times as many for a model with only one workload)."
         ),
     ] = 4,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Number of layers used, evenly spaced.")] = 6,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of all draws.")] = 0,
 ) -> None:
-    """Compare SGLang's Waterfill and LPLB table. It is of DeepSeek-V3 and V4-Flash on 2 nodes with 16 GPUs."""
+    """Compare SGLang's table of Waterfill and LPLB. The table has DeepSeek-V3 and V4-Flash on 2 nodes with 16 GPUs."""
     from epsim.reproduce.show import show_waterfill_lplb
 
     show_waterfill_lplb(recordings, hardware, steps, layers, seed)
@@ -39,7 +35,7 @@ def waterfill_lplb_command(
 
 @command(app, "deepep")
 def deepep_command() -> None:
-    """Compare DeepEP's published figures on H800. They are bandwidths and latencies."""
+    """Compare DeepEP's published figures on H800. The figures are bandwidths and latencies."""
     from epsim.reproduce.show import show_deepep
 
     show_deepep()
@@ -49,7 +45,7 @@ def deepep_command() -> None:
 def public_tables_command(
     hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="h100, h200 or b200.")] = "h200",
 ) -> None:
-    """Compare public tables of GPU times. They are those of aiconfigurator-core that no fit has used."""
+    """Compare public tables of GPU times. It predicts sizes of aiconfigurator-core's tables that no fit has used."""
     from epsim.reproduce.show import show_held_out
 
     show_held_out(hardware)

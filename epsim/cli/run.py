@@ -1,4 +1,4 @@
-"""`epsim run`: a trace's tokens through real expert-parallel layers."""
+"""`epsim run`: runs the tokens of a trace through real expert-parallel layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from epsim.requests import LaunchOptions
 
 
 def run_command(options: LaunchOptions) -> None:
-    """Measure policy stacks on real expert-parallel layers. Their input is the tokens of a trace."""
+    """Measure policy stacks on real expert-parallel layers. A trace gives the tokens and their experts."""
     results = epsim.run(**vars(options))
     from epsim.report.table import print_table
 

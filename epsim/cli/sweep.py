@@ -1,4 +1,4 @@
-"""`epsim sweep`: a grid of replays, on processes or on a Ray cluster."""
+"""`epsim sweep`: computes a grid of replays with processes or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def sweep_command(
         Path, typer.Option("--out", metavar="DIR", help="Folder for cells and results. Finished cells in it are kept.")
     ],
     workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Cells computed at a time. Default: the number of cores.")
+        int | None, typer.Option("--workers", min=1, help="Cells computed at once. Default: the number of cores.")
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option("--ray", metavar="ADDRESS", help="Use a Ray cluster: its address, auto, or local (starts one)."),
     ] = None,
-    retries: Annotated[int, typer.Option("--retries", min=0, help="How often to retry a cell whose worker died.")] = 2,
+    retries: Annotated[int, typer.Option("--retries", min=0, help="Retries of a cell whose worker died.")] = 2,
 ) -> None:
-    """Replay every combination of a grid. The same command continues an interrupted sweep."""
+    """Replay every combination (cell) of a grid. The same command continues an interrupted sweep."""
     from epsim.parallel import cores
     from epsim.policies.stack import named_stack
     from epsim.sweep.cells import plan_cells
@@ -77,20 +77,13 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """A progress bar a phase on stderr, shown only where somebody looks."""
+    """A progress bar for each stage, on stderr, if that is a terminal."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
 
         def begin(words: str, total: int) -> Callable[[int], None]:
             task = bar.add_task(words, total=total)

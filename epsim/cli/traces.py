@@ -1,4 +1,4 @@
-"""`epsim traces`: import recordings, show what they hold, and draw traces from them."""
+"""`epsim traces`: imports recordings, shows their content, and draws traces from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OutFileOption = Annotated[Path, typer.Option("-o", "--out", metavar="T.parquet",
 
 @dataclass(frozen=True, kw_only=True)
 class TopicOptions(RecordingOptions, SharedCostOptions):
-    """What recordings of topics are."""
+    """How recordings of topics are read."""
 
 
 @command(app, "import")
@@ -46,7 +46,7 @@ def show_command(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="A trace, any readable recording, or `sample`.")],
     options: ImportOptions,
 ) -> None:
-    """Print what a trace holds, and how uneven its load is."""
+    """Print the content of a trace, and how uneven the load of its experts is."""
     from epsim.traces.importing import open_trace
     from epsim.traces.show import summarize
 
@@ -55,8 +55,8 @@ def show_command(
     for name, value in summary.lines():
         print(f"{name}: {printable(value)}")
     print(
-        "skew by layer (max / mean load of experts): of all steps together; mean of the steps; hottest expert; "
-        "number of experts never chosen"
+        "skew of each layer (max / mean load of experts): over all steps; mean over single steps; hottest expert; "
+        "number of experts that no token chose"
     )
     for row in summary.skew:
         print(f"  layer {row.layer:3}: {row.overall:7.3f} {row.per_step:8.3f}  expert {row.hottest:3} {row.idle:5}")
@@ -69,7 +69,7 @@ def synthesize_command(
     drawing: SynthesisOptions,
     topic: TopicOptions,
 ) -> None:
-    """Draw a trace of tokens with the statistics of recordings. The trace says that it was drawn."""
+    """Draw a trace of tokens with the statistics of recordings. It is marked as drawn."""
     from epsim.traces.importing import open_trace
     from epsim.traces.synthesize import synthesize
 

@@ -1,4 +1,4 @@
-"""`epsim tune`: what to run on a cluster, within its memory."""
+"""`epsim tune`: recommends what to run on a cluster, within its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epsim.requests import TuneRequest
 
 
 def tune_command(request: TuneRequest, out: OutOption = None, json_output: JsonOption = False) -> None:
-    """Find what to run on a cluster, within its memory. Chooses redundant experts, placement and policies."""
+    """Recommend what to run on a cluster within its memory. Chooses redundant experts, placement and policies."""
     check_out(out)
     with progress_bar() as progress:
         results = epsim.tune(**vars(request) | {"command": command_line(), "progress": progress})

@@ -6,7 +6,7 @@ rank of 2 to 256 under even routing, and DeepEP's normal kernels on 1 to 8 nodes
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -59,7 +59,8 @@ def expert_points(device: str) -> list[ExpertPoint]:
     experts, top_k = SHAPE[2:]
     points = []
     for row in _rows(data_folder(device), "moe/sglang", "wideep_generation_moe_perf.parquet"):
-        if row["distribution"] != "uniform" or _shape(row, "inter_size", "topk") != SHAPE:
+        shape = tuple(row[key] for key in ("hidden_size", "inter_size", "num_experts", "topk"))
+        if row["distribution"] != "uniform" or shape != SHAPE:
             continue
         tokens, held = row["num_tokens"] * top_k / row["moe_ep_size"], experts / row["moe_ep_size"]
         points.append(ExpertPoint(tokens, min(held, tokens), row["latency"] * 1e3))
@@ -108,10 +109,6 @@ def expert_table(points: Sequence[ExpertPoint], hardware: Hardware, model: Model
 
 def _roofline(experts: ExpertsTime, per_expert: float, active: float) -> float:
     return float(experts.roofline(torch.tensor(per_expert * active).double(), torch.tensor(active).double()))
-
-
-def _shape(row: Mapping[str, Any], intermediate: str, top_k: str) -> tuple[int, ...]:
-    return (row["hidden_size"], row[intermediate], row["num_experts"], row[top_k])
 
 
 def _rows(folder: Path, under: str, name: str, most: str = "") -> list[dict[str, Any]]:

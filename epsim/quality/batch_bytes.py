@@ -14,9 +14,11 @@ from epsim.quality.reader import Reading
 
 @torch.no_grad()
 def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: tuple[int, ...]) -> dict[int, Any]:
-    """{batch size: bytes read by a token alone, by the batch (the union), and by a batch of independent choices}, as
-    shares of the active experts' bytes, means over steps and layers. text [sequences, length]: a batch holds the t-th
-    tokens of the first sequences, for every t. If the reader chooses per batch, give `reading.batch_size` only."""
+    """Measures the bytes read, as shares of the bytes of the active experts, means over steps and layers. Returns for
+    each batch size: by a token alone, by the batch (the union), and by the batch if its tokens chose independently.
+
+    text [sequences, length]: a batch is the t-th tokens of the first sequences, for every t. If the reader chooses for
+    a whole batch, the only batch size is `reading.batch_size`."""
     reader, sketch = reading.reader, reading.layers[0].screen.sketch
     assert isinstance(reader, Channels)
     sizes = reader.sizes(sketch.hidden, sketch.intermediate, rank=sketch.rank)
@@ -33,12 +35,12 @@ def batch_bytes(model: Any, reading: Reading, text: torch.Tensor, batch_sizes: t
 
     with reading.recording(model, note):
         model(input_ids=text.to(model.device), use_cache=False, logits_to_keep=1)
-    found: dict[int, Any] = {}
+    shares: dict[int, Any] = {}
     for size in batch_sizes:
         rows = [_step_bytes(sizes, reading, step) for step in _steps(seen, len(text), size)]
         alone, union, independent, dense = np.array(rows).mean(0)
-        found[size] = {"per_token": alone, "union": union / dense, "union_if_independent": independent / dense}
-    return found
+        shares[size] = {"per_token": alone, "union": union / dense, "union_if_independent": independent / dense}
+    return shares
 
 
 def _steps(
@@ -52,17 +54,17 @@ def _steps(
 def _step_bytes(
     sizes: ReadBytes, reading: Reading, step: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> tuple[float, float, float, float]:
-    """The mean share of a token, and the bytes of the union, the expected bytes, and those of the active experts. Every
-    rank with active experts reads signs and U."""
+    """A token's mean share of its experts' bytes; then bytes: of the union, of the union if choices were independent,
+    and of the active experts. Every rank with active experts also reads the signs and U of the sketch."""
     ids, kept, read = step
     reader, ranks = reading.reader, reading.ranks_of(ids)
     assert isinstance(reader, Channels)
     once = sizes.once if reader.budget < 1 else 0
-    own = token_bytes(sizes, ids, kept) + (ranks - 1).clamp(min=0) * once
+    token_bytes_read = token_bytes(sizes, ids, kept) + (ranks - 1).clamp(min=0) * once
     experts = torch.unique(ids[ids >= 0])
     several = max(len(torch.unique(reading.rank_of_expert[experts])) - 1, 0) * once
     union = union_bytes(sizes, ids, kept, read, len(reading.rank_of_expert)) + several
     active, tokens = torch.tensor([float(len(experts))]), torch.tensor([float((ids >= 0).sum())])
     expected = reader.bytes_read(tokens, active, sizes.hidden, sizes.intermediate, sizes.weight_bytes, ids.shape[1])
-    alone = (own.double() / ((ids >= 0).sum(1).clamp(min=1) * sizes.expert)).mean()
+    alone = (token_bytes_read.double() / ((ids >= 0).sum(1).clamp(min=1) * sizes.expert)).mean()
     return float(alone), float(union), float(expected) + several, float(active) * sizes.expert

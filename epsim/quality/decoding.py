@@ -1,4 +1,4 @@
-"""Decodes with the small model under a router policy, step by step; on a GPU a step is one CUDA graph."""
+"""Decodes with the small model under a router policy, token by token. On a GPU a step is one CUDA graph."""
 
 import inspect
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ TOP_P = 0.95
 class Cache:
     """Keys and values of every layer [B, heads, length, width], written in place at the positions of the step's tokens.
 
-    It has only what transformers' attention needs of a cache. The static cache of transformers differs between versions
-    and reads its length on the host.
+    It implements only what attention in transformers calls. transformers' own static cache differs between versions and
+    reads its length on the host.
     """
 
     def __init__(self, model: Any, batch_size: int, length: int, positions: torch.Tensor) -> None:
@@ -42,8 +42,8 @@ class Cache:
 class Decoder:
     """Continues a batch of prompts of equal length under a policy: call `start`, then `step` for each further token.
 
-    model: of `load_model`. length: of prompt and continuation. sample: sample with top-p 0.95, else take the likeliest
-    token. After its end a sequence continues as padding, which activates no expert; endless: no sequence ends.
+    model: from `load_model`. length: tokens of prompt and continuation together. sample: True for top-p 0.95, False for
+    the most likely token. After its end a sequence is padding, which activates no expert. endless: no sequence ends.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Decoder:
         """[B, length] int64: all tokens."""
         self._ended = torch.zeros(batch_size, 1, dtype=torch.bool, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        # The argument's name in transformers from 5.24 on, and before.
+        # transformers 5.24 renamed the argument.
         self._named = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
     @torch.no_grad()
     def start(self, prompts: torch.Tensor) -> None:
-        """Reads prompts [B, n], n < length, as prefill, which no policy reroutes, and chooses the first token."""
+        """Prefills prompts [B, n], n < length, and chooses the first token. The policy does not act on prefill."""
         count = prompts.shape[1]
         if not 0 < count < self.length or len(prompts) != len(self.tokens):
             raise ValueError(f"prompts {list(prompts.shape)}: give {len(self.tokens)} of 1 to {self.length - 1} tokens")
@@ -81,7 +81,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Adds a token to every sequence. Raises ValueError if all `length` tokens are written (eager steps only)."""
+        """Adds a token to every sequence. Raises ValueError if all `length` tokens are written (only on a CPU)."""
         if self._graph is not None:
             self._graph.replay()
             return
@@ -131,7 +131,7 @@ class Decoder:
 
     @torch.no_grad()
     def capture(self, prompts: torch.Tensor) -> None:
-        """Captures a step as one CUDA graph, which later steps replay; call `start` again afterwards. CUDA only."""
+        """Captures a step as a CUDA graph, which later steps replay. Call `start` again afterwards. CUDA only."""
         assert self.tokens.is_cuda
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -148,10 +148,8 @@ class Decoder:
 
 @contextmanager
 def small_batch_experts(model: Any) -> Iterator[None]:
-    """Inside the `with`, experts compute up to 64 rows with `epsim.kernels.experts.decode`, and more as the model does.
-
-    Raises ValueError if experts are not gated by SiLU.
-    """
+    """Inside the `with`, `epsim.kernels.experts.decode` computes the experts of up to 64 rows. More rows keep the
+    model's code. Raises ValueError if experts are not gated by SiLU."""
     changed = [router.experts for router in find_routers(model)]
     for experts in changed:
         if not isinstance(experts.act_fn, torch.nn.SiLU) and type(experts.act_fn).__name__ != "SiLUActivation":
@@ -165,7 +163,7 @@ def small_batch_experts(model: Any) -> Iterator[None]:
             if len(hidden) > MOST_TOKENS:
                 out: torch.Tensor = type(experts).forward(experts, hidden, ids, weights)
                 return out
-            # Entries that fill up a row have weight 0.
+            # Entries without an expert have weight 0.
             taken = ids.masked_fill(weights == 0, -1)
             return decode(hidden, taken, weights.float(), experts.gate_up_proj, experts.down_proj)
 
@@ -178,7 +176,7 @@ def small_batch_experts(model: Any) -> Iterator[None]:
 
 
 def generate(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int, seed: int) -> torch.Tensor:
-    """Samples continuations [sequences, num_tokens] of prompts [sequences, n], decoded as one batch."""
+    """Samples continuations [sequences, num_tokens] of prompts [sequences, n] in one batch."""
     torch.manual_seed(seed)
     count = prompts.shape[1]
     decoder = Decoder(model, reroute, len(prompts), count + num_tokens)

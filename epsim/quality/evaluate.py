@@ -22,12 +22,13 @@ from epsim.traces.model.train import choose_device, device_name, load_model, mod
 
 MIXED = "mixed"
 CALIBRATION = 32
-"""Sequences of training text on which a reader's threshold is calibrated."""
+"""Number of sequences of training text on which a reader's threshold is calibrated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Nats per token: cross_entropy with the policy, plain without it, kl from the plain model's prediction."""
+    """Nats per token. cross_entropy: with the policy; plain: cross-entropy of the plain model; kl: KL divergence from
+    the plain model's prediction to the policy's."""
 
     cross_entropy: float
     plain: float
@@ -38,15 +39,15 @@ class Loss:
 def loss_in_batches(
     model: Any, reroute: Reroute, text: torch.Tensor, batch_size: int, reading: Reading | None = None
 ) -> Loss:
-    """Teacher-forced loss on text [sequences, length + 1]; the t-th tokens of batch_size sequences are one batch."""
+    """Teacher-forced loss on text [sequences, length + 1]. The t-th tokens of batch_size sequences are one batch."""
     sums = torch.zeros(3, dtype=torch.float64)
     for first in range(0, len(text), batch_size):
         batch = text[first : first + batch_size].to(model.device)
         plain = model(input_ids=batch[:, :-1], use_cache=False).logits
         with rerouted(model, reroute, whole_sequences=True), reads(reading, model, whole_sequences=True):
-            own = model(input_ids=batch[:, :-1], use_cache=False).logits
-        # Sequence by sequence: a whole batch in float64 is a gigabyte.
-        for p, q, target in zip(plain, own, batch[:, 1:], strict=True):
+            changed = model(input_ids=batch[:, :-1], use_cache=False).logits
+        # One sequence at a time: a whole batch in float64 takes a gigabyte.
+        for p, q, target in zip(plain, changed, batch[:, 1:], strict=True):
             p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)
             losses = [F.nll_loss(log, target, reduction="sum") for log in (q, p)]
             sums += torch.stack([*losses, (p.exp() * (p - q)).sum()]).cpu()
@@ -54,7 +55,7 @@ def loss_in_batches(
 
 
 def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
-    """The share of a sequence's n-grams that occurred in it before, mean over continuations [sequences, tokens]."""
+    """The share of n-grams that are repetitions within their sequence, mean over continuations [sequences, tokens]."""
     grams = continuations.unfold(1, ngram, 1).cpu()
     distinct = [len({tuple(gram) for gram in row.tolist()}) for row in grams]
     return float(np.mean([1 - count / grams.shape[1] for count in distinct]))
@@ -63,7 +64,8 @@ def repetition_rate(continuations: torch.Tensor, ngram: int = NGRAM) -> float:
 def evaluation_text(
     heldout: dict[str, tokens.Tokens], domains: Sequence[str], sequences: int, length: int
 ) -> dict[str, torch.Tensor]:
-    """[sequences, length + 1] int64 of each domain, spread over its held-out text, and of `mixed`: domains in turn."""
+    """Held-out sequences [sequences, length + 1] int64 of each domain, at equal distances in its text. If there are
+    several domains, `mixed` holds sequences of all domains in turn."""
     text: dict[str, torch.Tensor] = {}
     for name in domains:
         ids = heldout[name]
@@ -86,9 +88,9 @@ def evaluate_model(
     reading: Reading | None = None,
 ) -> dict[str, Any]:
     """Evaluates a model: {"loss": {domain: {batch size: {cross_entropy, plain, kl, active_experts, kept_mass}}},
-    "repetition": {domain: {policy, plain}}}. active_experts: {ranks: most of a rank}, means over steps and layers. A
-    reader adds kept_channels (per token and layer), share_read (of the bytes of the token's experts) and union_read
-    (bytes that the tokens of the first batch read together, over those of its active experts)."""
+    "repetition": {domain: {policy, plain}}}. active_experts: {number of ranks: active experts of the busiest rank},
+    means over steps and layers. A reader adds kept_channels (per token and layer), share_read (bytes that a token
+    reads, over the bytes of its experts) and union_read (the same for the first batch as a whole)."""
     domains = tuple(dict.fromkeys(options.domains)) or tuple(heldout)
     if unknown := sorted(set(domains) - set(heldout)):
         raise ValueError(f"no held-out text of domain {unknown[0]!r}: give one of {', '.join(heldout)}")
@@ -107,36 +109,36 @@ def evaluate_model(
             meter = Meter(reroute, tuple(dict.fromkeys((1, options.ranks))))
             if reading is not None:
                 reading.counts.zero_()
-            one = loss_in_batches(model, meter, rows, batch_size, reading)
-            found = asdict(one) | {"active_experts": meter.active_experts(), "kept_mass": meter.kept_mass()}
+            loss_and_kl = loss_in_batches(model, meter, rows, batch_size, reading)
+            figures = asdict(loss_and_kl) | {"active_experts": meter.active_experts(), "kept_mass": meter.kept_mass()}
             if reading is not None:
-                found |= reading.described()
+                figures |= reading.described()
                 with rerouted(model, reroute, whole_sequences=True):
                     read = batch_bytes(model, reading, rows[:batch_size, :-1], (batch_size,))
-                found["union_read"] = read[batch_size]["union"]
-            loss[name][batch_size] = found
+                figures["union_read"] = read[batch_size]["union"]
+            loss[name][batch_size] = figures
         if options.generations:
             prompts = rows[: options.generations, : min(64, options.length)]
             plain = repetition_rate(generate(model, keep, prompts, options.generated, options.seed))
-            own = plain
+            changed = plain
             if reroute is not keep or reading is not None:
                 with reads(reading, model, whole_sequences=False):
-                    own = repetition_rate(generate(model, reroute, prompts, options.generated, options.seed))
-            repetition[name] = {"policy": own, "plain": plain}
+                    changed = repetition_rate(generate(model, reroute, prompts, options.generated, options.seed))
+            repetition[name] = {"policy": changed, "plain": plain}
     return {"loss": loss, "repetition": repetition}
 
 
 def small_model(cache: Path | None, device: str | None) -> tuple[Any, dict[str, str]]:
-    """The trained model, and its `device` and `dtype` in words: bfloat16 on a GPU, else float32."""
+    """The trained model, with its device and type by name (`device`, `dtype`): bfloat16 on a GPU, otherwise float32."""
     chosen = choose_device(device)
-    # On a GPU the grouped products of experts are fast in bfloat16 only.
+    # Grouped products of experts are fast only in bfloat16 on a GPU.
     dtype = torch.bfloat16 if chosen.startswith("cuda") else torch.float32
     about = {"device": device_name(chosen), "dtype": str(dtype).removeprefix("torch.")}
     return load_model(cache, chosen, dtype), about
 
 
 def evaluate(options: EvaluateOptions) -> dict[str, Any]:
-    """Evaluates the trained model under a stack, and returns the numbers, also written to `out` if given."""
+    """Evaluates the trained model under a stack. Returns the figures, and writes them to `out` if it is given."""
     stack = parse_stack(options.policy)
     reroute = reroute_of(stack.router, options.ranks)
     model, about = small_model(options.cache, options.device)

@@ -1,4 +1,4 @@
-"""Applies a router policy to a live model, with a forward hook on each router that replaces its choice."""
+"""Applies a router policy to a live model: a forward hook on each router replaces the router's choice."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from epsim.traces.routers import WEIGH_RULES, find_routers
 
 
 class Reroute(Protocol):
-    """Chooses experts anew for N batches of B tokens each, of one layer.
+    """Replaces the router's choice in one layer, for N batches of B tokens each.
 
-    scores [N, B, E] float32: what the model's router chose by; weight_basis [N, B, E] float32: what its weights are
-    proportional to; expert_ids [N, B, k] int64 and weights [N, B, k]: its choice, -1 in the rows of padding tokens.
-    Returns expert ids and weights [N, B, k'] of the same types. Tokens that take fewer than k' experts are filled up
-    with id -1 and weight 0.
+    scores [N, B, E] float32: the scores by which the router chose. weight_basis [N, B, E] float32: the values to which
+    the router's weights are proportional. expert_ids [N, B, k] int64, weights [N, B, k]: the router's choice; -1 in
+    rows of padding tokens. Returns expert ids and weights [N, B, k'] of the same types. A token with fewer than k'
+    experts has id -1 and weight 0 in the remaining columns.
     """
 
     def __call__(
@@ -27,13 +27,13 @@ class Reroute(Protocol):
 def keep(
     scores: torch.Tensor, weight_basis: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`topk`: the model's own choice."""
+    """The `Reroute` of `topk`: keeps the model's choice."""
     return expert_ids, weights
 
 
 def reroute_of(router: Router, num_ranks: int = 1) -> Reroute:
-    """The `Reroute` of a stack's router, for a model whose experts are on num_ranks ranks in contiguous shares. All
-    tokens of a batch count as one batch, whichever rank they live on."""
+    """The `Reroute` of a stack's router. The model's experts are on num_ranks ranks in contiguous shares. The tokens of
+    a batch are routed together, whatever their source ranks."""
     if not router.acts:
         return keep
 
@@ -49,7 +49,7 @@ def reroute_of(router: Router, num_ranks: int = 1) -> Reroute:
 
 
 def contiguous_ranks(num_experts: int, num_ranks: int, device: torch.device) -> torch.Tensor:
-    """Which rank holds which expert, [E, R] bool. Raises ValueError if ranks do not divide the experts."""
+    """Whether a rank holds an expert, [E, R] bool. Raises ValueError if num_ranks does not divide num_experts."""
     if num_experts % num_ranks:
         raise ValueError(f"--ranks {num_ranks} do not divide the model's {num_experts} experts")
     return torch.eye(num_ranks, dtype=torch.bool, device=device).repeat_interleave(num_experts // num_ranks, 0)
@@ -61,10 +61,10 @@ def rerouted(
 ) -> Iterator[None]:
     """Inside the `with`, `reroute` routes every pass of the model.
 
-    whole_sequences: a pass of B sequences of n tokens counts as n decode steps; step t holds each sequence's t-th
-    token. Otherwise passes with several tokens per sequence (prefill) keep the model's choice.
-    batch_size: sequences that are routed together, a divisor of those in a pass; None for all of them.
-    end_id: the token that generate() feeds to sequences after their end. It is padding and activates no expert.
+    whole_sequences: if True, a pass of B sequences of n tokens counts as n decode steps; step t holds each sequence's
+    t-th token. If False, a pass with several tokens per sequence is prefill and keeps the model's choice.
+    batch_size: number of sequences that are routed together; it divides the number in a pass. None for all of them.
+    end_id: the token that ended sequences continue with. It is padding and activates no expert.
     """
     if reroute is keep:
         yield
@@ -94,13 +94,13 @@ def rerouted(
                 groups = stepped.reshape(batch // together, length, together, -1)
                 return groups.transpose(1, 2).reshape(batch * length, -1)
 
-            own = ids.masked_fill(ended[0], -1) if ended else ids
+            chosen = ids.masked_fill(ended[0], -1) if ended else ids
             scores = router.scores(first)
             weight_basis = router.weight_basis(first, scores)
             compared = by_step(scores)
-            # If both are one tensor, convert it once.
+            # If both are the same tensor, convert it once.
             proportions = compared if weight_basis is scores else by_step(weight_basis)
-            new_ids, new_weights = reroute(compared, proportions, by_step(own), by_step(weights))
+            new_ids, new_weights = reroute(compared, proportions, by_step(chosen), by_step(weights))
             new_ids = by_sequence(filled(new_ids, by_step(ids)))
             return first, by_sequence(new_weights).to(weights.dtype), new_ids
 
@@ -113,7 +113,8 @@ def rerouted(
 
 
 def before_passes(model: Any, who: str, note: Callable[[torch.Tensor], None]) -> Any:
-    """Calls note(input_ids) before every pass, until `remove` of the handle that it returns is called."""
+    """Calls note(input_ids) before every pass of the model. Returns a handle whose `remove` ends this. who: names the
+    caller in the error for a pass without input_ids."""
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -124,19 +125,19 @@ def before_passes(model: Any, who: str, note: Callable[[torch.Tensor], None]) ->
     return model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def filled(new_ids: torch.Tensor, own_ids: torch.Tensor) -> torch.Tensor:
-    """new_ids [N, B, k'] with a valid expert in place of every -1, whose weight is 0. own_ids [N, B, k].
+def filled(new_ids: torch.Tensor, model_ids: torch.Tensor) -> torch.Tensor:
+    """new_ids [N, B, k'] with a valid expert in place of every -1 (its weight is 0). model_ids [N, B, k].
 
-    It is the token's first expert, or for a token without any (padding) one of its batch, so no further expert is read.
+    The valid expert is the token's first expert, or for padding one that the batch has, so no other expert is read.
     """
     of_batch = new_ids.amax((-2, -1), keepdim=True)
     spare = torch.where(new_ids[..., :1] >= 0, new_ids[..., :1], of_batch)
-    spare = torch.where(spare >= 0, spare, own_ids[..., :1])
+    spare = torch.where(spare >= 0, spare, model_ids[..., :1])
     return torch.where(new_ids >= 0, new_ids, spare)
 
 
 def check_rules(model: Any) -> None:
-    """Raises ValueError if a router's weight basis is unknown."""
+    """Raises ValueError if the model has a router of a class without a known weight rule."""
     for router in find_routers(model):
         name = type(router.module).__name__
         if name not in WEIGH_RULES:

@@ -1,4 +1,4 @@
-"""Measures what a router policy reads while a model runs: active experts and kept probability."""
+"""Measures a router policy while a model runs: active experts, and the probability of the experts that it keeps."""
 
 import torch
 
@@ -6,9 +6,10 @@ from epsim.quality.hook import Reroute, contiguous_ranks
 
 
 class Meter:
-    """A `Reroute` that measures another one. Sums stay on the device until they are read.
+    """A `Reroute` that calls another one and measures it. Sums stay on the device until they are read.
 
-    num_ranks: numbers of ranks for which the most active experts of a rank are counted (experts in contiguous shares).
+    num_ranks: numbers of ranks for which to count the active experts of the busiest rank; experts are in contiguous
+    shares.
     """
 
     def __init__(self, reroute: Reroute, num_ranks: tuple[int, ...] = (1,)) -> None:
@@ -23,7 +24,7 @@ class Meter:
         num_experts = scores.shape[-1]
         active = torch.zeros(len(ids), num_experts + 1, dtype=torch.bool, device=ids.device)
         active.scatter_(1, torch.where(ids >= 0, ids, num_experts).flatten(1), True)
-        found = [
+        most_active = [
             (active[:, :num_experts, None] & contiguous_ranks(num_experts, r, ids.device)).sum(1).amax(-1).sum()
             for r in self.num_ranks
         ]
@@ -31,18 +32,18 @@ class Meter:
             weight_basis.gather(-1, i.clamp(min=0)).masked_fill(i < 0, 0.0).sum(dtype=torch.float64)
             for i in (ids, expert_ids)
         ]
-        sums = torch.stack([*(one.double() for one in found), *mass])
+        sums = torch.stack([*(count.double() for count in most_active), *mass])
         self._sums = sums if self._sums is None else self._sums + sums
         self._batches += len(ids)
         return ids, new_weights
 
     def active_experts(self) -> dict[int, float]:
-        """{ranks: most active experts of a rank}, mean over batches and layers."""
+        """{number of ranks: active experts of the busiest rank}, means over batches and layers."""
         assert self._sums is not None
         return dict(zip(self.num_ranks, (self._sums[: len(self.num_ranks)] / self._batches).tolist(), strict=True))
 
     def kept_mass(self) -> float:
-        """The weight basis (in most models the probability) of the experts that tokens took, over that of the model's
-        choice."""
+        """The sum of the weight basis (in most models the probability) of the experts that tokens took, over the sum
+        for the model's choice."""
         assert self._sums is not None
         return float(self._sums[-2] / self._sums[-1])

@@ -1,4 +1,4 @@
-"""Options of evaluating policies on the small model."""
+"""The options of `epsim model evaluate` and `epsim model generate`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class FigureOptions(DeviceOptions):
-    out: Annotated[Path | None, About("A JSON file for the figures.")] = None
+    out: Annotated[Path | None, About("Also write the figures to this JSON file.")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,11 +33,11 @@ class FigureOptions(DeviceOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(FigureOptions):
-    """The router and the reader of `policy` act on the model. sketch: None builds it in memory."""
+    """The router and the reader of the stack `policy` act on the model. sketch: None to build it in memory."""
 
-    policy: Annotated[str, About("The stack whose router and reader are evaluated.", metavar="STACK")] = "topk"
+    policy: Annotated[str, About("The stack to evaluate; only its router and reader act.", metavar="STACK")] = "topk"
     batch_sizes: Annotated[
-        tuple[int, ...], About("Number of tokens routed together; repeatable.", flag="--batch-size")
+        tuple[int, ...], About("Number of tokens that are routed together; repeatable.", flag="--batch-size")
     ] = BATCH_SIZES
     domains: Annotated[
         tuple[str, ...], About("Evaluate only this domain; repeatable. Default: all.", flag="--domain")
@@ -64,21 +64,21 @@ class EvaluateOptions(FigureOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(FigureOptions):
-    """Only the routers of the stacks act. The model's own choice, `topk`, is always measured, and first. `batch`
-    prompts of held-out text, of all domains in turn, are continued in every round."""
+    """Only the routers of the stacks act. The model's own choice, `topk`, is always measured first. Each round
+    continues `batch` prompts of held-out text, which take the domains in turn."""
 
     stacks: Annotated[
         tuple[str, ...],
-        About("A stack whose router is compared with topk; repeatable.", flag="--policy", metavar="STACK"),
+        About("Compare the router of this stack with topk; repeatable.", flag="--policy", metavar="STACK"),
     ] = ()
     batch: Annotated[int, About("Sequences decoded together.", least=1)] = 16
     prompt: Annotated[int, About("Tokens of held-out text in each prompt.", least=1)] = 64
     num_tokens: Annotated[int, About("Tokens of each continuation.", flag="--tokens", least=2)] = 256
-    rounds: Annotated[int, About("Timed continuations of every policy, in turn.", least=1)] = 5
+    rounds: Annotated[int, About("Number of timed rounds; in each round every policy decodes once.", least=1)] = 5
     experts: Annotated[
         str,
         About(
-            "What computes the experts: kernel (epsim's, for at most 64 rows) or model (transformers').",
+            "What computes the experts: kernel (epsim's, for up to 64 rows) or model (transformers' code).",
             choices=("kernel", "model"),
         ),
     ] = "kernel"

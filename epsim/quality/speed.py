@@ -1,4 +1,4 @@
-"""Measures end-to-end tokens per second of the small model under router policies and under its own choice."""
+"""Measures tokens per second of the whole small model under router policies, and under its own choice of experts."""
 
 import time
 from collections.abc import Sequence
@@ -18,12 +18,13 @@ from epsim.quality.options import GenerateOptions
 from epsim.traces.model import tokens
 
 COUNTED = 32
-"""Steps of the untimed continuation in which active experts are counted."""
+"""Number of decode steps in which active experts are counted. They are not timed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A stack's decoding: tokens_per_second [rounds], active experts per layer, the continuation [B, tokens]."""
+    """A stack's decoding. tokens_per_second [rounds]. active_experts: mean per step and layer. written [B, tokens]: the
+    continuations of the last round."""
 
     stack: str
     tokens_per_second: list[float]
@@ -32,7 +33,8 @@ class Speed:
 
 
 def generate_text(options: GenerateOptions) -> dict[str, Any]:
-    """The speed and the beginning of one continuation of each stack, also written to `out` if given."""
+    """Measures the speed of each stack. Returns the figures and a continuation of each stack, and writes them to `out`
+    if it is given."""
     stacks = list({str(parse_stack(stack)): stack for stack in ("topk", *options.stacks)}.values())
     model, about = small_model(options.cache, options.device)
     if len(stacks) > 1:
@@ -68,8 +70,8 @@ def generate_text(options: GenerateOptions) -> dict[str, Any]:
 def decode_speed(
     model: Any, stacks: Sequence[str], prompts: torch.Tensor, num_tokens: int, rounds: int, seed: int
 ) -> list[Speed]:
-    """In every round each stack in turn continues prompts [B, n] by num_tokens, as one batch in which no sequence ends.
-    On a GPU a step is one CUDA graph, timed by device events. Prefill is not timed."""
+    """Measures decoding. In every round each stack in turn continues prompts [B, n] by num_tokens tokens, as one batch
+    in which no sequence ends. On a GPU a step is one CUDA graph, timed by device events. Prefill is not timed."""
     if not stacks or rounds < 1 or num_tokens < 2:
         raise ValueError("give at least one stack, one round and two tokens")
     reroutes = [reroute_of(parse_stack(stack).router) for stack in stacks]
@@ -80,19 +82,19 @@ def decode_speed(
             decoder.capture(prompts)
     seconds: list[list[float]] = [[] for _ in stacks]
     for number in range(rounds):
-        for own, decoder in zip(seconds, decoders, strict=True):
+        for stack_seconds, decoder in zip(seconds, decoders, strict=True):
             torch.manual_seed(seed + number)
             decoder.start(prompts)
-            own.append(_timed(decoder, num_tokens - 1))
+            stack_seconds.append(_timed(decoder, num_tokens - 1))
     total = len(prompts) * (num_tokens - 1)
     return [
-        Speed(stack, [total / s for s in own], experts, decoder.written[:, prompts.shape[1] :].cpu())
-        for stack, own, experts, decoder in zip(stacks, seconds, active, decoders, strict=True)
+        Speed(stack, [total / s for s in stack_seconds], experts, decoder.written[:, prompts.shape[1] :].cpu())
+        for stack, stack_seconds, experts, decoder in zip(stacks, seconds, active, decoders, strict=True)
     ]
 
 
 def gains(speeds: Sequence[Speed]) -> list[float]:
-    """Each stack's speed over the first stack's in the same round, median over rounds."""
+    """Each stack's speed over the first stack's speed in the same round: medians over rounds."""
     first = np.array(speeds[0].tokens_per_second)
     return [float(np.median(np.array(speed.tokens_per_second) / first)) for speed in speeds]
 
@@ -111,7 +113,7 @@ def _count(model: Any, reroute: Reroute, prompts: torch.Tensor, num_tokens: int,
 
 
 def _timed(decoder: Decoder, steps: int) -> float:
-    """Seconds."""
+    """The seconds that `steps` steps take."""
     if decoder.tokens.is_cuda:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()

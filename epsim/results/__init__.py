@@ -29,12 +29,7 @@ def described_trace(name: str, meta: TraceMeta, planned: int, scored: int, notes
     """The entry `trace`. planned, scored: numbers of steps. notes: are added to the trace's notes."""
     return {
         "name": name,
-        "source": meta.source,
-        "level": meta.level,
-        "origin": meta.origin,
-        "model": meta.model,
-        "phase": meta.phase,
-        "num_layers": meta.num_layers,
+        **{key: getattr(meta, key) for key in ("source", "level", "origin", "model", "phase", "num_layers")},
         "layers": list(meta.layers),
         "num_experts": meta.num_experts,
         "top_k": meta.top_k,

@@ -279,7 +279,6 @@ def _cell(
         plan_share=point["plan_share"],
         timing=timing,
     )
-    axes = {key: value for key, value in point.items() if key != "draw"}
-    if "draw" in point:
-        axes["draw"] = list(point["draw"])
+    drawn_from = {"draw": list(point["draw"])} if "draw" in point else {}
+    axes = {key: value for key, value in point.items() if key != "draw"} | drawn_from
     return Cell(content_key(content), axes, trace, history, options, trace_name, history_name)

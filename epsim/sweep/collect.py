@@ -131,9 +131,10 @@ def combined(sweep: Sweep, command: str) -> ResultsData:
 def verdict_of(best: Counter[str], num_cells: int, num_failed: int) -> str:
     if not best:
         return f"None of {num_cells} cells has a step with tokens."
-    won = [f"{name} in {number}" for name, number in best.most_common()]
+    (first, wins), *others = best.most_common()
+    more = "".join(f", {name} in {number}" for name, number in others)
     failed = f"; {num_failed} cells failed" if num_failed else ""
-    return f"Stacks with the lowest peak load, by number of cells: {', '.join(won)} of {num_cells}{failed}."
+    return f"{first} has the lowest peak load in {wins} of {num_cells} cells{more}{failed}."
 
 
 def _suffix(cell: Values, axes: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from epsim.files import CannotWriteError, reason, whole_file
 from epsim.results import ResultsData, check_results, read_results
@@ -137,11 +137,8 @@ def _work(
 def words_of(job: Job) -> str:
     if isinstance(job, Making):
         return f"{TRACES}/{job.target.name}"
-    return f"cell {job.key} ({axes_words(job.axes)})"
-
-
-def axes_words(axes: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {axes[key]}" for key in ("trace", "ranks", "redundant", "seed"))
+    axes = ", ".join(f"{key} {job.axes[key]}" for key in ("trace", "ranks", "redundant", "seed"))
+    return f"cell {job.key} ({axes})"
 
 
 def cell_path(out: Path, key: str) -> Path:

@@ -1,13 +1,13 @@
 """Reads a grid file: the traces, clusters, policies and settings of a sweep (docs/sweep.md)."""
 
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from epsim.cards import tomllib
 from epsim.files import check_source, reason
 from epsim.models.known import SCORE_RULES
 from epsim.policies.stack import PolicyStack
@@ -15,11 +15,6 @@ from epsim.sweep.fields import FLAG, MAX_SEED, Field, check_keys, number, text, 
 from epsim.traces.limits import MAX_EXPERTS
 from epsim.traces.options import MAX_DRAWN
 from epsim.traces.trace import MAX_SHARED_COST, PHASES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_CELLS = 100_000
 MAX_NAME = 60

@@ -16,7 +16,8 @@ from epsim.cli.main import main
 from epsim.policies.reader import ThresholdChannels, TopkChannels
 from epsim.policies.stack import parse_stack
 from epsim.quality.hook import reroute_of, rerouted
-from epsim.quality.reader import Reading, SparseInputs, build_sketches, calibrated, layers_of
+from epsim.quality.layers import build_sketches, layers_of
+from epsim.quality.reader import Reading, SparseInputs, calibrated
 from tests.quality.reader_models import random_model
 from tests.quality.test_evaluate import save_cache
 

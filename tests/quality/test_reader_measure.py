@@ -19,7 +19,8 @@ from epsim.policies.stack import parse_stack
 from epsim.quality.batch_bytes import batch_bytes
 from epsim.quality.evaluate import loss_in_batches
 from epsim.quality.hook import keep, reroute_of, rerouted
-from epsim.quality.reader import Reading, build_sketches, calibrated, layers_of
+from epsim.quality.layers import build_sketches, layers_of
+from epsim.quality.reader import Reading, calibrated
 from tests.benchmarks.scripts import script
 from tests.quality.reader_models import random_model
 from tests.quality.test_evaluate import save_cache
