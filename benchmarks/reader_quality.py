@@ -1,4 +1,4 @@
-"""What channel readers cost the small model: top-k and thresholds, screens, restoration, and other scores.
+"""The quality that channel readers cost the small model: top-k and thresholds, screens, restoration, other scores.
 
     python benchmarks/reader_quality.py [--cache DIR] [--device cuda] [--sequences 64] [--out FILE]
 
@@ -40,7 +40,7 @@ SCREENS = ("partial", "full")
 
 
 class Bench:
-    """The model, its layers, its text, and the report so far."""
+    """The model, its layers, its text, and the report, which grows with each part."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.seconds = arguments, {}
@@ -83,12 +83,12 @@ class Bench:
         return Reading(self.layers, reader, **options)
 
     def payable(self, reader: Channels, num_experts: int = 0, num_ranks: int = 1) -> bool:
-        """Whether the budget suffices for the screen of num_experts experts (0: the model's k) on num_ranks ranks."""
+        """Whether the budget covers the screen of num_experts experts (0 for the model's k) on num_ranks ranks."""
         sizes, number = reader.sizes(self.sizes.hidden, self.sizes.intermediate), num_experts or self.top_k
         return sizes.token(number, 0, min(number, num_ranks)) <= reader.budget * number * sizes.expert
 
     def kept(self, reader: TopkChannels) -> int | None:
-        """The channels that a token keeps; None if the budget does not suffice for the screen."""
+        """The number of channels that a token keeps; None if the budget does not cover the screen."""
         sizes = reader.sizes(self.sizes.hidden, self.sizes.intermediate)
         return sizes.kept(reader.budget, self.top_k) if self.payable(reader) else None
 
@@ -110,13 +110,13 @@ class Bench:
     def run(self) -> dict[str, Any]:
         with self.timed("calibration"):
             mixed = self.calibration.pop(MIXED, next(iter(self.calibration.values())))
-            one = self.calibration.get(ONE_DOMAIN, mixed)
+            single_domain = self.calibration.get(ONE_DOMAIN, mixed)
             reader = ThresholdChannels(BUDGETS[0])
             budgets = [b for b in BUDGETS if self.payable(TopkChannels(b))]
             self.thresholds = calibrated(self.model, self.layers, reader, mixed, budgets)
-            of_one = calibrated(self.model, self.layers, reader, one, budgets)
+            of_single_domain = calibrated(self.model, self.layers, reader, single_domain, budgets)
         with self.timed("pairs"):
-            self.pairs(budgets, of_one)
+            self.pairs(budgets, of_single_domain)
         with self.timed("mixed"):
             self.ablations()
         with self.timed("kept and loss"):
@@ -131,8 +131,8 @@ class Bench:
         return self.report
 
     def pairs(self, budgets: Sequence[float], of_one: dict[float, list[float]]) -> None:
-        """For each domain and budget: top-k, the calibrated threshold, and top-k with the number that the threshold
-        keeps."""
+        """Measures for each domain and budget: top-k, the calibrated threshold, and top-k that keeps as many channels
+        as the threshold."""
         rows: list[dict[str, Any]] = []
         pairs: dict[str, list[Pair]] = {"loss": [], "kl": [], "as_many_loss": [], "as_many_kl": []}
         for domain, text in self.text.items():
@@ -142,12 +142,12 @@ class Bench:
                 reader = ThresholdChannels(budget)
                 trials[f"threshold {budget}"] = Trial(self.reading(reader, thresholds=self.thresholds[budget]))
                 trials[f"one {budget}"] = Trial(self.reading(reader, thresholds=of_one[budget]))
-            found, plain = measure(self.model, text, trials, CHUNK)
-            used = {b: round(found[f"threshold {b}"].kept) for b in budgets}
+            measured, plain = measure(self.model, text, trials, CHUNK)
+            used = {b: round(measured[f"threshold {b}"].kept) for b in budgets}
             again = {b: Trial(self.reading(TopkChannels(b), num_kept=used[b])) for b in budgets}
             same, _ = measure(self.model, text, {f"{b}": trial for b, trial in again.items()}, CHUNK)
             for budget in budgets:
-                topk, threshold = found[f"topk {budget}"], found[f"threshold {budget}"]
+                topk, threshold = measured[f"topk {budget}"], measured[f"threshold {budget}"]
                 for by in ("loss", "kl"):
                     pairs[by].append(pair(domain, budget, topk, threshold, by))
                     pairs[f"as_many_{by}"].append(pair(domain, budget, same[f"{budget}"], threshold, by))
@@ -162,7 +162,7 @@ class Bench:
                         "plain_loss": float(plain.loss.mean()),
                         "plain_right": float(plain.right.mean()),
                         "threshold_keeps": threshold.kept / k,
-                        "threshold_of_one_domain_keeps": found[f"one {budget}"].kept / k,
+                        "threshold_of_one_domain_keeps": measured[f"one {budget}"].kept / k,
                         "result": pairs["loss"][-1].result,
                         "result_kl": pairs["kl"][-1].result,
                         "result_as_many": pairs["as_many_loss"][-1].result,
@@ -170,12 +170,12 @@ class Bench:
                     }
                 )
         self.report["pairs"] = rows
-        self.report["tallies"] = {name: tally(own) for name, own in pairs.items()}
+        self.report["tallies"] = {name: tally(pairs_of_kind) for name, pairs_of_kind in pairs.items()}
         table("top-k and thresholds", rows)
         print(self.report["tallies"])
 
     def ablations(self) -> None:
-        """Screens, restoration, scores, quotas of ranks, and a router beside a reader, on mixed text."""
+        """Measures screens, restoration, scores, quotas of ranks, and a router with a reader, on mixed text."""
         readers: dict[str, Channels | SparseInputs] = {}
         for budget in (*BUDGETS, 0.135, 0.18, 0.185):
             for screen in SCREENS:
@@ -196,7 +196,7 @@ class Bench:
             else:
                 refused.append(name)
         for budget in (0.135, 0.185):
-            for screen in SCREENS:  # as if no sector were filled up: 26 bytes of codes a block, whatever the shape
+            for screen in SCREENS:  # codes packed without padding to sectors: 26 bytes per block for any shape
                 coordinates = TopkChannels(budget, screen=screen).coordinates
                 packed = ReadBytes(self.sizes.hidden, self.sizes.intermediate, coordinates=coordinates, sector=1)
                 if packed.token(self.top_k, 0) <= budget * self.top_k * packed.expert:
@@ -205,9 +205,9 @@ class Bench:
                     )
                     trials[f"packed {screen} {budget}"] = Trial(reading)
         self.more_trials(trials)
-        found, plain = measure(self.model, self.mixed, trials, CHUNK)
+        measured, plain = measure(self.model, self.mixed, trials, CHUNK)
         self.report["plain"] = {"loss": float(plain.loss.mean()), "right": float(plain.right.mean())}
-        self.report["trials"] = {name: figures.to_json() for name, figures in found.items()}
+        self.report["trials"] = {name: figures.to_json() for name, figures in measured.items()}
         self.report["not_payable"] = refused
         table("mixed text", [{"trial": name, **figures} for name, figures in self.report["trials"].items()])
 
@@ -233,23 +233,23 @@ class Bench:
             trials[f"oea(k0={k0})+reader {budget}"] = Trial(self.reading(TopkChannels(budget)), f"oea(k0={k0})", batch)
 
     def kept_and_loss(self, budgets: Sequence[float]) -> None:
-        """Tests whether a threshold keeps more channels for tokens whose next token is hard to predict."""
+        """Measures whether a threshold keeps more channels for tokens whose next token is hard to predict."""
         text = self.mixed[:CHUNK, :-1]
         with torch.no_grad():
             logits = self.model(input_ids=text.to(self.model.device), use_cache=False).logits
         targets = self.mixed[:CHUNK, 1:].to(self.model.device)
         each = partial(torch.nn.functional.cross_entropy, reduction="none")
         loss = torch.stack([each(row.float(), target) for row, target in zip(logits, targets, strict=True)])
-        found = {}
+        correlations = {}
         for budget in budgets:
             reading = self.reading(ThresholdChannels(budget), thresholds=self.thresholds[budget])
             kept = kept_by_token(self.model, reading, text)
-            found[f"{budget}"] = spearman(kept.ravel(), loss.cpu().double().numpy().ravel())
-        self.report["kept_and_loss_spearman"] = found
+            correlations[f"{budget}"] = spearman(kept.ravel(), loss.cpu().double().numpy().ravel())
+        self.report["kept_and_loss_spearman"] = correlations
 
     def generation(self, budgets: Sequence[float]) -> None:
-        """Sampled continuations under the threshold, top-k and the plain model: repetition, and what a threshold keeps
-        along them."""
+        """Samples continuations with a threshold, with top-k and with the plain model. Measures repetition, and the
+        channels that the threshold keeps along the text."""
         each = min(max(32 // len(self.text), 1), self.arguments.sequences)
         prompts = torch.cat([rows[:each, :PROMPT] for rows in self.text.values()])
         names = [name for name in self.text for _ in range(each)]
@@ -260,8 +260,8 @@ class Bench:
             topk, kept = self.reading(TopkChannels(budget)), self.kept(TopkChannels(budget))
             written[f"topk {budget}"] = self.continued(prompts, length, topk)
             reading = self.reading(ThresholdChannels(budget), thresholds=self.thresholds[budget])
-            own = written[f"threshold {budget}"] = self.continued(prompts, length, reading)
-            drift[f"{budget}"] = drift_of(self.model, reading, own, names, prompts.shape[1], kept)
+            written_text = written[f"threshold {budget}"] = self.continued(prompts, length, reading)
+            drift[f"{budget}"] = drift_of(self.model, reading, written_text, names, prompts.shape[1], kept)
             assert float(topk.counts[:, 1].sum()) == float(topk.counts[:, 0].sum()) * kept
         repetition = {name: repetition_rate(text[:, prompts.shape[1] :]) for name, text in written.items()}
         self.report["repetition"] = repetition

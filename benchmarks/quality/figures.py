@@ -67,32 +67,32 @@ def measure(
 
     Teacher-forced: every token is read as in a decode step. A pass has `chunk` sequences.
     """
-    found, plain = compare(model, text, [partial(acting, model, trial) for trial in trials.values()], chunk)
+    figures_of_trials, plain = compare(model, text, [partial(acting, model, trial) for trial in trials.values()], chunk)
     figures = {}
-    for (name, trial), one in zip(trials.items(), found, strict=True):
+    for (name, trial), measured in zip(trials.items(), figures_of_trials, strict=True):
         known = trial.reading is not None and trial.reading.counts.any()
-        figures[name] = replace(one, kept=trial.reading.kept_channels()) if known else one
+        figures[name] = replace(measured, kept=trial.reading.kept_channels()) if known else measured
     return figures, plain
 
 
 @torch.no_grad()
 def compare(model: Any, text: torch.Tensor, forms: Sequence[Acting], chunk: int) -> tuple[list[Figures], Figures]:
     """Figures of the model inside each form's context, and those of the plain model."""
-    found: list[list[list[torch.Tensor]]] = [[] for _ in forms]
+    parts_of_forms: list[list[list[torch.Tensor]]] = [[] for _ in forms]
     plain_found: list[list[torch.Tensor]] = []
     for part in torch.split(text, chunk):
         inputs, targets = part[:, :-1].to(model.device), part[:, 1:].to(model.device)
         plain = log_probabilities(model, inputs)
         plain_loss, plain_right = _against(plain, targets)
         plain_found.append([plain_loss, torch.zeros_like(plain_loss), plain_right])
-        for parts, form in zip(found, forms, strict=True):
+        for parts, form in zip(parts_of_forms, forms, strict=True):
             with form():
-                own = log_probabilities(model, inputs)
-            loss, right = _against(own, targets)
+                changed = log_probabilities(model, inputs)
+            loss, right = _against(changed, targets)
             # Sequence by sequence: all at once take gigabytes.
-            kl = torch.stack([(p.exp() * (p - q)).sum(-1).double().mean() for p, q in zip(plain, own, strict=True)])
+            kl = torch.stack([(p.exp() * (p - q)).sum(-1).double().mean() for p, q in zip(plain, changed, strict=True)])
             parts.append([loss - plain_loss, kl, right])
-    return [_figures(parts) for parts in found], _figures(plain_found)
+    return [_figures(parts) for parts in parts_of_forms], _figures(plain_found)
 
 
 @contextmanager

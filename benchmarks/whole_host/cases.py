@@ -1,9 +1,10 @@
 """Parts `layers-*` and `oea` of benchmarks/whole_host.py. A case is a routing, a redundancy and a number of tokens.
 
-A case runs every stack on the same steps, in turn, by `epsim.runtime.job`, and compares the loads with a replay's.
-Before the first case, the outputs of every stack are compared with a float64 reference. If the exchange can be
-captured, layers are also timed as CUDA graphs, since an eager layer of few tokens takes as long as its host. The host's
-time of the experts (`host_us`) is measured: a phase counts as the device's if its host needs less than half as long.
+A case runs every stack in turn on the same steps with `epsim.runtime.job`, and compares the loads with a replay's.
+Before the first case, the outputs of every stack are compared with a float64 reference. An eager layer of few tokens
+takes as long as the host needs to launch it. So layers are also timed as CUDA graphs, if the exchange can be captured.
+The host's time for the experts (`host_us`) is measured too. If it is less than half of a phase, the phase's time counts
+as the device's.
 """
 
 import dataclasses
@@ -54,17 +55,18 @@ GRAPHED, HOSTED = 8, 7
 
 
 def layers(host: Host, exchange: str, until: float) -> Iterator[dict[str, Any]]:
-    """Collective. The first routing with all redundancies, the others with the most and none."""
+    """Measures the first routing with all numbers of redundant experts, the others with the most and with none.
+    Collective."""
     sizes, most = host.sizes, max(host.sizes.tokens)
     per_step = host.bench.size * most
-    found = sources(host.recordings, sizes.wide, per_step, max(sizes.tokens.values()), host.bench.device)
-    for number, source in enumerate(map(same, found)):
+    routings = sources(host.recordings, sizes.wide, per_step, max(sizes.tokens.values()), host.bench.device)
+    for number, source in enumerate(map(same, routings)):
         for redundant in sizes.redundant if number == 0 else sizes.redundant[:: len(sizes.redundant) - 1]:
             yield from cases(host, source, STACKS, exchange, redundant, sizes.tokens, sizes.models[0], until)
 
 
 def routed(host: Host, until: float) -> Iterator[dict[str, Any]]:
-    """Router policies on decode steps of a few tokens a rank."""
+    """Measures router policies on decode steps of a few tokens per rank. Collective."""
     sizes = host.sizes
     number = host.bench.size * max(tokens * steps for tokens, steps in sizes.decode.items())
     source = same(scored(sizes.small, number, host.bench.device))
@@ -74,7 +76,7 @@ def routed(host: Host, until: float) -> Iterator[dict[str, Any]]:
 
 
 def same(source: Source) -> Source:
-    """Rank 0's source, on every rank, because generators of other devices may draw other values. Collective."""
+    """Broadcasts rank 0's source, because generators on other devices may draw other values. Collective."""
     sent: list[Any] = [source if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(sent, 0)
     return sent[0]
@@ -84,7 +86,7 @@ def cases(
     host: Host, source: Source, texts: Sequence[str], exchange: str, redundant: int, tokens: dict[int, int],
     model_name: str, until: float,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Every number of tokens under one set of layers. Collective. Only rank 0's rows are complete."""
+    """Measures every number of tokens with the same layers. Collective. Only rank 0's rows are complete."""
     head: dict[str, Any] = {"source": source.name, "what": source.what, "num_experts": source.shape.num_experts}
     head |= {"top_k": source.shape.top_k, "exchange": exchange, "redundant": redundant}
     if not host.goes_on(until):
@@ -92,7 +94,7 @@ def cases(
         return
     try:
         model, job, clock = made(host, source, texts, exchange, redundant, tokens)
-    except ValueError as error:  # on every rank alike: nothing was begun
+    except ValueError as error:  # all ranks raise it before they communicate
         yield head | {"skipped": str(error)}
         return
     timing, why = _timing(host, source.shape, exchange, model_name)
@@ -104,14 +106,14 @@ def cases(
         begun = time.monotonic()
         block = source.block(host.bench.size, number, steps)
         run = dataclasses.replace(job, blocks=lambda first, block=block: iter([block]), num_steps=steps)
-        found = _measured(host, run, model, clock, [block] * len(texts), timing)
+        measured = _measured(host, run, model, clock, [block] * len(texts), timing)
         graphs = _graphs(host, run, model, number) if number in host.sizes.tokens else None
         host_us = _host_us(host, run, model)
-        if found is None:
+        if measured is None:
             continue
-        row = head | {"tokens": number, "steps": steps, "equals_replay": not found.differing, **why}
+        row = head | {"tokens": number, "steps": steps, "equals_replay": not measured.differing, **why}
         row |= {"host_us": {"experts": host_us}, "seconds": round(time.monotonic() - begun, 2)}
-        row["stacks"] = _of_stacks(texts, found, checked, graphs)
+        row["stacks"] = _of_stacks(texts, measured, checked, graphs)
         row["right"] = row["equals_replay"] and max(checked) < host.sizes.tolerance
         yield row
     if host.on_gpu:
@@ -157,18 +159,18 @@ def _measured(
     telemetry = TelemetryWriter(folder, bench.rank, bench.size, {})
     run_job(job, host.place, model, clock, Watch(None, bench.rank, bench.size, clock, folder), telemetry)
     telemetry.close()
-    own = read_rank(folder, bench.rank)
+    telemetry_of_rank = read_rank(folder, bench.rank)
     shutil.rmtree(folder)
     tables: list[Any] = [None] * bench.size
-    dist.gather_object(own, tables if bench.rank == 0 else None)
+    dist.gather_object(telemetry_of_rank, tables if bench.rank == 0 else None)
     if bench.rank:
         return None
     return measure(joined(tables), job, iter([blocks]), host.dtype.itemsize, SEED, timing)
 
 
 def _outputs(host: Host, source: Source, job: Job, model: RandomLayers) -> list[float]:
-    """The error of each stack's output on the worst rank: the norm of the difference from the reference over the norm
-    of the reference. For a router policy the reference uses the experts that it chose. Collective."""
+    """The relative error of each stack's output on the worst rank: the norm of the difference from the reference, over
+    the norm of the reference. For a router policy the reference uses the experts that the policy chose. Collective."""
     number, shape = min(host.sizes.checked, job.max_tokens), source.shape
     block = source.block(host.bench.size, number, 1)
     generator = torch.Generator().manual_seed(SEED + host.bench.rank)
@@ -176,7 +178,7 @@ def _outputs(host: Host, source: Source, job: Job, model: RandomLayers) -> list[
     weights = RandomWeights(shape, SEED, host.bench.device, host.dtype)
     tokens = tokens_of(block, 0, job, host.place)
     known: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    found = []
+    errors = []
     for (layer,) in model.layers:
         acts = layer.balancer.bound.stack.router.acts
         scores = tokens.scores[:, 0] if acts and tokens.scores is not None else None
@@ -191,8 +193,8 @@ def _outputs(host: Host, source: Source, job: Job, model: RandomLayers) -> list[
             wanted = reference_output(shape, weights, 3, hidden, *given)
             known.append((record.ids.clone(), record.weights.clone(), wanted))
         far = float((output.double() - wanted).norm() / wanted.norm())
-        found.append(host.bench.slowest(far if far == far else float("inf")))
-    return found
+        errors.append(host.bench.slowest(far if far == far else float("inf")))
+    return errors
 
 
 def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list[float] | None] | None:
@@ -206,23 +208,23 @@ def _graphs(host: Host, job: Job, model: RandomLayers, tokens: int) -> list[list
     fixed = exchange_of(host, "deep_ep", shape, model, tokens)
     ids.copy_(batches[0])
     captured: list[tuple[list[float], KernelBalancer, torch.cuda.CUDAGraph]] = []
-    found: list[list[float] | None] = []
+    times_of_stacks: list[list[float] | None] = []
     for (layer,) in model.layers:
-        found.append(None)
+        times_of_stacks.append(None)
         if isinstance(layer.balancer, KernelBalancer) and not layer.balancer.bound.stack.router.acts:
-            found[-1] = times = list[float]()
+            times_of_stacks[-1] = times = list[float]()
             graph = bench.capture(like(layer, fixed), hidden, step=0, forced_ids=ids)
             captured.append((times, layer.balancer, graph))
     for step, batch in zip(block.steps.tolist(), batches, strict=False):
         ids.copy_(batch)
         for _, balancer, _ in captured:
-            balancer.begin(step)  # draws as a replay does
+            balancer.begin(step)  # sets the step for random draws, as a replay does
         for times, _, graph in captured:
             times.append(bench.time(graph.replay, inner=3, repeats=3))
     for _, _, graph in captured:
         graph.reset()
     fixed.close()
-    return found
+    return times_of_stacks
 
 
 def exchange_of(host: Host, name: str, shape: LayerShape, model: RandomLayers, tokens: int) -> Exchange:
@@ -243,15 +245,15 @@ def _host_us(host: Host, job: Job, model: RandomLayers) -> float:
     ids = tokens.ids[:, 0].contiguous()
     slots = layer.balancer.assign(ids, 0).slots
     received = layer.exchange.dispatch(hidden, slots, torch.ones(slots.shape, device=host.bench.device))
-    found = []
+    times = []
     for _ in range(HOSTED):
         if host.on_gpu:
             torch.cuda.synchronize()
         begun = time.perf_counter()
         outputs, _ = layer.experts(received)
-        found.append((time.perf_counter() - begun) * 1e6)
+        times.append((time.perf_counter() - begun) * 1e6)
     layer.exchange.combine(outputs, received)
-    return host.bench.slowest(statistics.median(found))
+    return host.bench.slowest(statistics.median(times))
 
 
 def _timing(host: Host, shape: LayerShape, exchange: str, model_name: str) -> tuple[LayerTiming | None, dict[str, str]]:
@@ -271,13 +273,13 @@ def _timing(host: Host, shape: LayerShape, exchange: str, model_name: str) -> tu
 
 
 def _of_stacks(
-    texts: Sequence[str], found: Measured, checked: list[float], graphs: list[list[float] | None] | None
+    texts: Sequence[str], measured: Measured, checked: list[float], graphs: list[list[float] | None] | None
 ) -> list[dict[str, Any]]:
-    """phases_us, predicted_us: medians over steps; layer_us: of the slowest rank. gain: over the first stack, mean and
-    95% interval over steps."""
+    """The figures of each stack. phases_us, predicted_us: medians over steps. layer_us: of the slowest rank. gain: over
+    the first stack, mean and 95% interval over steps."""
     rows = []
     for number, text in enumerate(texts):
-        entry, replayed = found.measured["stacks"][number], found.predicted["stacks"][number]
+        entry, replayed = measured.measured["stacks"][number], measured.predicted["stacks"][number]
         metrics = entry["metrics"]
         row: dict[str, Any] = {"stack": text, "error": checked[number]}
         row["layer_us"] = {key: metrics["layer_time_us"][key] for key in ("mean", "p50", "p95")}

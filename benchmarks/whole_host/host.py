@@ -15,8 +15,8 @@ from epsim.runtime.job import Place
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of the measurement. tokens, decode: {tokens per rank: steps}; those of `tokens` run as graphs too.
-    checked: tokens per rank whose outputs are compared."""
+    """The sizes of the measurement. tokens, decode: {tokens per rank: number of steps}; sizes in `tokens` are also
+    timed as CUDA graphs. checked: tokens per rank whose outputs are compared with a reference."""
 
     wide: LayerShape
     small: LayerShape
@@ -43,8 +43,8 @@ ON_CPU = Sizes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Host:
-    """A rank's place in the measurement. recordings: a folder, or None. calibration: a folder of tables, which may be
-    empty."""
+    """What a rank measures with. recordings: a folder of recordings, or None. calibration: a folder of tables, which
+    may be empty."""
 
     bench: Bench
     sizes: Sizes

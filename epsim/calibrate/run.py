@@ -191,14 +191,14 @@ def _of_first(machine: Machine, make: Callable[[], Made]) -> Made:
     ValueError."""
     if machine.size == 1:
         return make()
-    told: list[Any] = [None, ""]
+    outcome: list[Any] = [None, ""]
     if machine.rank == 0:
         try:
-            told[0] = make()
+            outcome[0] = make()
         except (ValueError, OSError) as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-    made, wrong = told
+            outcome[1] = str(error)
+    dist.broadcast_object_list(outcome, src=0, device=torch.device("cpu"))
+    made, wrong = outcome
     if wrong:
         raise ValueError(wrong)
     result: Made = made

@@ -46,10 +46,10 @@ def sweep_command(
     if ray is not None and not ray.strip():
         raise ValueError("--ray is empty: give a cluster's address, auto or local")
     content = read_grid(grid, named_stack)
-    here = min(workers or cores(), cores()) if ray else workers or cores()
+    num_local = min(workers or cores(), cores()) if ray else workers or cores()
 
     def processes() -> Pool:
-        return Processes(here, max(1, cores() // here))
+        return Processes(num_local, max(1, cores() // num_local))
 
     def ray_workers() -> Pool:
         from epsim.sweep.ray_pool import RayWorkers

@@ -207,8 +207,8 @@ class Calibration:
         """The table for `ranks` ranks on `nodes` nodes, with rows of the model's width and type, or None. Of several
         tables it prefers deep_ep, then the nearest top-k, then the nearest number of experts, then the first. Tables
         without a row width are used only if no other matches."""
-        here = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
-        fits = [t for t in here if t.hidden == model.hidden] or [t for t in here if not t.hidden]
+        candidates = [t for t in self.exchange if (t.ranks, t.nodes, t.dtype) == (ranks, nodes, model.dispatch)]
+        fits = [t for t in candidates if t.hidden == model.hidden] or [t for t in candidates if not t.hidden]
 
         def distance(table: ExchangeTable) -> tuple[bool, int, int]:
             experts_apart = abs(table.num_experts - model.num_experts)

@@ -222,7 +222,7 @@ class LayerTiming:
         return load.tokens / num_ranks * (1 - visits(torch.tensor(1 / num_ranks).double(), self.model.top_k))
 
     def _received(self, load: Load, served: Tensor, local: bool) -> Tensor | None:
-        """Rows that each rank receives, [S, L, R]: tokens that visit the rank, counted if the trace tells, otherwise
+        """Rows that each rank receives, [S, L, R]: tokens that visit the rank, counted in traces of tokens, otherwise
         expected. None if times do not depend on rows."""
         if self.experts.table is None:
             return None

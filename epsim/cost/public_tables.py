@@ -44,7 +44,7 @@ class ExchangePoint:
 
 def data_folder(device: str) -> Path:
     """The folder of a device's tables (`h100`, `h200`, `b200`) in the wheel. Raises ValueError if the wheel is not
-    installed or has none."""
+    installed or has no tables of the device."""
     spec = find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError("the public tables are not installed: pip install 'epsim[public-tables]'")

@@ -48,5 +48,5 @@ class RouterTable:
         return same and bool(self.given_us if given else self.us)
 
     def time(self, tokens: Tensor, given: bool) -> Tensor:
-        """Microseconds [...] for tokens [...] per rank."""
+        """Microseconds [...] for tokens [...] per rank. given: whether the experts come from a trace."""
         return curve(self.tokens, self.given_us if given else self.us, tokens)

@@ -137,7 +137,7 @@ def filled(new_ids: torch.Tensor, model_ids: torch.Tensor) -> torch.Tensor:
 
 
 def check_rules(model: Any) -> None:
-    """Raises ValueError if the model has a router of a class without a known weight rule."""
+    """Raises ValueError if it is unknown how one of the model's routers computes its weights."""
     for router in find_routers(model):
         name = type(router.module).__name__
         if name not in WEIGH_RULES:

@@ -1,4 +1,4 @@
-"""Turns a grid into cells: the valid combinations. A cell's key is a hash of its content. Others get a reason."""
+"""Turns a grid into cells: valid combinations, whose keys are hashes of their content. Invalid ones get a reason."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -207,8 +207,8 @@ class _Traces:
         only, least = point.get("only"), point.get("min_tokens", 1)
         if only is None and least == 1:
             return opening
-        told = asdict(reading) | ({"ranks": None} if source.ours else {})
-        target = self._target({"digest": source.digest, "reading": told, "only": only, "least": least})
+        described = asdict(reading) | ({"ranks": None} if source.ours else {})
+        target = self._target({"digest": source.digest, "reading": described, "only": only, "least": least})
         self._makings.setdefault(target, Making(target, (opening,), None, only, least))
         return Opening(target)
 

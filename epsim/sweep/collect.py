@@ -138,8 +138,8 @@ def verdict_of(best: Counter[str], num_cells: int, num_failed: int) -> str:
 
 
 def _suffix(cell: Values, axes: Mapping[str, Any]) -> str:
-    told = [f"{key} {cell[key]}" for key in axes if cell.get(key) is not None]
-    return f" [{', '.join(told)}]" if told else ""
+    words = [f"{key} {cell[key]}" for key in axes if cell.get(key) is not None]
+    return f" [{', '.join(words)}]" if words else ""
 
 
 def _write_table(sweep: Sweep, path: Path) -> None:
