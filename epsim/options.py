@@ -95,9 +95,13 @@ class Options:
                     raise ValueError(f"{entry.flag} {value}: give at most {about.most}")
 
 
-@functools.cache
-def parameters(options: Any) -> tuple[Parameter, ...]:
+def parameters(options: type) -> tuple[Parameter, ...]:
     """The options of a dataclass: its own in order, then those of the classes that it inherits from."""
+    return _parameters(options)
+
+
+@functools.cache
+def _parameters(options: Any) -> tuple[Parameter, ...]:
     by_name = {entry.name: entry for entry in fields(options)}
     by_option: dict[str, Parameter] = {}
     for owner in options.__mro__:
