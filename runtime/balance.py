@@ -116,6 +116,7 @@ class Balancer:
             cost=setting.shared_cost,
             seed=setting.seed,
             top_k=setting.top_k,
+            most_experts=self.bound.most_experts,
             steps=batch.steps,
             layers=batch.layers,
             routed=routed,

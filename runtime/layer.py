@@ -11,7 +11,7 @@ from epsim.kernels.dispatch import Assigned
 from epsim.models.shapes import LayerShape
 from epsim.placement.base import Placement
 from epsim.policies.apply import Setting
-from epsim.policies.base import RouterWork, alone
+from epsim.policies.base import RouterWork, alone, checked_route
 from epsim.policies.one_copy import held_by_rank
 from epsim.policies.stack import PolicyStack
 from epsim.runtime.balance import Balancer
@@ -170,7 +170,7 @@ class ExpertParallelMoE(torch.nn.Module):
             total=collective.all_reduce if policy.whole_batch else alone,
         )
         try:
-            routed = policy.route(work)
+            routed = checked_route(policy, work)
         except ValueError as error:
             raise self.clock.error(str(error)) from error
         return dataclasses.replace(routing, ids=routed.expert_ids, weights=routed.weights)

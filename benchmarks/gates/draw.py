@@ -127,7 +127,7 @@ def local_slots(batches: Batches, text: str) -> list[np.ndarray[Any, Any]]:
         flat = torch.bincount((source[:, None] * ranks + serving).flatten(), minlength=ranks**2)
         by_source = flat.view(1, 1, ranks, ranks)
         work = SharedWork(
-            model.shared_cost, SEED, model.top_k, one, one + batches.layer, by_source.sum(2), by_source,
+            model.shared_cost, SEED, model.top_k, model.top_k, one, one + batches.layer, by_source.sum(2), by_source,
             torch.full((1, 1, ranks), tokens), placement.node_of_rank, batch, serving[:, None],
         )  # fmt: skip
         shared = stack.shared.token_ranks(work)[:, 0]

@@ -122,6 +122,11 @@ class BoundStack:
         return self.setting.shared_cost > 0
 
     @property
+    def most_experts(self) -> int:
+        """The most routed experts of a token."""
+        return self.stack.router.most_experts(self.setting.top_k)
+
+    @property
     def split(self) -> Split:
         """The stack's split; `even` if no expert has several copies, since nothing is split or drawn then."""
         return self.stack.split if self.copies.redundant else Even()
@@ -215,6 +220,7 @@ class BoundStack:
                 cost=self.setting.shared_cost,
                 seed=self.setting.seed,
                 top_k=self.setting.top_k,
+                most_experts=self.most_experts,
                 steps=part.steps,
                 layers=torch.tensor(self.setting.layers, device=counts.device),
                 routed=routed,

@@ -153,9 +153,26 @@ class Router(BatchPolicy):
     def whole_batch(self) -> bool:
         return True
 
+    def most_experts(self, top_k: int) -> int:
+        """The largest k' of `Routed` if the model chooses top_k experts. Define it if a token may get more than top_k:
+        loads may depend on this number, and it must be the same for all steps and ranks."""
+        return top_k
+
     def route(self, work: RouterWork) -> Routed:
-        """Raises ValueError if the arguments do not fit the model."""
+        """Raises ValueError if the arguments do not fit the model. Call it through `checked_route`."""
         raise NotImplementedError
+
+
+def checked_route(router: Router, work: RouterWork) -> Routed:
+    """The router's answer. Raises ValueError if it has more experts per token than `Router.most_experts` says."""
+    routed = router.route(work)
+    width, most = routed.expert_ids.shape[-1], router.most_experts(work.expert_ids.shape[-1])
+    if width > most:
+        raise ValueError(
+            f"router {router.name} gives a token up to {width} experts, but its most_experts() returns {most}: "
+            "let most_experts() return the larger number"
+        )
+    return routed
 
 
 class Reader(BatchPolicy):
@@ -184,7 +201,9 @@ class Reader(BatchPolicy):
 class SharedWork:
     """The input of a shared-expert policy, for S steps and L layers.
 
-    cost: the shared expert's work in routed assignments, > 0. seed: seed of random draws. top_k: k.
+    cost: the shared expert's work in routed assignments, > 0. seed: seed of random draws. top_k: the model's k.
+    most_experts: the most routed experts of a token after the router policy. Use it instead of the width of a tensor
+    of experts, which depends on the other steps of a block.
     steps [S], layers [L] int64: their numbers.
     routed [S, L, R] int64: assignments that each rank serves, from all source ranks.
     routed_by_source [S, L, R, R] int64: the same by source rank. Only the batch's source ranks must be right.
@@ -197,6 +216,7 @@ class SharedWork:
     cost: float
     seed: int
     top_k: int
+    most_experts: int
     steps: Tensor
     layers: Tensor
     routed: Tensor

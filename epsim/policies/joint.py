@@ -46,9 +46,7 @@ class WaterfillJoint(SharedDispatch):
     def served(self, work: SharedWork) -> Tensor:
         most = None
         if self.candidates == "visited":
-            # A router policy may give tokens more experts than the model's top-k.
-            width = 0 if work.batch is None else work.batch.expert_ids.shape[-1]
-            most = work.routed_by_source // max(work.top_k, width)
+            most = work.routed_by_source // work.most_experts
         return pour(work.routed, work.tokens, work.cost, work.node_of_rank, most)[0]
 
     def token_ranks(self, work: SharedWork) -> Tensor:

@@ -128,7 +128,7 @@ def test_below_mean(tmp_path: Path) -> None:
     batch = Batch(torch.tensor([0]), torch.tensor([3]), torch.zeros(6).long(), source, ids, local)
     routed = torch.tensor([[[6, 4, 5]]])
     nothing = torch.zeros(1, 1, 3, 3)
-    work = SharedWork(1.0, 0, 2, batch.steps, batch.layers, routed, nothing, nothing[0], source, batch, ranks)
+    work = SharedWork(1.0, 0, 2, 2, batch.steps, batch.layers, routed, nothing, nothing[0], source, batch, ranks)
     # Ranks 1 and 2 are light. Tokens take turns; own ranks count too; a token without experts has no rank.
     assert shared().token_ranks(work).tolist() == [[1], [2], [1], [1], [-1], [1]]
     heavy = dataclasses.replace(work, routed=torch.tensor([[[9, 1, 9]]]), expert_ranks=ranks.clamp(max=0))

@@ -102,6 +102,7 @@ def shared_work(on_placement: BoundStack, block: TokenBlock, cost: float) -> Sha
         cost=cost,
         seed=7,
         top_k=ids.shape[2],
+        most_experts=ids.shape[2],
         steps=batch.steps,
         layers=layers,
         routed=by_source.sum(2),

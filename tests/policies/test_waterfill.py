@@ -93,6 +93,7 @@ def work_of(bound_stack: BoundStack, block: TokenBlock, cost: float) -> tuple[Sh
         cost,
         bound_stack.setting.seed,
         ids.shape[2],
+        ids.shape[2],
         batch.steps,
         layers,
         by_source.sum(2),
@@ -199,7 +200,7 @@ def alone_work(routed: list[int], tokens: list[int], batch: Batch | None, ranks:
     zero, load = torch.zeros(1, dtype=torch.int64), torch.tensor(routed)[None, None]
     by_source = torch.zeros(1, 1, len(routed), len(routed), dtype=torch.int64)
     node, waiting = torch.zeros(len(routed), dtype=torch.int64), torch.tensor(tokens)[None, None]
-    return SharedWork(1.0, 0, 2, zero, zero, load, by_source, waiting, node, batch, ranks)
+    return SharedWork(1.0, 0, 2, 2, zero, zero, load, by_source, waiting, node, batch, ranks)
 
 
 def test_water_fills_the_valley_up_to_the_line() -> None:

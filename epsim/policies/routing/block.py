@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from epsim.policies.base import Router, RouterWork
+from epsim.policies.base import Router, RouterWork, checked_route
 from epsim.traces.trace import Phase, TokenBlock
 
 ROUTED_ANEW = ("decode", "unknown")
@@ -91,7 +91,8 @@ def _route(
     weights = weight_basis.gather(-1, padded_ids.clamp(min=0)).masked_fill(padded_ids < 0, 0.0)
     weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
     decode = torch.ones(padded_ids.shape[:-1], dtype=torch.bool, device=holds.device)
-    routed = router.route(RouterWork(padded_scores, weight_basis, padded_ids, weights, decode, holds))
+    work = RouterWork(padded_scores, weight_basis, padded_ids, weights, decode, holds)
+    routed = checked_route(router, work)
     return routed.expert_ids.cpu().transpose(1, 2)[at]
 
 

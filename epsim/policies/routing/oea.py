@@ -87,6 +87,9 @@ class Oea(Router):
     def whole_batch(self) -> bool:
         return self.union == "batch"
 
+    def most_experts(self, top_k: int) -> int:
+        return max(top_k, self.kmax or 0)
+
     def route(self, work: RouterWork) -> Routed:
         schedule = parse_schedule(self.k0, self.name, 2)
         top_k, num_experts = work.expert_ids.shape[-1], work.scores.shape[-1]

@@ -127,6 +127,7 @@ def expected(bound: BoundStack, ids: list[torch.Tensor], step: int) -> tuple[lis
             cost=setting.shared_cost,
             seed=setting.seed,
             top_k=setting.top_k,
+            most_experts=bound.most_experts,
             steps=batch.steps,
             layers=batch.layers,
             routed=by_source.sum(2),
