@@ -1,8 +1,10 @@
 """The results of a run: metrics of the measured loads and times, beside what a replay predicts."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ from epsim.policies.apply import bind
 from epsim.policies.copies import Copies
 from epsim.policies.load import Load
 from epsim.results import ResultsData
+from epsim.runtime.beats import FAULT
 from epsim.runtime.job import Job
 from epsim.runtime.phases import LAYER_PHASES
 from epsim.score.block import StackScore, score_block
@@ -27,16 +30,57 @@ MEASURED_KEYS = ("bytes_read", "layer_time_us", "throughput_gain")
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """The first rank of a layer in a step whose measured load is not the replay's. measured, replayed: routed
+    assignments and shared-expert tokens that the rank served."""
+
+    stack: str
+    step: int
+    layer: int
+    rank: int
+    measured: Sequence[int]
+    replayed: Sequence[int]
+
+    def __str__(self) -> str:
+        where = f"stack {self.stack}, step {self.step}, layer {self.layer}, rank {self.rank}"
+        (routed, shared), (replayed, replayed_shared) = self.measured, self.replayed
+        return (
+            f"{where} served {routed} routed assignments and {shared} shared-expert tokens, "
+            f"but {replayed} and {replayed_shared} in the replay"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What a run measured, and what a replay predicts for the same steps.
 
-    measured, predicted: the entries `scored`, `stacks` and `verdict` of results.json. differing: each (stack, step,
-    layer) whose measured loads are not exactly those of the replay.
+    measured, predicted: the entries `scored`, `stacks` and `verdict` of results.json. differing: one entry for each
+    stack, step and layer whose measured loads are not exactly those of the replay.
     """
 
     measured: ResultsData
     predicted: ResultsData
-    differing: list[tuple[str, int, int]]
+    differing: list[Difference]
+
+    @property
+    def note(self) -> str:
+        """Whether the measured loads are those of the replay, in words."""
+        if not self.differing:
+            return "Measured loads are those of a replay, integer for integer, in every step, layer and rank."
+        return (
+            f"measured loads are not those of a replay, which is a fault of a policy or of epsim "
+            f"({len(self.differing)} differences by stack, step and layer): {self.differing[0]}"
+        )
+
+
+def print_note(run: Mapping[str, Any]) -> None:
+    """Prints the note of the entry `run` of results.json. If loads differ from the replay's, prints it on stderr and
+    exits with code 1."""
+    if run["equals_replay"]:
+        print(run["note"])
+        return
+    print(f"epsim: {run['note']}", file=sys.stderr)
+    sys.exit(FAULT)
 
 
 def measure(
@@ -69,7 +113,7 @@ def measure(
         for _ in range(2)
     )
     phases: list[list[Floats]] = [[] for _ in bound_stacks]
-    differing: list[tuple[str, int, int]] = []
+    differing: list[Difference] = []
     all_steps = table["step"].to_numpy()
     for stack_blocks in blocks:
         steps, rows = stack_blocks[0].steps, table.slice(0, 0)
@@ -89,9 +133,15 @@ def measure(
             metrics |= _timed(columns, times, first_times, job, weight_bytes)
             scores.append(StackScore(load, prediction.optimum, metrics))
             phases[number].append(columns.phases())
-            same = (load.routed == prediction.load.routed) & (load.shared_tokens == prediction.load.shared_tokens)
-            for step, layer in (~same.all(-1)).nonzero().tolist():
-                differing.append((stack.name or str(stack.stack), int(steps[step]), job.layers[layer]))
+            served, replayed_served = (
+                torch.stack((each.routed, each.shared_tokens.to(torch.int64)), -1) for each in (load, prediction.load)
+            )
+            wrong = (served != replayed_served).any(-1)
+            for step, layer in wrong.any(-1).nonzero().tolist():
+                rank = int(wrong[step, layer].to(torch.int8).argmax())
+                ours, replays = (each[step, layer, rank].tolist() for each in (served, replayed_served))
+                name = stack.name or str(stack.stack)
+                differing.append(Difference(name, int(steps[step]), job.layers[layer], rank, ours, replays))
         measured.add(scores, replayed.seen)
     placements = [stack.placement for stack in job.stacks]
     ours, theirs = measured.results(placements, measured=True), predicted.results(placements)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from epsim.files import message_line
 from epsim.launch.folder import PREDICTED, RESULTS, TELEMETRY, clear, phases_of_steps, write_routed
-from epsim.launch.measured import Measured, measure
+from epsim.launch.measured import Measured, measure, print_note
 from epsim.launch.member import Member, choose_device, choose_dtype
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import Prepared, is_folder, prepare
@@ -305,13 +305,6 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
         words = f"placements planned on {Path(options.history or '').name}"
     elif first:
         words = f"placements planned on the first {first} steps, which are not run"
-    note = "Measured loads are those of a replay, integer for integer, in every step, layer and rank."
-    if measured.differing:
-        name, step, layer = measured.differing[0]
-        number = len(measured.differing)
-        note = (
-            f"Loads of {number} steps' layers differ from a replay's, the first of {name}: step {step}, layer {layer}."
-        )
     planned = first if history is None else history.num_steps
     results: ResultsData = {
         "schema": SCHEMA_VERSION,
@@ -329,7 +322,7 @@ def results_of(prepared: Prepared, measured: Measured, described: dict[str, Any]
         **(measured.predicted if predicted else measured.measured),
     }
     if not predicted:
-        results["run"] = described | {"equals_replay": not measured.differing, "note": note}
+        results["run"] = described | {"equals_replay": not measured.differing, "note": measured.note}
     return results
 
 
@@ -351,7 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
         from epsim.report.table import print_table
 
         print_table(results)
-        print(results["run"]["note"])
+        print_note(results["run"])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,6 +18,10 @@ from epsim.launch import worker
 from epsim.launch.inline import run_inline
 from epsim.launch.options import RunOptions
 from epsim.placement.base import Cluster
+from epsim.policies.base import Batch
+from epsim.policies.copies import Copies
+from epsim.policies.registry import kinds
+from epsim.policies.splits import Even
 from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
 from epsim.results import read_results
@@ -31,6 +35,7 @@ from tests.launch.forked import run_forked
 from tests.launch.processes import EPSIM, TORCHRUN, environment, run, survivors
 
 TraceMaker = Callable[..., StoredTrace]
+Epsim = Callable[..., tuple[int, str, str]]
 POLICIES = [
     "contiguous",
     "eplb+random",
@@ -56,6 +61,51 @@ def test_one_rank_in_this_process(make_trace: TraceMaker, tmp_path: Path) -> Non
     assert (results["run"]["device"], results["run"]["dtype"]) == ("CPU", "float32")
     with pytest.raises(ValueError, match="--ranks 2: inline is one process, one rank; give --launcher torchrun"):
         run_inline(RunOptions("sample", ("eplb",), model="tiny", out=tmp_path / "x", ranks=2))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forgetful(Even):
+    """Its runtime form loses the first expert of the first token; its quotas, which the replay uses, do not."""
+
+    name: ClassVar[str] = "forgetful"
+
+    def physical_ids(
+        self, batch: Batch, rank_counts: torch.Tensor, fixed: torch.Tensor, copies: Copies, seed: int
+    ) -> torch.Tensor:
+        ids = Even.physical_ids(self, batch, rank_counts, fixed, copies, seed)
+        ids[:1, :, 0] = -1
+        return ids
+
+
+@pytest.mark.parametrize("entry", ["epsim run", "the worker under a plain torchrun"])
+def test_loads_that_are_not_a_replays_are_a_fault(
+    make_trace: TraceMaker, epsim: Epsim, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], entry: str,
+) -> None:  # fmt: skip
+    trace, out = make_trace("tokens", steps=3, tokens=16, shared_cost=1.0), tmp_path / "out"
+    monkeypatch.setitem(kinds()["split"], "forgetful", Forgetful)
+    words = [trace.path, "--model", "tiny", "--redundant", "8", *policies(["eplb", "bad=eplb+forgetful"]), "--out", out]
+    if entry == "epsim run":
+        code, printed, err = epsim("run", *words)
+    else:
+        given = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+        for name, value in given.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(SystemExit) as stopped:
+            worker.main([str(word) for word in words])
+        printed, err = capsys.readouterr()
+        code = int(stopped.value.code or 0)
+    assert code == 1
+    # The first two steps are planned on. The last has two layers.
+    wrong = (
+        "epsim: measured loads are not those of a replay, which is a fault of a policy or of epsim (2 differences by "
+        "stack, step and layer): stack bad, step 2, layer 0, rank 0 served 31 routed assignments and 16 shared-expert "
+        "tokens, but 32 and 16 in the replay"
+    )
+    assert err.splitlines()[-1] == wrong
+    assert "max_over_mean" in printed
+    results = read_results(out / "results.json")
+    assert (results["run"]["equals_replay"], "epsim: " + results["run"]["note"]) == (False, wrong)
 
 
 @pytest.mark.parametrize("holds", [False, True])

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from epsim.launch.measured import measure
+from epsim.launch.measured import Difference, measure
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.runtime.beats import JobClock, place_file
@@ -111,9 +111,8 @@ def test_a_differing_load_is_found(make_trace: TraceMaker, tmp_path: Path) -> No
     wrong = table["routed"].to_pylist()
     wrong[5] += 1  # step 2, layer 1
     table = table.set_column(table.schema.get_field_index("routed"), table.schema.field("routed"), pa.array(wrong))
-    assert measure(table, job, ([block] * len(job.stacks) for block in job.blocks(0)), 4, seed=0).differing == [
-        ("contiguous", 2, 1)
-    ]
+    measured = measure(table, job, ([block] * len(job.stacks) for block in job.blocks(0)), 4, seed=0)
+    assert measured.differing == [Difference("contiguous", 2, 1, 0, [41, 0], [40, 0])]
 
 
 def test_scores_that_are_no_numbers_stop_the_job(make_trace: TraceMaker, tmp_path: Path) -> None:
