@@ -118,7 +118,8 @@ def torch_form(bound: BoundStack, ids: torch.Tensor, rows: torch.Tensor) -> tupl
     by_source = copies.per_rank(bound.split.quotas(counts, fixed, copies))
     work = SharedWork(
         cost=1.0, seed=bound.setting.seed, top_k=TOP_K, most_experts=TOP_K, steps=steps, layers=layers,
-        routed=by_source.sum(2), routed_by_source=by_source, tokens=rows[None, None, :, -1], node_of_rank=copies.node_of_rank, batch=batch,
+        routed=by_source.sum(2), routed_by_source=by_source, tokens=rows[None, None, :, -1],
+        node_of_rank=copies.node_of_rank, batch=batch,
         expert_ranks=torch.where(physical >= 0, physical // copies.placement.slots_per_rank, -1),
     )  # fmt: skip
     return physical[:, 0], bound.stack.shared.token_ranks(work)[:, 0]

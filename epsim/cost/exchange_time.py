@@ -14,6 +14,7 @@ from torch import Tensor
 
 from epsim.machines.hardware import Hardware, Link
 from epsim.models.spec import ModelSpec
+from epsim.policies.rows import visits
 
 Kernels: TypeAlias = Literal["normal", "low-latency"]
 
@@ -67,19 +68,6 @@ def expected_rows(load: Tensor, tokens: Tensor, top_k: int, num_nodes: int) -> R
     # A rank sends rows to all other nodes, and receives from the rank with its index in each of them.
     leaving = per_node.sum(-1, keepdim=True) - per_node
     return Rows(nvlink, torch.maximum(leaving, per_node * (num_nodes - 1)).amax(-1))
-
-
-def visits(share: Tensor, top_k: int) -> Tensor:
-    """The probability that at least one of top_k independent choices falls on a rank with this share of all choices."""
-    left = (1 - share).clamp(min=0)
-    # Repeated squaring: torch.pow would take as long as all other work on a layer's time.
-    missed, factor = torch.ones_like(left), left
-    while top_k:
-        if top_k % 2:
-            missed = missed * factor
-        top_k //= 2
-        factor = factor * factor
-    return 1 - missed
 
 
 def exchange_us(rows: Rows, hardware: Hardware, model: ModelSpec, num_nodes: int, kernels: Kernels) -> Tensor:

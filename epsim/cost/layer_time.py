@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from epsim.cost.calibrated import Calibration, ExchangeTable, load_calibration, read_table
-from epsim.cost.exchange_time import Kernels, Rows, busiest_rows, exchange_us, expected_rows, low_latency_rows, visits
+from epsim.cost.exchange_time import Kernels, Rows, busiest_rows, exchange_us, expected_rows, low_latency_rows
 from epsim.cost.experts_time import ExpertsTime, ExpertTable
 from epsim.cost.policy_time import policy_us
 from epsim.cost.router_time import RouterTable
 from epsim.machines.hardware import Hardware
 from epsim.models.spec import ModelSpec, load_model
 from epsim.policies.load import Load
+from epsim.policies.rows import visits
 from epsim.policies.stack import PolicyStack
 
 

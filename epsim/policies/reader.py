@@ -1,5 +1,6 @@
 """Reader policies choose the channels of a token's experts to read (kernels/reader), and count the bytes of a rank."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -103,7 +104,8 @@ class Channels(Reader):
             return torch.minimum(screens + number * cost, all_kept)
 
         def union(share: float) -> Tensor:
-            return 1 - torch.pow(torch.full_like(tokens_per_expert, 1 - share), tokens_per_expert)
+            # Not torch.pow, whose last bit depends on an element's place in the tensor.
+            return 1 - torch.exp(tokens_per_expert * math.log(max(1 - share, 1e-300)))
 
         codes = hidden * sizes.code_row * union(sizes.coordinates / BLOCK) if self.score == "sketch" else 0.0
         channels = union(kept) * sizes.kept_channel + union(1 - kept) * sizes.skipped_channel

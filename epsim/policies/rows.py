@@ -74,12 +74,25 @@ def expected_rows(
     share = by_source.double() / (tokens.double().clamp(min=1e-300) * top_k)[..., None]
 
     def rows(share: Tensor, shared: Tensor | None) -> Tensor:
-        visited = 1 - (1 - share).clamp(min=0) ** top_k
+        visited = visits(share, top_k)
         sent = visited * tokens[..., None]
         return sent if shared is None else sent + shared * (1 - visited)
 
     shared = None if shared is None else shared.double()
     return rows(share, shared), rows(share @ to_node, None if shared is None else shared @ to_node)
+
+
+def visits(share: Tensor, top_k: int) -> Tensor:
+    """The probability that at least one of top_k independent choices falls on a rank with this share of all choices."""
+    left = (1 - share).clamp(min=0)
+    # By repeated squaring: torch.pow is slow, and its last bit depends on an element's place in the tensor.
+    missed, factor = torch.ones_like(left), left
+    while top_k:
+        if top_k % 2:
+            missed = missed * factor
+        top_k //= 2
+        factor = factor * factor
+    return 1 - missed
 
 
 @numba.njit(cache=True, nogil=True)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from epsim.score.metrics import Values
-from epsim.score.statistics import Floats
+from epsim.score.statistics import Floats, add_in_order
 
 MOST_STRETCHES = 200
 """If there are more steps, successive steps are joined into stretches."""
@@ -48,12 +48,12 @@ class StackDetail:
         over_mean = (total / total.mean(-1, keepdim=True)).nan_to_num()
         busy = (total.sum(-1) > 0).double()
         stretch = self._stretch_of(num_steps, len(self._rank))
-        _join(self._rank, stretch, over_mean.sum(1))
-        _join(self._pairs, stretch, busy.sum(1))
+        add_in_order(self._rank.numpy(), stretch, over_mean.numpy().sum(1))
+        add_in_order(self._pairs.numpy(), stretch, busy.sum(1).numpy())
         if len(self._layer):
             coarse_stretch = self._stretch_of(num_steps, len(self._layer))
-            _join(self._layer, coarse_stretch, over_mean)
-            _join(self._layer_pairs, coarse_stretch, busy)
+            add_in_order(self._layer.numpy(), coarse_stretch, over_mean.numpy())
+            add_in_order(self._layer_pairs.numpy(), coarse_stretch, busy.numpy())
         self._add_metrics(metrics, stretch)
         self._add_tokens(metrics["max_over_mean"], tokens.amax(-1) / num_ranks)
         self._seen += num_steps
@@ -84,7 +84,7 @@ class StackDetail:
         for key, value in metrics.items():
             if isinstance(value, str) or key.startswith("routed_"):
                 continue
-            steps = value.numpy().reshape(len(stretch), -1)
+            steps = np.ascontiguousarray(value.numpy()).reshape(len(stretch), -1)
             valid = ~np.isnan(steps)
             for sums, part in ((self._sums, np.where(valid, steps, 0.0)), (self._counts, valid)):
                 np.add.at(sums.setdefault(key, np.zeros(len(self._rank))), stretch, part.sum(1))
@@ -92,20 +92,13 @@ class StackDetail:
     def _add_tokens(self, max_over_mean: Values, tokens: torch.Tensor) -> None:
         """Sums by the steps' number of tokens, in powers of two. tokens [S]: tokens per rank, mean over ranks."""
         assert isinstance(max_over_mean, torch.Tensor)
-        valid = ~max_over_mean.isnan()
-        powers = torch.floor(torch.log2(tokens.clamp(min=0.5))).long()
-        for power in sorted(set(powers[tokens > 0].tolist())):
-            chosen = (powers == power) & (tokens > 0)
-            sums = [float(chosen.sum()), float(max_over_mean[chosen].nansum()), float(valid[chosen].sum())]
-            if sums[2]:
-                self._by_tokens[power] = self._by_tokens.get(power, np.zeros(3)) + np.array(sums)
-
-
-def _join(sums: torch.Tensor, stretch: npt.NDArray[np.int64], values: torch.Tensor) -> None:
-    """Adds values [S, ...] to sums [stretches, ...] at the ascending indices stretch [S]."""
-    # NumPy uses one thread. torch's index_add_ wakes all threads for a sum of microseconds, and they spin after it.
-    indices, starts = np.unique(stretch, return_index=True)
-    sums.numpy()[indices] += np.add.reduceat(values.numpy(), starts, axis=0)
+        values = np.ascontiguousarray(max_over_mean.numpy())
+        number = (~np.isnan(values)).sum(1)
+        powers = torch.floor(torch.log2(tokens.clamp(min=0.5))).long().tolist()
+        rows = np.stack((number > 0, np.nansum(values, 1), number), 1)
+        for power, row in zip(powers, rows):
+            if row[0]:
+                self._by_tokens[power] = self._by_tokens.get(power, np.zeros(3)) + row
 
 
 def step_weights(counts: Floats, stretches: int) -> list[int]:

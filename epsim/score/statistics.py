@@ -1,6 +1,7 @@
 """Statistics of metrics: summaries over steps and layers, and intervals of the difference of two stacks."""
 
-from typing import TypeAlias
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -11,31 +12,39 @@ NUM_RESAMPLES = 2000
 MIN_STEPS = 2
 
 
+def add_in_order(sums: Floats, indices: Iterable[int], rows: Floats) -> None:
+    """Adds each of rows [S, ...] to sums [n, ...] at its index. The order of additions is that of the rows, so the sums
+    do not depend on how the rows are cut into blocks."""
+    for index, row in zip(indices, rows):
+        sums[index] += row
+
+
 class Series:
     """One metric of one stack, gathered block by block.
 
-    Percentiles use all values, kept in single precision to save memory. Means and intervals use the sums and counts of
-    each step, kept in double precision.
+    Percentiles use all values. These are kept in single precision to save memory, or in double precision if `exact`.
+    Means and intervals use the sums and counts of each step, kept in double precision.
     """
 
-    def __init__(self) -> None:
-        self._values: list[npt.NDArray[np.float32]] = []
+    def __init__(self, exact: bool = False) -> None:
+        self._kept_as = np.float64 if exact else np.float32
+        self._values: list[npt.NDArray[np.floating[Any]]] = []
         self._sums: list[Floats] = []
         self._counts: list[Floats] = []
         self._max = -np.inf
 
     def add(self, values: Floats) -> None:
         """values [S, L] or [S]; NaN for a layer without tokens."""
-        values = values.reshape(len(values), -1)
+        values = np.ascontiguousarray(values).reshape(len(values), -1)
         valid = ~np.isnan(values)
         self._sums.append(np.where(valid, values, 0.0).sum(axis=1))
         self._counts.append(valid.sum(axis=1).astype(np.float64))
         flat = values[valid]
-        self._values.append(flat.astype(np.float32))
+        self._values.append(flat.astype(self._kept_as))
         self._max = max(self._max, float(flat.max(initial=-np.inf)))
 
     @property
-    def values(self) -> npt.NDArray[np.float32]:
+    def values(self) -> npt.NDArray[np.floating[Any]]:
         """All values, in the order in which they were added."""
         return np.concatenate(self._values)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
+import numpy as np
 import torch
 
 from epsim.policies.stack import PolicyStack
 from epsim.score.block import StackScore
 from epsim.score.detail import StackDetail
 from epsim.score.formulas import METRICS
-from epsim.score.statistics import Series, difference
+from epsim.score.statistics import Floats, Series, add_in_order, difference
 from epsim.score.verdict import best_of, label
 
 STATISTICS = ("mean", "p50", "p95", "p99", "max")
@@ -26,8 +28,8 @@ class StackSummary:
         self.series: dict[str, Series] = {}
         self.reasons: dict[str, str] = {}
         self.phases: dict[str, Series] = {}
-        self._layer_sums: torch.Tensor | None = None
-        self._rank_sums: torch.Tensor | None = None
+        self._layer_sums: Floats | None = None
+        self._rank_sums: Floats | None = None
 
     def add(self, score: StackScore) -> None:
         """Adds the next block of steps."""
@@ -37,14 +39,17 @@ class StackSummary:
             if isinstance(value, str):
                 self.reasons[key] = value
             else:
-                self.series.setdefault(key, Series()).add(value.numpy())
+                exact = METRICS[key.removeprefix("routed_")].unit == "assignments"
+                self.series.setdefault(key, Series(exact)).add(value.numpy())
         total = score.load.total.double()
         max_over_mean = score.metrics["max_over_mean"]
         assert isinstance(max_over_mean, torch.Tensor)
-        layers = torch.stack((max_over_mean.nansum(0), (~max_over_mean.isnan()).sum(0).double()))
-        self._layer_sums = layers if self._layer_sums is None else self._layer_sums + layers
         over_mean = load_over_mean(total)
-        self._rank_sums = over_mean if self._rank_sums is None else self._rank_sums + over_mean
+        if self._layer_sums is None or self._rank_sums is None:
+            self._layer_sums, self._rank_sums = np.zeros((2, total.shape[1])), np.zeros(total.shape[2])
+        layers = torch.stack((max_over_mean.nan_to_num(), (~max_over_mean.isnan()).double()), 1).numpy()
+        add_in_order(self._layer_sums[None], repeat(0), layers)
+        add_in_order(self._rank_sums[None], repeat(0), over_mean)
         self.detail.add(score.metrics, total, score.load.tokens)
 
     def entry(self, first: StackSummary, seed: int) -> dict[str, Any]:
@@ -76,9 +81,10 @@ class StackSummary:
         return entry
 
 
-def load_over_mean(total: torch.Tensor) -> torch.Tensor:
-    """total [S, L, R] float64 -> [R]: the load of each rank over the mean load, summed over steps and layers."""
-    return (total / total.mean(-1, keepdim=True)).nan_to_num().sum((0, 1))
+def load_over_mean(total: torch.Tensor) -> Floats:
+    """total [S, L, R] float64 -> [S, R]: the load of each rank over the mean load, summed over layers."""
+    summed: Floats = (total / total.mean(-1, keepdim=True)).nan_to_num().numpy().sum(1)
+    return summed
 
 
 def tied_with_best(entries: Sequence[dict[str, Any]], summaries: Sequence[StackSummary], seed: int) -> list[str]:

@@ -71,7 +71,7 @@ class Oea(Router):
     maxp: int | None = None
     union: Literal["batch", "rank"] = "batch"
     name: ClassVar[str] = "oea"
-    examples: ClassVar[tuple[str, ...]] = ("oea(k0=2)", "oea(k0=2,union=rank)")
+    examples: ClassVar[tuple[str, ...]] = ("oea(k0=2)", "oea(k0=2,kmax=6)")
     notes: ClassVar[tuple[str, ...]] = (f"oea {DECODE_ONLY}",)
 
     def __post_init__(self) -> None:
