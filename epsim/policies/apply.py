@@ -320,6 +320,11 @@ def bind(
     """
     if len(setting.layers) != placement.num_layers:
         raise ValueError(f"{len(setting.layers)} layer numbers given for a placement of {placement.num_layers} layers")
+    if setting.rows and placement.num_ranks % placement.num_nodes:
+        raise ValueError(
+            f"{placement.num_ranks} ranks on {placement.num_nodes} nodes: rows need nodes of equally many ranks: "
+            "give a number of nodes that divides the ranks, or rows=False"
+        )
     copies = Copies(placement, setting.backend)
     if shared is not None:
         copies = shared.setdefault(placement.version, copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -45,3 +46,11 @@ def test_rows_by_quotas_are_those_of_the_tokens(
     found = quota_rows(batch, policy.quotas(counts, fixed, copies), copies)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
+
+
+def test_rows_need_nodes_of_equally_many_ranks(draw_problem: DrawProblem) -> None:
+    placement, _ = draw_problem(0, experts=12, ranks=5, nodes=2, redundant=3)
+    setting = Setting(0, 0.0, 2, tuple(range(placement.num_layers)), rows=True)
+    with pytest.raises(ValueError, match="5 ranks on 2 nodes: rows need nodes of equally many ranks: give a"):
+        bind(parse_stack("eplb+lplb"), placement, setting)
+    bind(parse_stack("eplb+lplb"), placement, dataclasses.replace(setting, rows=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,22 @@ def test_router_logits_scores(write_format: Write, known: dict[str, Any], rule: 
     logits = torch.tensor(known["logits"]).transpose(0, 1)
     expected = torch.sigmoid(logits) if rule == "sigmoid" else logits.softmax(dim=-1)
     np.testing.assert_allclose(tokens["scores"], expected.numpy(), atol=1e-3)
+
+
+@pytest.mark.parametrize("value", [1e39, 3e38])
+def test_too_large_logits_give_no_warning(tmp_path: Path, value: float) -> None:
+    """Beyond float32 they are an error in one line. Within it, a difference that overflows is a score of 0."""
+    logits = np.where(np.eye(4) > 0, value, -value)[None].repeat(2, 0)
+    np.save(tmp_path / "logits.npy", logits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = ImportOptions(top_k=1, num_experts=4, score_rule="softmax")
+        if value > 3.5e38:
+            with pytest.raises(ValueError, match="the logit of token 0, layer 0, expert 0 is not a finite number"):
+                tokens_of(open_trace([tmp_path / "logits.npy"], options))
+            return
+        tokens = tokens_of(open_trace([tmp_path / "logits.npy"], options))
+    np.testing.assert_array_equal(tokens["scores"][:, 0], np.eye(4))
 
 
 def test_ties_in_logits_go_to_the_lower_id() -> None:

@@ -87,7 +87,8 @@ def _read_logits(documents: Sequence[Document], options: ImportOptions) -> Recor
         for index, arrays in enumerate(files):
             a, b = max(low - starts[index], 0), min(high, starts[index + 1]) - starts[index]
             if a < b:
-                part = np.stack([array[a:b] for array in arrays], axis=1).astype(np.float32)
+                with np.errstate(over="ignore"):  # the error below is enough
+                    part = np.stack([array[a:b] for array in arrays], axis=1).astype(np.float32)
                 if not np.isfinite(part).all():
                     token, layer, expert = np.argwhere(~np.isfinite(part))[0]
                     where = f"token {token + a}, layer {layer}, expert {expert}"
@@ -121,7 +122,8 @@ def scores_of(logits: Any, rule: ScoreRule) -> Any:
     the divisor of a token's weights, so both give the same scores."""
     if rule == "sigmoid":
         return 0.5 * (1.0 + np.tanh(0.5 * logits))
-    shifted = np.exp(logits - logits.max(axis=2, keepdims=True))
+    with np.errstate(over="ignore"):  # a difference of -inf gives the right score, 0
+        shifted = np.exp(logits - logits.max(axis=2, keepdims=True))
     return shifted / shifted.sum(axis=2, keepdims=True)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
-from epsim.traces.readers.base import Recording, TraceReader, check_filled
+from epsim.traces.readers.base import Recording, TraceReader, check_filled, half
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.readers.tokens import token_recording
 from epsim.traces.trace import Ints
@@ -129,7 +129,7 @@ def _assemble(log: _Log, documents: Sequence[Document], options: ImportOptions) 
     for row, layer, chosen, weights in log.entries:
         ids[row, layer_index[layer], : len(chosen)] = chosen
         if scores is not None and weights is not None:
-            scores[row, layer_index[layer], : len(chosen)] = weights
+            scores[row, layer_index[layer], : len(chosen)] = half(weights)
     notes = []
     warm = warm_up_rows(ids)
     if warm == len(ids) >= WARM_UP_ROWS:
