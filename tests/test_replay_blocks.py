@@ -155,7 +155,9 @@ def check_cuts(
             patch.setattr(apply, "CELLS", cells)
             patch.setattr(routing_block, "CELLS", cells)
             patch.setenv("EPSIM_THREADS", str(threads))
-            return [replay(trace, ReplayOptions(cluster, tuple(able), timing=timing)) for timing in timings]
+            return [
+                replay(trace, ReplayOptions(cluster, tuple(able), timing=timing, plan_share=0.1)) for timing in timings
+            ]
 
     assert len({stack for _, stack in able}) == len(able) > 5
     whole = results(len(sizes.steps), 1, 1 << 30)

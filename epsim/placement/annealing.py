@@ -1,9 +1,11 @@
-"""Simulated annealing over placements, compiled. A move swaps two slots or gives a slot to another expert.
+"""Simulated annealing over placements, compiled with Numba.
 
-A problem is one layer with several rows of loads (steps, windows of steps, or variations of them). Its score is the
-weighted mean over rows of the peak load under an even split, plus LEVEL_WEIGHT times the mean squared rank load. Rows
-are scaled to a mean rank load of 1, so the first part is max over mean. A swap is evaluated in O(rows) time, because
-the three busiest ranks of each row are kept.
+A move swaps the experts of two slots, or replaces the expert of one slot by another.
+
+A problem is one layer with several rows of expert loads: steps, windows of steps, or variations of them
+(`searched.load_rows`). The score of a placement has two parts, averaged over rows with weights: the peak load under an
+even split, and LEVEL_WEIGHT times the mean squared rank load. Rows are scaled to a mean rank load of 1, so the first
+part is peak / mean. The three busiest ranks of each row are kept, so evaluating a swap takes O(rows) time.
 """
 
 from typing import Any
@@ -16,10 +18,12 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
-# Weight of the mean squared rank load in the score: it also balances ranks below the peak.
 LEVEL_WEIGHT = 0.1
+"""Weight of the mean squared rank load in the score. This part balances the ranks below the peak."""
 SWAP_SHARE = 0.85
+"""The share of moves that are swaps."""
 BUSY_SHARE = 0.7
+"""The share of moves that change the busiest rank of a random row. The others change a random rank."""
 
 
 @njit(cache=True, nogil=True)
@@ -90,11 +94,12 @@ def anneal(
     hot: float,
     cold: float,
 ) -> float:
-    """Makes num_moves proposals at temperatures that fall from hot to cold. Returns the best score so far.
+    """Proposes num_moves moves at temperatures that fall from `hot` to `cold`. Returns the best score so far.
 
     rows [E, rows]; weight [rows], which sums to 1; slots, best_slots [R, slots per rank]; random [1]: the state of the
-    generator, not 0. slots, best_slots and random are updated. An expert stays within its block of `span` ranks (a
-    node), and a rank never holds an expert twice. Releases the GIL, so layers can run in threads.
+    generator, not 0. slots, best_slots and random are changed in place. An expert stays within its block of `span`
+    consecutive ranks (a node), and a rank never holds an expert twice. The function releases the GIL, so layers can run
+    in threads.
     """
     num_experts, num_rows = rows.shape
     num_ranks, slots_per_rank = slots.shape
@@ -153,7 +158,8 @@ def anneal(
                 load[r, row] += change
                 load[q, row] -= change
         else:
-            # A slot of q changes from expert a to expert b, which r holds (or any rank of the block if q is r).
+            # A slot of rank q changes from expert a to expert b. Rank `giver` holds b: it is r, or a random rank of the
+            # block if q is r.
             giver = r if q != r else r // span * span + _below(random, span)
             b = slots[giver, _below(random, slots_per_rank)]
             j = _below(random, slots_per_rank)

@@ -8,7 +8,7 @@ from epsim.placement.base import Placement
 def even_shares(placement: Placement) -> torch.Tensor:
     """[L, E, R] float64: the share of an expert's assignments that each rank serves. The sum over ranks is 1."""
     slots = placement.physical_to_logical
-    shape = (placement.num_layers, placement.num_experts + 1, placement.num_ranks)  # row 0: empty slots
+    shape = (placement.num_layers, placement.num_experts + 1, placement.num_ranks)  # index 0 is for empty slots
     held = torch.zeros(shape, dtype=torch.float64, device=slots.device)
     layer = torch.arange(placement.num_layers, device=slots.device)[:, None].expand_as(slots)
     rank = placement.rank_of_slot.expand_as(slots)
@@ -17,9 +17,9 @@ def even_shares(placement: Placement) -> torch.Tensor:
 
 
 def even_rank_loads(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """counts [..., L, E] -> rank loads [..., L, R] float64 under an even split.
+    """The rank loads [..., L, R] float64 of counts [..., L, E] under an even split.
 
-    Raises ValueError if the numbers of layers and experts differ from the placement's.
+    Raises ValueError if counts and placement have different numbers of layers or experts.
     """
     expected = (placement.num_layers, placement.num_experts)
     if tuple(counts.shape[-2:]) != expected:
@@ -31,8 +31,7 @@ def even_rank_loads(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 
 def even_balance(counts: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """counts [..., L, E] -> max over mean of the rank loads under an even split [..., L]; 1 for a layer without
-    tokens."""
+    """The peak / mean rank load [..., L] of counts [..., L, E] under an even split; 1 for a layer without tokens."""
     loads = even_rank_loads(counts, placement)
     mean = loads.mean(-1)
     return torch.where(mean > 0, loads.amax(-1) / mean.clamp(min=torch.finfo(torch.float64).tiny), 1.0)

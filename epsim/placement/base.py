@@ -43,8 +43,8 @@ class Cluster:
 
 
 def node_of_rank(num_ranks: int, num_nodes: int) -> torch.Tensor:
-    """The node of each rank, [R] int64. Nodes hold consecutive ranks; if R is not a multiple, the first hold one
-    more."""
+    """The node of each rank, [R] int64. Nodes hold consecutive ranks. If the ranks cannot be divided evenly, the first
+    nodes hold one more."""
     rank = torch.arange(num_ranks)
     large = -(-num_ranks // num_nodes)
     num_large = num_ranks - (large - 1) * num_nodes
@@ -108,12 +108,12 @@ class Placement:
 
     @property
     def rank_of_slot(self) -> torch.Tensor:
-        """[P] int64."""
+        """The rank of each slot, [P] int64."""
         return torch.arange(self.num_physical, device=self.physical_to_logical.device) // self.slots_per_rank
 
     @property
     def node_of_rank(self) -> torch.Tensor:
-        """[R] int64."""
+        """The node of each rank, [R] int64."""
         return node_of_rank(self.num_ranks, self.num_nodes).to(self.physical_to_logical.device)
 
     @property
@@ -136,7 +136,7 @@ class Placement:
 
 
 Stack: TypeAlias = Any
-"""An `epsim.policies.stack.PolicyStack`, which stands above placements."""
+"""An `epsim.policies.stack.PolicyStack`. This module cannot import it, because policies import this module."""
 
 
 class Policy:
@@ -147,8 +147,8 @@ class Policy:
     aliases: other names, each with the arguments that it stands for.
     first: the argument that may be given without its key. must_define: methods that a class of the kind has to define.
     examples: items of the grammar that tests use for a policy with required arguments, such as ("oea(k0=2)",).
-    complexity: how far it is from what a serving system does by default. Where times are alike, `tune` takes the stack
-    with the smallest sum.
+    complexity: how much a serving system must change to use it; 0 if it does so by default. If several stacks are
+    about equally fast, `tune` chooses the one whose policies have the smallest sum.
     """
 
     __slots__ = ()
@@ -162,8 +162,8 @@ class Policy:
 
     @property
     def engines(self) -> Mapping[str, str]:
-        """What each serving engine that can run the policy calls it, by the engine's name (`epsim.engines`); "" where
-        the engine does it without an option."""
+        """By the name of each serving engine that can run the policy (`epsim.engines`): what the engine calls it, or ""
+        if the engine does it without an option."""
         return {}
 
 
@@ -180,9 +180,9 @@ class Target:
 class PlacementPolicy(Policy):
     """Decides where experts live. A subclass defines `plan`, or `plan_for` if it needs layer numbers or the stack.
 
-    trivial: it is the order of experts that serving systems start with. rebalances: serving systems can plan with it
-    while they serve. needs_history: it looks at counts. needs_steps: it looks at single steps, not only at their sum.
-    plans_for_stack: it looks at `Target.stack`, and is planned anew for every stack.
+    trivial: whether it is the placement with which serving systems start. rebalances: whether serving systems can plan
+    it anew while they serve. needs_history: whether it uses counts. needs_steps: whether it uses the counts of single
+    steps, not only their sum. plans_for_stack: whether it uses `Target.stack`; it is then planned for each stack.
     """
 
     __slots__ = ()
@@ -205,9 +205,10 @@ class PlacementPolicy(Policy):
         return ()
 
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
-        """history [S, L, E]: counts of the steps planned on (S >= 1). Raises ValueError where no placement fits."""
+        """The placement for a history [S, L, E] int64: the counts of S >= 1 steps. Raises ValueError if there is none
+        for the cluster."""
         raise NotImplementedError
 
     def plan_for(self, history: torch.Tensor, target: Target) -> Placement:
-        """As `plan`, with all that is known of what the placement is for."""
+        """As `plan`, for a policy that also needs the layer numbers or the stack."""
         return self.plan(history, target.cluster)

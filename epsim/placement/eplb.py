@@ -1,8 +1,7 @@
 """DeepSeek's expert-parallelism load balancer (github.com/deepseek-ai/EPLB), hierarchical and global.
 
-If upstream's placement has no expert twice on a rank, this one is the same slot for slot, with stable sorting of ties.
-Otherwise this one avoids experts that are twice on a rank if possible. Layers and nodes without load get evenly spread
-copies.
+The result is the same as EPLB's, slot for slot, if no rank of EPLB's placement holds an expert twice. If one does, this
+code avoids it where possible. Ties are sorted stably. In a layer or node without load, copies are spread evenly.
 """
 
 from collections.abc import Mapping
@@ -18,17 +17,18 @@ from epsim.placement.packing import pack_groups, replicate_and_pack
 def hierarchical_obstacle(num_experts: int, num_groups: int, num_nodes: int, num_gpus: int) -> str:
     """Why expert groups cannot be placed on nodes, in words; empty if they can."""
     if num_gpus % num_nodes:
-        return f"{num_nodes} nodes do not divide {num_gpus} ranks"
+        return f"{num_gpus} ranks cannot be divided evenly among {num_nodes} nodes"
+    groups = "1 expert group" if num_groups == 1 else f"{num_groups} expert groups"
     if num_groups % num_nodes:
-        return f"{num_groups} expert groups do not divide among {num_nodes} nodes"
+        return f"{groups} cannot be divided evenly among {num_nodes} nodes"
     if num_experts % num_groups:
-        return f"{num_experts} experts do not divide into {num_groups} groups"
+        return f"{num_experts} experts cannot be divided evenly into {groups}"
     return ""
 
 
 def prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int) -> bool:
-    """Whether the hierarchical form is impossible, or would put an expert twice on a rank where the global form would
-    not."""
+    """Whether to use the global form. This is so if the hierarchical form is impossible, or if only the hierarchical
+    form would put an expert twice on a rank."""
     if hierarchical_obstacle(num_experts, num_groups, num_nodes, num_gpus):
         return True
     slots_per_rank = num_replicas // num_gpus
@@ -38,11 +38,11 @@ def prefers_global(num_experts: int, num_replicas: int, num_groups: int, num_nod
 def rebalance_experts(
     weight: torch.Tensor, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Upstream's entry point: hierarchical if possible, otherwise global (`prefers_global`).
+    """The function of that name in EPLB. It uses the hierarchical form, or the global form if `prefers_global` says so.
 
     weight [L, E]: load of each logical expert. num_replicas: physical experts P, a multiple of num_gpus, at least E.
     Returns phy2log [L, P], log2phy [L, E, most copies] (padded with -1; copies in the order they were made) and
-    logcnt [L, E], all int64 on the CPU. Raises ValueError for shapes and weights that no placement fits.
+    logcnt [L, E], all int64 on the CPU. Raises ValueError if shapes do not fit together or a weight is not valid.
     """
     num_experts = weight.shape[-1]
     if prefers_global(num_experts, num_replicas, num_groups, num_nodes, num_gpus):
@@ -86,9 +86,10 @@ def _rebalance(
 
 @dataclass(frozen=True, slots=True)
 class Eplb(PlacementPolicy):
-    """EPLB on the history's counts, summed over steps.
+    """EPLB, applied to the sum of the history's counts over steps.
 
-    form: `auto` is hierarchical if possible, otherwise global. `hierarchical` raises ValueError if it is impossible.
+    form: `global`; `hierarchical`, which raises ValueError if it is impossible; or `auto`, which chooses one of them
+    (`prefers_global`).
     """
 
     form: Literal["auto", "global", "hierarchical"] = "auto"
@@ -106,18 +107,18 @@ class Eplb(PlacementPolicy):
         return {"sglang": algorithms[self.form], **({"vllm": ""} if self.form == "auto" else {})}
 
     def notes(self, num_experts: int, target: Target) -> tuple[str, ...]:
-        """The form that `auto` takes, and why."""
+        """Which form `auto` uses, and why."""
         if self.form != "auto":
             return ()
         cluster = target.cluster
         groups, nodes, ranks = cluster.num_groups, cluster.num_nodes, cluster.num_ranks
         if nodes == 1:
-            return ("eplb takes its global form: one node",)
+            return ("eplb uses its global form, because there is one node",)
         if prefers_global(num_experts, cluster.num_physical(num_experts), groups, nodes, ranks):
             why = hierarchical_obstacle(num_experts, groups, nodes, ranks)
-            why = why or "the hierarchical one would put an expert twice on a rank"
-            return (f"eplb takes its global form: {why}",)
-        return (f"eplb takes its hierarchical form: {groups} expert groups stay whole on {nodes} nodes",)
+            why = why or "the hierarchical form would put an expert twice on a rank"
+            return (f"eplb uses its global form, because {why}",)
+        return (f"eplb uses its hierarchical form: each of {groups} expert groups stays on one of {nodes} nodes",)
 
     def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
         num_experts = history.shape[-1]

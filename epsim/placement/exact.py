@@ -5,11 +5,13 @@ import numpy as np
 from epsim.placement.annealing import Floats, Ints
 
 MAX_TERMS = 4096
+"""The largest model that is worth solving, in terms (`num_terms`)."""
 SCALE = 10**6
+"""CP-SAT works on integers, so loads and weights are multiplied by this and rounded."""
 
 
 def num_terms(num_experts: int, num_ranks: int, num_slots: int, num_rows: int) -> int:
-    """Size of the model that `improve` builds. Up to MAX_TERMS it is worth solving."""
+    """The number of terms of the model that `improve` builds."""
     return num_experts * num_ranks * min(num_ranks, num_slots - num_experts + 1) * num_rows
 
 
@@ -17,11 +19,11 @@ def improve(rows: Floats, weight: Floats, slots: Ints, effort: float, seconds: f
     """A placement with a lower score than the given one, or None if none was found.
 
     rows [E, rows], weight [rows]: as for annealing. slots [R, slots per rank]: no rank holds an expert twice.
-    effort: limit in CP-SAT's deterministic time (about seconds); the result does not depend on the speed of the machine
-    unless the wall-clock limit `seconds` is reached first.
+    effort: limit in CP-SAT's deterministic time (about seconds). seconds: limit in real time. If `effort` is reached
+    first, the result does not depend on the speed of the machine.
 
-    Model: on[e, r, c] is true if expert e has c copies and rank r holds one of them, which then serves rows[e] / c. The
-    weighted sum over rows of the peak load is minimised.
+    The model has a Boolean on[e, r, c]: expert e has c copies, and rank r holds one of them, which serves rows[e] / c.
+    It minimises the weighted sum over rows of the peak load.
     """
     from ortools.sat.python import cp_model
 

@@ -1,15 +1,16 @@
-"""Placement files: our own, and what serving systems load as it is.
+"""Placement files: epsim's own format, and the formats that serving systems load.
 
-sglang: JSON for `--init-expert-location` (python/sglang/srt/eplb/expert_location.py): a path ending in .json, one key,
-    physical_to_logical_map (further keys are refused there), and a row for every layer of the model, dense ones too.
-vllm: JSON for `eplb_config.expert_map_path` of vLLM-Ascend (vllm_ascend/eplb/core/eplb_utils.py), the one static map
-    that a released vLLM loads; upstream vLLM has pull requests for it only. Its layers are the mixture-of-experts
-    layers by their place, and an expert can be on a rank only once.
-trtllm: YAML for `moe_config.load_balancer` (tensorrt_llm's MoeLoadBalancerConfig), layers by the model's number;
-    layer_updates_per_iter 0 keeps the placement as it is.
-epsim: JSON with everything, the placement's version among it.
+sglang: JSON for `--init-expert-location` (python/sglang/srt/eplb/expert_location.py). The path ends in .json. The only
+    key is physical_to_logical_map, because SGLang refuses others. There is a row for every layer of the model, dense
+    layers included.
+vllm: JSON for `eplb_config.expert_map_path` of vLLM-Ascend (vllm_ascend/eplb/core/eplb_utils.py). It is the only
+    released vLLM that loads a static map. The file has the layers with experts, in order. A rank can hold an expert
+    only once.
+trtllm: YAML for `moe_config.load_balancer` (tensorrt_llm's MoeLoadBalancerConfig). Layers have the model's numbers.
+    layer_updates_per_iter is 0, so TensorRT-LLM does not change the placement.
+epsim: JSON with the whole `Placement`, its version included.
 
-Only the epsim format can hold empty slots (-1). SGLang and vLLM-Ascend would take -1 for the last expert, and need the
+Only the epsim format can hold empty slots (-1). SGLang and vLLM-Ascend would read -1 as the last expert, and need the
 same number of experts on every rank. TensorRT-LLM needs an expert in each of its num_slots.
 """
 
@@ -30,7 +31,7 @@ FORMATS = ("epsim", "sglang", "vllm", "trtllm")
 
 
 def check_format(name: str) -> None:
-    """Raises ValueError for a format of no known name."""
+    """Raises ValueError if there is no format of that name."""
     if name not in FORMATS:
         raise ValueError(f"unknown placement format {name!r}: choose one of {', '.join(FORMATS)}")
 
@@ -42,10 +43,11 @@ def write_placement(
     layers: Sequence[int],
     num_model_layers: int | None = None,
 ) -> None:
-    """Writes a placement whole or not at all.
+    """Writes a placement to a file. If writing fails, the file is not changed.
 
-    layers: the model's own number of each of the L layers; num_model_layers: layers of the model, dense ones included,
-    where the last of `layers` is not the model's last (sglang only). Raises ValueError where the format cannot hold it.
+    layers: the model's number of each of the L layers. num_model_layers: the number of the model's layers, dense layers
+    included; by default the largest of `layers` + 1 (for sglang only). Raises ValueError if the format cannot hold the
+    placement.
     """
     check_format(format_name)
     if len(layers) != placement.num_layers:
@@ -130,12 +132,12 @@ def _to_trtllm(placement: Placement, layers: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertMap:
-    """What a placement file holds. rows: of each layer, the logical expert of every slot.
+    """The content of a placement file. rows: for each layer, the logical expert in every slot.
 
-    layers: the number of each row. rows_of: what these numbers are. `numbered`: the model's numbers, as the file gives
-    them; `all layers`: the rows are all layers of the model, dense ones too; `expert layers`: the rows are the layers
-    with experts, numbered from 0.
-    given: the file's num_ranks, num_nodes, num_experts and version, as far as it has them.
+    layers: the layer number of each row. rows_of: what these numbers mean. `numbered`: they are the model's numbers and
+    stand in the file. `all layers`: the rows are all layers of the model, dense layers included, numbered from 0.
+    `expert layers`: the rows are the layers with experts, numbered from 0.
+    given: those of num_ranks, num_nodes, num_experts and version that the file has.
     """
 
     rows: list[list[int]]
@@ -150,8 +152,8 @@ class ExpertMap:
 
 
 def read_map(path: str | os.PathLike[str]) -> ExpertMap:
-    """Reads any of the formats, also a bare list of rows; the content tells which it is, and larger objects may hold
-    it. Raises ValueError or FileNotFoundError in one line."""
+    """Reads a file in any of the formats, or a bare list of rows. The map may also be part of a larger object. The
+    format is detected from the content. Raises ValueError or FileNotFoundError in one line."""
     path = Path(path)
     check_source(path)
     content = _parse(path)
@@ -177,10 +179,10 @@ _NO_PLACEMENT = "no placement that epsim, SGLang, vLLM, vLLM-Ascend or TensorRT-
 def read_placement(
     path: str | os.PathLike[str], num_ranks: int | None = None, num_nodes: int | None = None
 ) -> tuple[Placement, tuple[int, ...]]:
-    """Reads any of the formats, told by content. Returns the placement and the model's number of each of its layers.
+    """Reads a file in any of the formats. Returns the placement and the number of each of its layers.
 
-    num_ranks: needed for the formats that do not carry it. A vllm file numbers layers by place, and an sglang file has
-    dense layers as well, so for these the layers are 0, 1, ... Raises ValueError for anything else.
+    num_ranks: needed if the file does not say it. Files in the formats sglang and vllm have no layer numbers; their
+    layers are numbered from 0. Raises ValueError in one line if the file holds no valid placement.
     """
     found = read_map(path)
     given, ranks = found.given, found.given.get("num_ranks", num_ranks)
@@ -243,7 +245,7 @@ def _map_of(content: Any) -> ExpertMap:
 
 
 def _nested(content: Any, name: str) -> Any:
-    """The value of the first key that ends in `name`, at any depth; None where there is none."""
+    """The value of the first key that ends in `name`, at any depth; None if there is none."""
     values = content if isinstance(content, list) else []
     if isinstance(content, dict):
         for key, value in content.items():

@@ -1,8 +1,8 @@
 """Greedy replication and balanced packing, compiled: the two steps of EPLB, with a limit on copies per rank.
 
-The rules are those of DeepSeek's EPLB (github.com/deepseek-ai/EPLB), with stable sorting. The limit is an addition; it
-changes nothing if EPLB's own result is within the limit. All arithmetic is float32 and in EPLB's order of operations,
-because whether two sums are equal depends on how they are rounded.
+The rules are those of DeepSeek's EPLB (github.com/deepseek-ai/EPLB), with stable sorting and one addition: a limit on
+the copies of an expert on a rank. The limit changes nothing if EPLB's own result respects it. All arithmetic is float32
+and in the order of EPLB's code, so that rounding, and with it every tie, is the same.
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ def replicate(weight: Floats32, num_slots: int, most_copies: int) -> tuple[Ints,
     """Gives each expert one slot, then each further slot to the expert with the largest weight per copy.
 
     weight [E]; most_copies * E >= num_slots >= E. Returns the expert of each slot and the number of the copy that the
-    slot holds, both [num_slots]. Of equal experts the first is taken. Experts without weight are taken only when all
-    others have most_copies copies; of these, the one with the fewest copies is taken.
+    slot holds, both [num_slots]. Ties go to the first expert. Experts without weight get further slots only when
+    all others have most_copies copies; the expert with the fewest copies is then the next.
     """
     num_experts = len(weight)
     expert = np.empty(num_slots, np.int64)

@@ -18,12 +18,14 @@ from epsim.placement.exact import MAX_TERMS, improve, num_terms
 
 MAX_WINDOWS = 32
 TILT = 0.1
-# Proposals per slot in each annealing with up to FULL_ROWS rows. With more rows there are fewer, for the same work.
+# Moves that are proposed per slot in an annealing with up to FULL_ROWS rows. With more rows fewer moves are proposed,
+# so that the work stays the same.
 MOVES_PER_SLOT = 400
 FULL_ROWS = 12
 STRETCHES = 10
-# First temperatures in units of a slot's mean load, and the factor by which they fall. The first heat stays near EPLB's
-# placement; higher heats suit fewer and larger slots. A higher heat must win by MARGIN, since it keeps less of EPLB's.
+# First temperatures of the annealings, in units of a slot's mean load, and the factor by which they fall. The first one
+# stays near EPLB's placement. The others are better for few slots per rank, but keep less of EPLB's placement, so their
+# score must be lower by the share MARGIN.
 HEATS = (0.01, 0.1, 0.4)
 COOLING = 100
 MARGIN = 0.003
@@ -31,13 +33,14 @@ EXACT_EFFORT = 1.0
 
 
 def load_rows(history: torch.Tensor, num_ranks: int) -> tuple[Floats, Floats]:
-    """The loads that a search is scored on: history [S, L, E] -> rows [L, E, rows], scaled to a mean rank load of 1,
-    and their weights [L, rows], which sum to 1 for each layer.
+    """The loads by which a search scores a placement of history [S, L, E]: rows [L, E, rows], scaled to a mean rank
+    load of 1, and the weights of the rows [L, rows], which sum to 1 for each layer.
 
-    - One row per step, or per window of consecutive steps if there are more than MAX_WINDOWS. Windows differ partly by
-      chance, so rows are shrunk towards the mean by the share of the variance that a multinomial draw of as many
-      assignments explains (as James and Stein's estimator).
-    - Two more rows: the mean to the powers 1 - TILT and 1 + TILT, for routing that becomes more even or more skewed.
+    - There is one row per step, or per window of consecutive steps if there are more than MAX_WINDOWS steps. Windows
+      differ partly by chance. So rows are moved towards their mean by the share of their variance that random draws of
+      as many assignments would explain (as in James and Stein's estimator).
+    - There are two more rows, for routing that becomes more even or more skewed: the mean to the powers 1 - TILT and
+      1 + TILT.
     """
     num_steps, num_layers, num_experts = history.shape
     num_windows = min(num_steps, MAX_WINDOWS)
@@ -104,7 +107,7 @@ class Searched(PlacementPolicy):
 
 
 class _Clock:
-    """Limits the work to the time. If the time suffices, the work is not changed."""
+    """Reduces the work if the time is too short for all of it."""
 
     def __init__(self, seconds: float) -> None:
         self.end = time.perf_counter() + seconds

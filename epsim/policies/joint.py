@@ -1,9 +1,9 @@
-"""Waterfill and split as one problem: shared-expert tokens fill the ranks that the exact split leaves below the peak.
+"""Waterfill after an exact split: shared-expert tokens fill the ranks whose routed load is below the peak.
 
-The lowest total peak over all splits and all ranks for the shared expert is max(M*, mean total load), where M* is the
-lowest routed peak (docs/contract.md section 1). The split reaches M*, and shared tokens placed exactly around it reach
-the mean to within the cost of one token. There are no random draws: loads that all ranks know give the number of tokens
-from each source rank to each serving rank.
+The lowest possible total peak is max(M*, mean total load), where M* is the lowest routed peak (docs/contract.md section
+1). The split reaches M*, and the shared tokens then fill the ranks below it. The total peak exceeds the lowest possible
+by less than the cost of one token. There are no random draws. All ranks know the same loads, so they compute the same
+number of tokens from each source rank to each serving rank.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,13 @@ from epsim.traces.trace import Level
 
 @dataclass(frozen=True, slots=True)
 class WaterfillJoint(SharedDispatch):
-    """candidates: `all` ranks; or `visited`, a token's rank and the ranks of its routed experts.
+    """candidates: the ranks that may serve a token's shared expert: `all` ranks, or those that the token has `visited`,
+    which are its own rank and the ranks of its routed experts.
 
-    With `visited`, only a token's own rank knows which ranks it visits. All ranks know how many assignments each source
-    rank has on each rank. At least 1/k of these, rounded down, belong to different tokens, so that many shared tokens
-    can always be served there. Within these limits the peak is the lowest possible.
+    With `visited`, a rank knows where its own tokens go, but of other ranks only how many assignments they have on each
+    rank. If a source rank has n assignments on a rank, they belong to at least n // k different tokens, because a token
+    has at most k experts (`SharedWork.most_experts`). So n // k shared tokens can always be served there. The peak is
+    the lowest that is possible within these limits.
     """
 
     candidates: Literal["all", "visited"] = "all"

@@ -1,4 +1,4 @@
-"""The names, units and formulas of the metrics (results.json, schema 1)."""
+"""The names, units and formulas of the metrics in results.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
+    """formula: of the value of a layer in a step, in words. larger_is_better: if not, a smaller value is better."""
+
     unit: str
     formula: str
     larger_is_better: bool = False

@@ -1,11 +1,11 @@
-"""The verdict of a replay or a run: which stack to use, what it brings, and how far it is from the best possible."""
+"""The verdict of a replay or a run: which stack to use, its gain, and how far its peak is from the lowest possible."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def label(entry: dict[str, Any]) -> str:
-    """The stack's name, or its text form where it has none."""
+    """The stack's name, or its text form if it has no name."""
     return str(entry.get("name") or entry["stack"])
 
 
@@ -17,10 +17,10 @@ def best_of(entries: Sequence[dict[str, Any]]) -> int | None:
 
 
 def verdict(entries: Sequence[dict[str, Any]], tied: Sequence[str] = (), measured: bool = False) -> str:
-    """What to do, what it brings, and the formula, in plain sentences.
+    """The verdict in plain sentences: the advice, the gain, and how the ratio is computed.
 
-    entries: the stacks of a results.json; the others are compared with the first. tied: names of the stacks whose 95%
-    interval against the best one includes zero. measured: whether the loads are a run's.
+    entries: the stacks of a results.json; the others are compared with the first. tied: names of the stacks that these
+    steps cannot separate from the best one (`summary.tied_with_best`). measured: whether a run measured the loads.
     """
     index = best_of(entries)
     if index is None:
@@ -52,7 +52,7 @@ def verdict(entries: Sequence[dict[str, Any]], tied: Sequence[str] = (), measure
 
 
 def _change(interval: dict[str, Any], ratio: float, base: float) -> str:
-    """The relative change, with its interval. Changes below 10% have one more digit."""
+    """The relative change and its interval, as text. Changes below 10% are shown with one more digit."""
     change = ratio / base - 1
     digits = 0 if abs(change) >= 0.1 else 1
     if interval["low"] is None:

@@ -207,9 +207,9 @@ def test_where_nodes_are_too_small_for_distinct_experts_eplb_is_global() -> None
 @pytest.mark.parametrize(
     ("cluster", "message"),
     [
-        (Cluster(8, 3, 4, 3), "3 nodes do not divide 8 ranks"),
-        (Cluster(8, 2, 4, 3), "3 expert groups do not divide among 2 nodes"),
-        (Cluster(8, 2, 4, 8), "12 experts do not divide into 8 groups"),
+        (Cluster(8, 3, 4, 3), "8 ranks cannot be divided evenly among 3 nodes"),
+        (Cluster(8, 2, 4, 3), "3 expert groups cannot be divided evenly among 2 nodes"),
+        (Cluster(8, 2, 4, 8), "12 experts cannot be divided evenly into 8 expert groups"),
     ],
 )
 def test_hierarchical_says_why_it_is_impossible(cluster: Cluster, message: str) -> None:

@@ -118,3 +118,13 @@ def test_identical_stacks_differ_by_nothing() -> None:
     values = np.random.default_rng(3).random((20, 3))
     got = difference(series_of(values), series_of(values), 0)
     assert got == {"difference": 0.0, "low": 0.0, "high": 0.0}
+
+
+def test_percentiles_of_large_loads_are_exact() -> None:
+    """Single precision cannot hold 2^24 + 1."""
+    values = 2.0**24 + np.arange(1, 8, 2)[:, None]
+    series = Series(exact=True)
+    series.add(values)
+    summary = series.summary()
+    assert summary is not None
+    assert (summary["p50"], summary["max"]) == (2**24 + 4, 2**24 + 7)

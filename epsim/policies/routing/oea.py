@@ -12,13 +12,15 @@ from epsim.policies.routing.fused import by_kernel
 from epsim.policies.routing.schedule import parse_schedule
 from epsim.policies.routing.union import union
 
-DECODE_ONLY = "acts on decode tokens alone: prefill keeps the model's choice, whose experts count as read"
+DECODE_ONLY = "changes decode tokens only: prefill tokens keep the model's choice, and their experts count as read"
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned(Router):
-    """Every token keeps only its k0 best experts (phase 1). k0: a number, or by batch size (`parse_schedule`), which
-    needs one all-reduce of the batch size; a number needs none."""
+    """Every token keeps only its k0 best experts. This is phase 1 of opportunistic expert activation.
+
+    k0: a number, or numbers by batch size (`parse_schedule`). Only the latter need an all-reduce, of the batch size.
+    """
 
     k0: str
     name: ClassVar[str] = "pruned"
@@ -53,15 +55,16 @@ class Pruned(Router):
 
 @dataclass(frozen=True, slots=True)
 class Oea(Router):
-    """Every token keeps its k0 best experts (its base) and adds, best first, experts that are read for other tokens.
+    """Every token keeps its k0 best experts (its base), then adds experts that are read for other tokens, best first.
 
-    k0: a number, or by batch size (`parse_schedule`); a batch of one token keeps the model's k.
-    p: the base ends at the experts that reach this share of the token's scores. kmax: the most experts per token, by
-    default the model's k; in batches below k0's first step at least k. maxp: a token considers only its maxp best
-    experts, by default all with known scores.
-    union: `batch`, over the tokens of the whole step, which needs one small all-reduce before the exchange; `rank`,
-    over the tokens of each source rank, which needs none, and k0 follows from the rank's number of tokens. With equal
-    k0 both read the same experts in total, but with `rank` a token finds fewer experts to add.
+    k0: a number, or numbers by batch size (`parse_schedule`). A batch of one token keeps the model's k.
+    p: the base has no more experts than are needed to reach this share of the token's scores.
+    kmax: the most experts per token, by default the model's k. In batches below k0's first step it is at least k.
+    maxp: a token considers only its maxp best experts, by default all with known scores.
+    union: whose bases a token may add experts from. `batch`: those of all tokens of the step, which needs one small
+    all-reduce before the exchange. `rank`: those of the tokens of its source rank, which needs none; k0 then follows
+    from the number of these tokens. With equal k0 both read the same experts in total, but with `rank` a token finds
+    fewer experts to add.
     Raises ValueError if arguments contradict each other.
     """
 

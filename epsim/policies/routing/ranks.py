@@ -21,14 +21,16 @@ UNITS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class OeaEp(Router):
-    """`oea` in which ranks with slack also read the most wanted experts, up to the number of the busiest rank.
+    """`oea` for expert parallelism: every rank reads as many experts as the busiest rank must read.
 
-    The tokens' k0 best experts are the base. With one copy per expert, the busiest rank has M of them, and every other
-    rank adds its most wanted experts until it also has M. With several copies, one copy serves each active expert,
-    chosen so that M is minimal, and the added experts have the largest total want that fits M per rank (the `one-copy`
-    split makes the same choice from the counts alone). An expert's want is its weight in the model's own choices,
-    summed over the tokens to reroute; an expert that none chose is never added. Tokens take their k best of all experts
-    that are read. So M is at most that of `oea`, and a token's experts are at least as good.
+    1. Each token's k0 best experts are read. Let M be the number of them on the rank that has most.
+    2. Every other rank adds its most wanted experts until it also reads M. An expert's want is its weight in the
+       model's choices, summed over the tokens to reroute. An expert that no token chose is never added.
+    3. Each token takes its k best experts among all that are read.
+
+    If experts have several copies, one copy serves each expert that is read. The copies are chosen so that M is as
+    small as possible, and the added experts so that their total want is as large as possible. The split `one-copy`
+    chooses the same copies from the counts. M is at most the busiest rank's number of experts under `oea`.
 
     k0: as in `oea`. Needs one all-reduce of [len(schedule) + 2, E + 1] integers.
     """
@@ -45,7 +47,8 @@ class OeaEp(Router):
     def notes_beside(self, stack: Stack, redundant: bool) -> tuple[str, ...]:
         if not redundant or stack.split.single_copies:
             return ()
-        return (f"oea-ep counts on one active copy an expert: {stack.split.name} may wake more, one-copy does not",)
+        more = f"the split {stack.split.name} may activate more, one-copy does not"
+        return (f"oea-ep assumes one active copy per expert: {more}",)
 
     def route(self, work: RouterWork) -> Routed:
         if work.holds is None:
@@ -63,7 +66,7 @@ class OeaEp(Router):
 
 
 def _want(work: RouterWork, wish: Preference) -> torch.Tensor:
-    """The want of each expert, [..., E] int64."""
+    """The want of each expert (see `OeaEp`) in units of 1 / UNITS, [..., E] int64."""
     chosen = (work.expert_ids >= 0) & wish.active[..., None]
     units = (work.weights.double() * UNITS).round().to(torch.int64)
     *lead, _, num_experts = work.scores.shape

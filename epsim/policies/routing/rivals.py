@@ -1,4 +1,4 @@
-"""Routers to compare with, which start from the whole union and remove experts."""
+"""Published routers to compare with. They start from all experts that a batch chose, and remove some."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,35 +11,35 @@ from epsim.policies.base import Routed, Router, RouterWork
 from epsim.policies.routing.choose import Preference, preference, take
 from epsim.policies.routing.fused import by_kernel
 
-LEFT = "left with none of known score it takes none at all"
+LEFT = "a token takes no expert if none of those that stay has a known score"
 
 
 def _demand(work: RouterWork, wish: Preference) -> tuple[Tensor, Tensor]:
-    """How many tokens to reroute chose each expert, and how many others, [..., E] int64 each, by one call of
-    `work.total`."""
+    """Two counts per expert, [..., E] int64 each: how many of the tokens to reroute chose it, and how many of the other
+    tokens. Calls `work.total` once."""
     by_phase = [(wish.own & tokens[..., None]).sum(-2) for tokens in (wish.active, ~work.decode)]
     both = work.total(torch.stack(by_phase, -2))
     return both[..., 0, :], both[..., 1, :]
 
 
 def _take_of(work: RouterWork, wish: Preference, left: Tensor) -> Routed:
-    """Every token takes its k best of the experts left [..., E] bool."""
+    """Every token takes its k best of the experts that stay: left [..., E] bool."""
     allowed = left[..., None, :].expand_as(wish.known)
     return take(work, wish, allowed, work.expert_ids.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Lynx(Router):
-    """Keeps the `keep` most popular experts of the union of all choices, ties by expert id; tokens take their k best of
-    these (after Lynx, arXiv 2411.08982, which drops the least popular experts of a batch's union).
+    """Keeps the `keep` experts that most tokens of the batch chose; ties go to the lower expert id. Tokens take their k
+    best of these. Lynx (arXiv 2411.08982) drops the least popular experts of a batch in this way.
 
-    The experts of prefill tokens also stay. A token has no guaranteed experts.
+    The experts of prefill tokens also stay. No expert is guaranteed to a token.
     """
 
     keep: int
     name: ClassVar[str] = "lynx"
     examples: ClassVar[tuple[str, ...]] = ("lynx(keep=8)",)
-    notes: ClassVar[tuple[str, ...]] = (f"lynx acts on decode tokens alone; a token {LEFT}",)
+    notes: ClassVar[tuple[str, ...]] = (f"lynx changes decode tokens only; {LEFT}",)
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -65,7 +65,7 @@ class MaskLowDemand(Router):
     least: int
     name: ClassVar[str] = "mask-low-demand"
     examples: ClassVar[tuple[str, ...]] = ("mask-low-demand(least=2)",)
-    notes: ClassVar[tuple[str, ...]] = (f"mask-low-demand acts on decode tokens alone; a token {LEFT}",)
+    notes: ClassVar[tuple[str, ...]] = (f"mask-low-demand changes decode tokens only; {LEFT}",)
 
     def __post_init__(self) -> None:
         if self.least < 1:
