@@ -30,37 +30,16 @@ MEASURED_KEYS = ("bytes_read", "layer_time_us", "throughput_gain")
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """The first rank of a layer in a step whose measured load is not the replay's. measured, replayed: routed
-    assignments and shared-expert tokens that the rank served."""
-
-    stack: str
-    step: int
-    layer: int
-    rank: int
-    measured: Sequence[int]
-    replayed: Sequence[int]
-
-    def __str__(self) -> str:
-        where = f"stack {self.stack}, step {self.step}, layer {self.layer}, rank {self.rank}"
-        (routed, shared), (replayed, replayed_shared) = self.measured, self.replayed
-        return (
-            f"{where} served {routed} routed assignments and {shared} shared-expert tokens, "
-            f"but {replayed} and {replayed_shared} in the replay"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Measured:
     """What a run measured, and what a replay predicts for the same steps.
 
-    measured, predicted: the entries `scored`, `stacks` and `verdict` of results.json. differing: one entry for each
-    stack, step and layer whose measured loads are not exactly those of the replay.
+    measured, predicted: the entries `scored`, `stacks` and `verdict` of results.json. differing: for each stack,
+    step and layer whose measured loads are not exactly those of the replay, a text that says where and what they are.
     """
 
     measured: ResultsData
     predicted: ResultsData
-    differing: list[Difference]
+    differing: list[str]
 
     @property
     def note(self) -> str:
@@ -113,7 +92,7 @@ def measure(
         for _ in range(2)
     )
     phases: list[list[Floats]] = [[] for _ in bound_stacks]
-    differing: list[Difference] = []
+    differing: list[str] = []
     all_steps = table["step"].to_numpy()
     for stack_blocks in blocks:
         steps, rows = stack_blocks[0].steps, table.slice(0, 0)
@@ -139,9 +118,12 @@ def measure(
             wrong = (served != replayed_served).any(-1)
             for step, layer in wrong.any(-1).nonzero().tolist():
                 rank = int(wrong[step, layer].to(torch.int8).argmax())
-                ours, replays = (each[step, layer, rank].tolist() for each in (served, replayed_served))
-                name = stack.name or str(stack.stack)
-                differing.append(Difference(name, int(steps[step]), job.layers[layer], rank, ours, replays))
+                (routed, shared), replay_loads = (x[step, layer, rank].tolist() for x in (served, replayed_served))
+                where = f"stack {stack.name or stack.stack}, step {steps[step]}, layer {job.layers[layer]}, rank {rank}"
+                differing.append(
+                    f"{where} served {routed} routed assignments and {shared} shared-expert tokens, "
+                    f"but {replay_loads[0]} and {replay_loads[1]} in the replay"
+                )
         measured.add(scores, replayed.seen)
     placements = [stack.placement for stack in job.stacks]
     ours, theirs = measured.results(placements, measured=True), predicted.results(placements)

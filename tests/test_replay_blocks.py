@@ -144,7 +144,11 @@ def check_cuts(
             continue
         able.append(("", stack))
     cluster = sizes.cluster
-    timings = [LayerTiming(ExpertsTime(H200, MODEL, FORMS), cluster.num_nodes, measured=Calibration(H200, (EXCHANGE,)))]
+    timings = [
+        LayerTiming(
+            ExpertsTime(H200, MODEL, FORMS), cluster.num_nodes, measured=Calibration(H200, exchange=(EXCHANGE,))
+        )
+    ]
     if roofline:
         timings.append(LayerTiming(ExpertsTime(H200, MODEL), cluster.num_nodes))
 
@@ -189,7 +193,9 @@ def test_any_blocks_of_any_stacks(level: str, seed: int) -> None:
     )
     stacks = every_stack()
     some = [stacks[number] for number in rng.choice(len(stacks), 25, replace=False)]
-    cuts = [(steps, int(rng.integers(1, 3)), int(rng.choice([1, 1 << 12, 1 << 18]))) for steps in (1, 2, 7, num_steps)]
+    cuts = [
+        (steps, int(rng.integers(1, 3)), int(rng.choice([1, 1 << 12, 1 << 18]))) for steps in (1, 2, 7, int(num_steps))
+    ]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         write_example(Path(folder), patch, EXPERTS, num_ranks, range(num_layers))
         check_cuts(draw_trace(Path(folder), level, sizes, seed), some, sizes, cuts)

@@ -133,7 +133,7 @@ class QuietLplb(Lplb):
     """Reads the counts of all ranks, but does not declare it."""
 
     name: ClassVar[str] = "quiet-lplb"
-    needs: ClassVar[Needs] = "none"  # type: ignore[misc]
+    needs: ClassVar[Needs] = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class QuietWaterfill(Waterfill):
     """Reads the loads of all ranks, but does not declare it."""
 
     name: ClassVar[str] = "quiet-waterfill"
-    needs: ClassVar[Needs] = "none"  # type: ignore[misc]
+    needs: ClassVar[Needs] = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from epsim.launch.measured import Difference, measure
+from epsim.launch.measured import measure
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.runtime.beats import JobClock, place_file
@@ -112,7 +112,11 @@ def test_a_differing_load_is_found(make_trace: TraceMaker, tmp_path: Path) -> No
     wrong[5] += 1  # step 2, layer 1
     table = table.set_column(table.schema.get_field_index("routed"), table.schema.field("routed"), pa.array(wrong))
     measured = measure(table, job, ([block] * len(job.stacks) for block in job.blocks(0)), 4, seed=0)
-    assert measured.differing == [Difference("contiguous", 2, 1, 0, [41, 0], [40, 0])]
+    [difference] = measured.differing
+    assert difference == (
+        "stack contiguous, step 2, layer 1, rank 0 served 41 routed assignments and 0 shared-expert tokens, "
+        "but 40 and 0 in the replay"
+    )
 
 
 def test_scores_that_are_no_numbers_stop_the_job(make_trace: TraceMaker, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_identical_stacks_differ_by_nothing() -> None:
 
 def test_percentiles_of_large_loads_are_exact() -> None:
     """Single precision cannot hold 2^24 + 1."""
-    values = 2.0**24 + np.arange(1, 8, 2)[:, None]
+    values = 2**24 + np.arange(1.0, 8.0, 2.0)[:, None]
     series = Series(exact=True)
     series.add(values)
     summary = series.summary()
