@@ -22,11 +22,11 @@ def compare_command(
         typer.Option(
             "--fail-if",
             metavar="CONDITION",
-            help='Exit with code 1 if the last file meets this, e.g. "NAME.max_over_mean.mean > 1.05"; repeatable.',
+            help='Exit with code 1 if the last file meets this, e.g. "NAME.peak/mean.mean > 1.05"; repeatable.',
         ),
     ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option("--metric", metavar="KEY", help="Show only this metric; repeatable.")
+        list[str] | None, typer.Option("--metric", metavar="METRIC", help="Show only this metric; repeatable.")
     ] = None,
     out: OutOption = None,
     json_output: JsonOption = False,
@@ -34,15 +34,18 @@ def compare_command(
     """Compare results, with intervals. For the folder of a single run, compare measured with predicted values."""
     from epsim.report.compare import combined, compare, read_sides
     from epsim.report.conditions import holds, parse_condition
+    from epsim.score.formulas import metric_key, metric_name
 
     conditions = [parse_condition(text) for text in fail_if or ()]
     check_out(out)
     sides = read_sides(files)
     single = len(sides) == 1 and len(sides[0].results["stacks"]) == 1
     rows = [] if single and conditions else compare(sides)
-    unknown = next((key for key in metric or () if key not in {row.metric for row in rows}), None)
-    if unknown is not None:
-        raise ValueError(f"--metric {unknown}: give one of {', '.join(dict.fromkeys(r.metric for r in rows))}")
+    keys = dict.fromkeys(row.metric for row in rows)
+    shown = {name: metric_key(name, keys) for name in metric or ()}
+    for name, key in shown.items():
+        if key is None:
+            raise ValueError(f"--metric {name}: give one of {', '.join(map(metric_name, keys))}")
     checked = [(condition, *holds(condition, sides, rows)) for condition in conditions]
     results = combined(sides, rows, command_line())
     if out is not None:
@@ -56,7 +59,7 @@ def compare_command(
     elif rows:
         from epsim.report.table import print_comparison
 
-        print_comparison([row for row in rows if not metric or row.metric in metric], sides, results["verdict"])
+        print_comparison([row for row in rows if not metric or row.metric in shown.values()], sides, results["verdict"])
     failed = False
     for condition, is_so, value in checked:
         failed |= is_so

@@ -34,12 +34,19 @@ class Cluster:
         """P = E + redundant slots per layer. Raises ValueError if P is not a multiple of the number of ranks."""
         num_physical = num_experts + self.num_redundant
         if num_physical % self.num_ranks:
-            spare = -num_experts % self.num_ranks
+            less = max(self.num_redundant - num_physical % self.num_ranks, -num_experts % self.num_ranks)
             raise ValueError(
                 f"{num_experts} experts + {self.num_redundant} redundant = {num_physical} slots do not divide among "
-                f"{self.num_ranks} ranks: give --redundant {spare} or {spare + self.num_ranks}"
+                f"{self.num_ranks} ranks: give --redundant {less} or {less + self.num_ranks}"
             )
         return num_physical
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of a number next to one that does not divide it: nearest_divisors(16, 3) is "2 or 4"."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    lower, higher = ([d for d in divisors if d < wanted], [d for d in divisors if d > wanted])
+    return " or ".join(map(str, [*lower[-1:], *higher[:1]]))
 
 
 def node_of_rank(num_ranks: int, num_nodes: int) -> torch.Tensor:
@@ -77,7 +84,8 @@ class Placement:
             raise ValueError(f"physical_to_logical is {list(slots.shape)} {slots.dtype}, not [layers, slots] int64")
         num_layers, num_physical = slots.shape
         if num_physical % self.num_ranks:
-            raise ValueError(f"{num_physical} slots do not divide among {self.num_ranks} ranks")
+            near = nearest_divisors(num_physical, self.num_ranks)
+            raise ValueError(f"{num_physical} slots do not divide among {self.num_ranks} ranks: give {near} ranks")
         if num_physical and not bool(((slots >= -1) & (slots < self.num_experts)).all()):
             raise ValueError(f"a slot names an expert outside 0..{self.num_experts - 1} (or -1 for an empty slot)")
         number = torch.zeros(num_layers, self.num_experts + 1, dtype=torch.int64, device=slots.device)
@@ -145,6 +153,8 @@ class Policy:
 
     kind: `placement`, `router`, `split`, `shared` or `reader`. name: unique among all kinds.
     aliases: other names, each with the arguments that it stands for.
+    other_names: names that serving engines have for it or for something like it, in lower case with hyphens, each with
+    what this policy does. They are not read, but an error names the policy.
     first: the argument that may be given without its key. must_define: methods that a class of the kind has to define.
     examples: items of the grammar that tests use for a policy with required arguments, such as ("oea(k0=2)",).
     complexity: how much a serving system must change to use it; 0 if it does so by default. If several stacks are
@@ -155,6 +165,7 @@ class Policy:
     kind: ClassVar[str]
     name: ClassVar[str]
     aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    other_names: ClassVar[Mapping[str, str]] = {}
     first: ClassVar[str] = ""
     must_define: ClassVar[tuple[str, ...]] = ()
     examples: ClassVar[tuple[str, ...]] = ()

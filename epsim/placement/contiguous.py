@@ -17,6 +17,7 @@ class Contiguous(PlacementPolicy):
     """
 
     name: ClassVar[str] = "contiguous"
+    other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(("trivial", "linear"), "experts in order")
     complexity: ClassVar[int] = 0
     trivial: ClassVar[bool] = True
     needs_history: ClassVar[bool] = False

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target
+from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target, nearest_divisors
 from epsim.placement.packing import pack_groups, replicate_and_pack
 
 
@@ -99,6 +99,14 @@ class Eplb(PlacementPolicy):
         "eplb-global": {"form": "global"},
         "eplb-hierarchical": {"form": "hierarchical"},
     }
+    other_names: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("auto", "default", "deepseek", "deepseek-vec"), "DeepSeek's algorithm"),
+        **dict.fromkeys(("deepseek-hierarchical", "deepseek-vec-hierarchical"), "as eplb(form=hierarchical)"),
+        **dict.fromkeys(
+            ("dynamic-eplb", "elasticity-aware", "flashlb", "flash-lb", "swift-balancer", "swift-balance-eplb"),
+            "DeepSeek's algorithm, not this engine's own form of it",
+        ),
+    }
     rebalances: ClassVar[bool] = True
 
     @property
@@ -127,7 +135,9 @@ class Eplb(PlacementPolicy):
         if self.form == "hierarchical":
             obstacle = hierarchical_obstacle(num_experts, groups, nodes, cluster.num_ranks)
             if obstacle:
-                raise ValueError(f"eplb-hierarchical is impossible here: {obstacle}; use eplb-global")
+                near = nearest_divisors(cluster.num_ranks, nodes)
+                nodes_fit = f", or give --nodes {near}" if cluster.num_ranks % nodes else ""
+                raise ValueError(f"eplb-hierarchical is impossible here: {obstacle}: use eplb-global{nodes_fit}")
         elif self.form == "global" or prefers_global(num_experts, num_physical, groups, nodes, cluster.num_ranks):
             groups = nodes = 1
         phy2log, _, _ = _rebalance(history.sum(0), num_physical, groups, nodes, cluster.num_ranks)

@@ -1,12 +1,12 @@
 """A placement read from a file, such as the map that a serving system runs today."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target
+from epsim.placement.base import Cluster, Placement, PlacementPolicy, Target, nearest_divisors
 from epsim.placement.formats import ExpertMap, check_full, read_map, read_placement
 
 
@@ -22,6 +22,10 @@ class File(PlacementPolicy):
     path: str
     name: ClassVar[str] = "file"
     first: ClassVar[str] = "path"
+    other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("expert-map-path", "init-expert-location", "initial-expert-map-path", "initial-global-assignments"),
+        "as file(path=...), with the engine's map",
+    )
     examples: ClassVar[tuple[str, ...]] = ("file(path=placement.json)",)
     needs_history: ClassVar[bool] = False
 
@@ -35,7 +39,7 @@ class File(PlacementPolicy):
         if num_slots % cluster.num_ranks:
             raise ValueError(
                 f"{self.path}: {num_slots} slots a layer do not divide among {cluster.num_ranks} ranks: give the "
-                "number of ranks that the map is for"
+                f"number of ranks that the map is for, such as {nearest_divisors(num_slots, cluster.num_ranks)}"
             )
         return num_slots - num_experts
 

@@ -96,6 +96,7 @@ class LplbIpm(Sampled):
     """The published method: 5 interior point steps, then every token draws its copy by the fractions."""
 
     name: ClassVar[str] = "lplb-ipm"
+    other_names: ClassVar[Mapping[str, str]] = {"lp": "SGLang's own solver"}
     work: ClassVar[tuple[str, ...]] = ("published_solve_us", "assign_us")
     works_without_copies: ClassVar[bool] = True
     engines: ClassVar[Mapping[str, str]] = {"sglang": "lp"}

@@ -50,6 +50,7 @@ class Static(Split):
     """
 
     name: ClassVar[str] = "static"
+    other_names: ClassVar[Mapping[str, str]] = {"nearest": "the nearest copy for each source rank"}
     needs: ClassVar[Needs] = "none"
     level: ClassVar[Level] = "rank_counts"
     by_fractions: ClassVar[bool] = False

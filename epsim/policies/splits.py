@@ -50,6 +50,9 @@ class Even(Systematic):
     """Equal parts, as EPLB assumes."""
 
     name: ClassVar[str] = "even"
+    other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("dynamic", "round-robin"), "equal parts, as copies in turn"
+    )
     needs: ClassVar[Needs] = "none"
     complexity: ClassVar[int] = 0
     kernel: ClassVar[SplitRule] = SplitRule()
@@ -86,6 +89,7 @@ class Lplb(Systematic):
     a: float | None = None
     b: float | None = None
     name: ClassVar[str] = "lplb"
+    other_names: ClassVar[Mapping[str, str]] = {"lp": "solved exactly"}
     examples: ClassVar[tuple[str, ...]] = ("lplb", "lplb(objective=time,a=1,b=20)")
     exact: ClassVar[bool] = True
 
@@ -176,6 +180,7 @@ class LplbSampled(Sampled):
     """The fractions of `lplb`. Every token draws its copy with these as probabilities, as in SGLang's `lp`."""
 
     name: ClassVar[str] = "lplb-sampled"
+    other_names: ClassVar[Mapping[str, str]] = {"probability": "a copy for each token by the exact probabilities"}
     work: ClassVar[tuple[str, ...]] = ("solve_us", "assign_us")
     kernel: ClassVar[SplitRule] = SplitRule(solves=True, follow="sampled")
 
@@ -188,6 +193,7 @@ class Random(Sampled):
     """Each token draws one of the copies, all equally likely (SGLang's `dynamic`)."""
 
     name: ClassVar[str] = "random"
+    other_names: ClassVar[Mapping[str, str]] = {"dynamic": "a random copy for each token"}
     needs: ClassVar[Needs] = "none"
     complexity: ClassVar[int] = 0
     kernel: ClassVar[SplitRule] = SplitRule(follow="sampled")

@@ -1,7 +1,8 @@
 """Policy stacks and their text form, policies joined by + (docs/contract.md section 3)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from epsim.placement.base import PlacementPolicy
@@ -72,7 +73,7 @@ def parse_stack(text: str) -> PolicyStack:
         policy = next((policy for policy in policies if name in (policy.name, *policy.aliases)), None)
         if policy is None:
             listing = "; ".join(f"{kind}: {', '.join(_names(kind))}" for kind in kinds())
-            raise ValueError(f"unknown policy {name!r} in {text!r}, known are {listing}")
+            raise ValueError(f"unknown policy {name!r} in {text!r}: {_advice(name, kinds(), listing)}")
         if policy.kind in chosen:
             first = chosen[policy.kind].name
             raise ValueError(f"{text!r} has two policies for {policy.kind}, {first!r} and {name!r}: give one")
@@ -85,7 +86,8 @@ def placement_policy(text: str) -> PlacementPolicy:
     for item in _items(text):
         if name_and_arguments(item, text)[0] in _names("placement"):
             return parse_stack(item).placement
-    raise ValueError(f"unknown placement {text!r}: choose one of {', '.join(_names('placement'))}")
+    name, _ = name_and_arguments(_items(text)[0], text)
+    raise ValueError(f"unknown placement {text!r}: {_advice(name, ('placement',), ', '.join(_names('placement')))}")
 
 
 def _items(text: str) -> list[str]:
@@ -113,6 +115,18 @@ def named_stack(text: str) -> tuple[str, PolicyStack]:
     if not name or set(name) & set("+.,") or not name.isprintable() or len(name) > MAX_NAME:
         raise ValueError(f"--policy {text!r}: a name has 1 to {MAX_NAME} printable characters, without + . and ,")
     return name, parse_stack(tail)
+
+
+def _advice(name: str, of_kinds: Iterable[str], listing: str) -> str:
+    """What to write for an unknown name: the policies that it stands for in a serving engine, or the nearest names and
+    all names."""
+    name = name.lower().replace("_", "-")
+    policies = [policy for kind in of_kinds for policy in kinds()[kind].values()]
+    meant = [f"{policy.name} ({policy.other_names[name]})" for policy in policies if name in policy.other_names]
+    near = get_close_matches(name, [known for policy in policies for known in (policy.name, *policy.aliases)])
+    if meant:
+        return f"write {' or '.join(meant)}"
+    return f"did you mean {' or '.join(near)}? Known are {listing}" if near else f"known are {listing}"
 
 
 def _names(kind: str) -> list[str]:

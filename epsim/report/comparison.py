@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from epsim.report.compare import Row
+from epsim.score.formulas import metric_name
 
 HEADERS = (
     "stack", "metric (mean)", "unit", "files", "first", "second", "second - first (95% interval)", "change", "steps",
@@ -19,7 +20,7 @@ def comparison_rows(rows: Sequence[Row], files: Sequence[str]) -> list[list[str]
         if row.first and row.difference is not None:
             change = f"{row.difference / row.first:+.2%}"
         numbers = [number(row.first), number(row.second), _difference(row), change]
-        table.append([stack, row.metric, row.unit, pair, *numbers, row.how])
+        table.append([stack, metric_name(row.metric), row.unit, pair, *numbers, row.how])
     return table
 
 

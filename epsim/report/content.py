@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from epsim.files import printable
 from epsim.results import ResultsData
-from epsim.score.formulas import METRICS
+from epsim.score.formulas import METRICS, metric_name
 from epsim.score.verdict import label
 
 PEAK_OVER_MEAN = "peak/mean: load of the busiest rank / mean load of all ranks; 1.0 is perfect balance."
@@ -28,26 +28,29 @@ class Column:
 
     key: str
     statistic: str
-    header: str
     form: str
     meaning: str
 
+    @property
+    def header(self) -> str:
+        return metric_name(self.key) if self.statistic == "mean" else self.statistic
+
 
 COLUMNS = (
-    Column("max_over_mean", "mean", "peak/mean", ".3f", "mean over steps and layers"),
-    Column("max_over_mean", "p95", "p95", ".3f", "95th percentile of peak/mean over steps and layers"),
-    Column("optimality_gap", "mean", "gap", ".1%", "peak / optimum (lowest peak of this placement) - 1"),
-    Column("gap_placement", "mean", "placement", ".1%", "cause of imbalance: optimum / mean load - 1"),
-    Column("gap_split", "mean", "split", ".1%", "cause of imbalance: peak before rounding / optimum - 1"),
-    Column("gap_rounding", "mean", "rounding", ".1%", "cause of imbalance: rounding to whole tokens raises the peak"),
-    Column("gap_shared", "mean", "shared", ".1%", "cause of imbalance: shared-expert tokens raise the peak"),
-    Column("layer_time_us", "mean", "layer us", ".1f", "time of a layer on its slowest rank, in microseconds"),
-    Column("active_experts", "mean", "active", ".1f", "experts with tokens, on the rank that has the most"),
-    Column("kept_mass", "mean", "kept", ".3f", "router probability of the experts used / of the model's choice"),
-    Column("remote_rank_share", "mean", "off rank", ".1%", "share of assignments that leave the rank of their token"),
-    Column("remote_node_share", "mean", "off node", ".1%", "share of assignments that leave the node of their token"),
+    Column("max_over_mean", "mean", ".3f", "mean over steps and layers"),
+    Column("max_over_mean", "p95", ".3f", "95th percentile of peak/mean over steps and layers"),
+    Column("optimality_gap", "mean", ".1%", "peak / optimum (lowest peak of this placement) - 1"),
+    Column("gap_placement", "mean", ".1%", "cause of imbalance: optimum / mean load - 1"),
+    Column("gap_split", "mean", ".1%", "cause of imbalance: peak before rounding / optimum - 1"),
+    Column("gap_rounding", "mean", ".1%", "cause of imbalance: rounding to whole tokens raises the peak"),
+    Column("gap_shared", "mean", ".1%", "cause of imbalance: shared-expert tokens raise the peak"),
+    Column("layer_time_us", "mean", ".1f", "time of a layer on its slowest rank, in microseconds"),
+    Column("active_experts", "mean", ".1f", "experts with tokens, on the rank that has the most"),
+    Column("kept_mass", "mean", ".3f", "router probability of the experts used / of the model's choice"),
+    Column("remote_rank_share", "mean", ".1%", "share of assignments that leave the rank of their token"),
+    Column("remote_node_share", "mean", ".1%", "share of assignments that leave the node of their token"),
 )
-GAIN = ("gain (95% interval)", "tokens per second / those of the first stack - 1")
+GAIN = (f"{metric_name('throughput_gain')} (95% interval)", "tokens per second / those of the first stack - 1")
 
 
 def layer_numbers(results: ResultsData) -> list[int]:
@@ -206,9 +209,11 @@ def metrics_table(results: ResultsData) -> Table:
         values = [entry["metrics"].get(key, {}).get("mean") for entry in stacks]
         if all(value is None for value in values):
             continue
-        metric = METRICS[name := key.removeprefix("routed_")]
-        formula = metric.formula if name == key else f"{name}, for the routed load alone"
-        table.append([key, formula, *("-" if value is None else figure(value, metric.unit) for value in values)])
+        total = key.removeprefix("routed_")
+        metric = METRICS[total]
+        formula = metric.formula if total == key else f"{metric_name(total)}, for the routed load alone"
+        means = ("-" if value is None else figure(value, metric.unit) for value in values)
+        table.append([metric_name(key), formula, *means])
     return "Every metric", ["metric (mean)", "formula", *(label(entry) for entry in stacks)], table
 
 
@@ -218,7 +223,7 @@ def reasons(results: ResultsData) -> list[tuple[str, str]]:
     for entry in results["stacks"]:
         for key, value in entry["metrics"].items():
             if "reason" in value:
-                missing.setdefault(value["reason"], {})[key] = None
+                missing.setdefault(value["reason"], {})[metric_name(key)] = None
     return [(", ".join(keys), reason) for reason, keys in missing.items()]
 
 

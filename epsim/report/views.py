@@ -14,7 +14,7 @@ from epsim.report.flips import flips_by_cell, flips_of_stacks
 from epsim.report.frontiers import frontier_figures
 from epsim.report.sweeps import sweep_figures
 from epsim.results import ResultsData
-from epsim.score.formulas import METRICS
+from epsim.score.formulas import METRICS, metric_name
 from epsim.score.verdict import label
 
 MOST_ROWS = 40
@@ -79,7 +79,7 @@ def predicted_table(results: ResultsData) -> Table:
                 continue
             unit = METRICS[key].unit
             change = f"{measured / predicted - 1:+.2%}" if predicted else "-"
-            table.append([label(entry), key, figure(predicted, unit), figure(measured, unit), change])
+            table.append([label(entry), metric_name(key), figure(predicted, unit), figure(measured, unit), change])
     headers = ["stack", "metric (mean)", "predicted", "measured", "measured / predicted - 1"]
     return "Predicted and measured", headers, table
 

@@ -211,4 +211,4 @@ def test_plan_takes_arguments_and_refuses_what_is_no_placement(
         assert (code, err) == (0, "")
     code, _, err = epsim("plan", trace, "--ranks", "4", "--placement", "lplb", "-o", tmp_path / "p.json")
     assert code == 2
-    assert "unknown placement 'lplb': choose one of contiguous, eplb" in err
+    assert "unknown placement 'lplb': did you mean eplb? Known are contiguous, eplb" in err

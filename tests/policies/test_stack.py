@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from epsim.placement.file import File
 from epsim.policies.grammar import policy_text
 from epsim.policies.ipm import LplbIpm
+from epsim.policies.registry import kinds
 from epsim.policies.splits import Even, Lplb
 from epsim.policies.stack import parse_stack
 from epsim.policies.waterfill import Waterfill
@@ -105,7 +106,7 @@ def test_every_value_may_be_quoted() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("eplb+magic", "unknown policy 'magic' in 'eplb+magic', known are placement: contiguous, "),
+        ("eplb+magic", "unknown policy 'magic' in 'eplb+magic': known are placement: contiguous, "),
         ("eplb+waterfill-joint", "is not exact: write lplb(counts=gathered)+waterfill-joint, or waterfill"),
         ("lplb-ipm+waterfill-joint", "lplb-ipm in 'contiguous+lplb-ipm+waterfill-joint' is not exact"),
         ("lplb+waterfill-joint(candidates=few)", "choose all or visited"),
@@ -151,6 +152,34 @@ def test_mistakes_are_told_in_one_line(text: str, says: str) -> None:
         parse_stack(text)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("lp", "write lplb (solved exactly) or lplb-ipm (SGLang's own solver)"),
+        ("dynamic", "write even (equal parts, as copies in turn) or random (a random copy for each token)"),
+        ("trivial", "write contiguous (experts in order)"),
+        ("deepseek_hierarchical", "write eplb (as eplb(form=hierarchical))"),
+        ("expert_map_path", "write file (as file(path=...), with the engine's map)"),
+        ("lpl", "did you mean lplb? Known are placement: "),
+        ("Topk_Channels", "did you mean topk-channels or threshold-channels? Known are placement: "),
+    ],
+)
+def test_names_of_engines_and_mistyped_names_lead_to_policies(name: str, says: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse_stack(f"contiguous+{name}(x=1)")
+    assert str(error.value).startswith(f"unknown policy {name!r} in 'contiguous+{name}(x=1)': {says}")
+
+
+def test_names_of_engines_are_in_the_form_in_which_they_are_looked_up() -> None:
+    """What an engine calls a split or a placement, `Policy.engines`, leads to the policy, or is a policy's name."""
+    for kind in ("placement", "split"):
+        for policy in kinds()[kind].values():
+            assert all(name == name.lower().replace("_", "-") for name in policy.other_names)
+            for text in policy.examples or (policy.name,):
+                for name in parse_stack(text).__getattribute__(kind).engines.values():
+                    assert name in ("", policy.name) or name.replace("_", "-") in policy.other_names
 
 
 @pytest.mark.parametrize(

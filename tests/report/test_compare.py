@@ -20,7 +20,9 @@ from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
 from epsim.report.compare import Row, Side, combined, compare, read_sides, words
 from epsim.report.conditions import OF_A_PAIR, OF_A_STACK, Condition, holds, parse_condition
+from epsim.report.content import headers
 from epsim.results import ResultsData, check_results, write_results
+from epsim.score.formulas import METRICS, metric_name
 from epsim.score.statistics import paired_difference, unpaired_difference
 from epsim.traces.store import StoredTrace
 
@@ -134,6 +136,7 @@ def test_words_say_what_differs_most() -> None:
     ("text", "parts"),
     [
         ("best.max_over_mean.mean > 1.05", ("best", "max_over_mean", "mean", ">", 1.05)),
+        ("best.routed peak/mean.mean > 1", ("best", "routed peak/mean", "mean", ">", 1.0)),
         ("eplb+oea(k0=3,p=0.7).peak.p95<=1e3", ("eplb+oea(k0=3,p=0.7)", "peak", "p95", "<=", 1000.0)),
         (" a b.layer_time_us.high >= -2", ("a b", "layer_time_us", "high", ">=", -2.0)),
     ],
@@ -186,9 +189,16 @@ def test_conditions_hold_or_not(make_trace: TraceMaker) -> None:
     assert holds(parse_condition(f"s1.max_over_mean.p95 >= {value!r}"), sides, rows) == (True, value)
     assert not holds(parse_condition(f"eplb+lplb.max_over_mean.p95 > {value!r}"), sides, rows)[0]
     assert holds(parse_condition("s1.max_over_mean.high < 0"), sides, rows)[0]
+    for key, metric in sides[0].results["stacks"][1]["metrics"].items():  # tables and results.json name a metric alike
+        if metric["mean"] is not None:
+            name = metric_name(key)
+            assert holds(parse_condition(f"s1.{name}.mean != 9e99"), sides, rows) == (True, metric["mean"])
+            assert holds(parse_condition(f"s1.{key}.mean != 9e99"), sides, rows) == (True, metric["mean"])
+    headings = {heading.split(" (")[0] for heading in headers(sides[0].results)}
+    assert headings - {"stack", "p95", "vs first"} < {metric_name(key) for key in METRICS}
     for text, word in (
         ("none.peak.mean > 0", "only s0, s1"),
-        ("s1.speed.mean > 0", "no metric"),
+        ("s1.speed.mean > 0", "no metric 'speed'; there are peak, mean_load, peak/mean, "),
         ("s1.layer_time_us.mean > 0", "no times are predicted without --hardware"),
         ("s0.peak.low > 0", "it is the first"),
     ):

@@ -21,7 +21,7 @@ from epsim.report.content import PEAK_OVER_MEAN, cells, headers, meanings, metri
 from epsim.report.table import print_table
 from epsim.report.write import write_pages, write_report
 from epsim.results import ResultsData
-from epsim.score.formulas import METRICS
+from epsim.score.formulas import METRICS, metric_name
 from epsim.traces.store import StoredTrace
 
 HOSTILE = "<script>alert(1)</script> [red]|`*_$x$"
@@ -127,11 +127,13 @@ def test_rows_state_values_and_intervals(results: ResultsData) -> None:
 def test_every_metric_stands_with_its_formula(results: ResultsData) -> None:
     table = {row[0]: row for row in metrics_table(results)[2]}
     untold = {key for keys, _ in reasons(results) for key in keys.split(", ")}
-    assert set(table) | untold == set(results["stacks"][0]["metrics"])
+    keys = {metric_name(key): key for key in results["stacks"][0]["metrics"]}
+    assert set(table) | untold == set(keys)
     assert not set(table) & untold
-    for key, row in table.items():
-        name = key.removeprefix("routed_")
-        assert row[1] == (METRICS[name].formula if name == key else f"{name}, for the routed load alone")
+    for name, row in table.items():
+        key = keys[name]
+        total = key.removeprefix("routed_")
+        assert row[1] == (METRICS[total].formula if total == key else f"{metric_name(total)}, for the routed load alone")
         mean = results["stacks"][1]["metrics"][key]["mean"]
         assert float(row[3].replace(",", "")) == pytest.approx(mean, abs=6e-3)
 

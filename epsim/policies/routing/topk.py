@@ -13,6 +13,9 @@ class TopK(Router):
     """Every token keeps the experts that were recorded."""
 
     name: ClassVar[str] = "topk"
+    other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("biased-grouped-topk", "fused-topk", "grouped-topk"), "the experts that the model chose, by any rule"
+    )
     level: ClassVar[Level] = "counts"
     complexity: ClassVar[int] = 0
     acts: ClassVar[bool] = False
