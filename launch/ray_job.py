@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ class Seat:
 
 class RankActor:
     """One rank; `ray.remote` makes it a Ray actor."""
+
+    def __init__(self, folder: str) -> None:
+        """folder: the command's current folder, for relative paths."""
+        with suppress(OSError):  # another machine may not have it
+            os.chdir(folder)
 
     def seat(self) -> Seat:
         import ray
@@ -211,7 +217,7 @@ def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool, stops: Stops) ->
     for bundle in range(num_ranks):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         actor = ray.remote(RankActor).options(num_cpus=1, num_gpus=int(on_gpus), scheduling_strategy=strategy)
-        actors.append(actor.remote())
+        actors.append(actor.remote(os.getcwd()))
     calls = waiting = [actor.seat.remote() for actor in actors]
     try:
         while waiting:

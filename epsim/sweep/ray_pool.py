@@ -4,6 +4,7 @@ import importlib
 import os
 import socket
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ CONNECTING = 10.0
 class SweepActor:
     """One worker; `ray.remote` makes it an actor."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, folder: str = ".") -> None:
+        """folder: the command's current folder, for relative paths such as that of `file`."""
         import torch
 
+        with suppress(OSError):  # another machine may not have it
+            os.chdir(folder)
         os.environ["EPSIM_THREADS"] = str(threads)
         torch.set_num_threads(threads)
         self._folder = Path(tempfile.mkdtemp(prefix="epsim-sweep-"))
@@ -89,7 +93,7 @@ class RayWorkers:
         assert isinstance(job, Cell), "traces are made on the machine of the sweep"
         if worker not in self._actors:
             made = self._ray.remote(SweepActor).options(num_cpus=1, max_restarts=0)
-            self._actors[worker] = made.remote(self._threads)
+            self._actors[worker] = made.remote(self._threads, os.getcwd())
         files = [(opening.path, self._content(opening)) for opening in job.openings]
         self._busy[self._actors[worker].perform.remote(job, files)] = worker
 

@@ -25,7 +25,7 @@ from epsim.sweep.drive import Sweep, cell_path, finished_cells, locked_folder, r
 from epsim.sweep.grid import read_grid
 from epsim.sweep.ray_pool import SweepActor, _answers
 from epsim.sweep.sources import Making
-from epsim.sweep.work import Job, _opened, perform
+from epsim.sweep.work import Done, Failed, Job, _opened, perform
 from epsim.traces.store import StoredTrace
 from tests.conftest import Epsim
 from tests.sweep.conftest import Here
@@ -264,6 +264,24 @@ def test_a_machine_without_the_files_is_given_them(
     files = [(cells[0].trace.path, content)] * 2
     assert [actor.perform(cell, files) for cell in cells] == expected
     assert len(asked) == 1, "once, for all its cells"
+
+
+def test_a_worker_in_another_folder_finds_the_map_of_a_relative_path(
+    write_grid: WriteGrid, make_trace: TraceMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trace(steps=4, layers=1)
+    monkeypatch.chdir(tmp_path)
+    Path("map.json").write_text("[[1, 0, 3, 2, 5, 4, 7, 6]]")
+    grid = write_grid('policies = "file(map.json)"\nranks = [2]\n[[trace]]\npath = "trace.parquet"\n')
+    (cell,) = planned(grid, tmp_path / "out").cells.values()
+    expected = perform(cell)
+    assert isinstance(expected, Done)
+    monkeypatch.setenv("EPSIM_THREADS", "1")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert isinstance(SweepActor(1).perform(cell, [(cell.trace.path, None)]), Failed)
+    SweepActor(1, "/no/such/folder")
+    assert SweepActor(1, str(tmp_path)).perform(cell, [(cell.trace.path, None)]) == expected
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
