@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -85,7 +85,20 @@ def plan_placements(
         if key not in planned:
             seen_steps = single if policy.needs_steps else whole
             planned[key] = policy.plan_for(seen_steps, Target(cluster, meta.layers, stack))
+            _check_planned(stack, planned[key], meta, cluster)
     return [planned[planned_as(stack)] for stack in stacks]
+
+
+def _check_planned(stack: Stack, planned: Any, meta: TraceMeta, cluster: Cluster) -> None:
+    """Raises ValueError if a policy returns no placement, or one for other layers, experts, ranks or nodes."""
+    name = stack.placement.name
+    if not isinstance(planned, Placement):
+        raise ValueError(f"{name}: its plan is of type {type(planned).__name__}: return a Placement")
+    given = (planned.num_layers, planned.num_experts, planned.num_ranks, planned.num_nodes)
+    wanted = (meta.num_layers, meta.num_experts, cluster.num_ranks, cluster.num_nodes)
+    for what, number, needed in zip(("layers", "experts", "ranks", "nodes"), given, wanted, strict=True):
+        if number != needed:
+            raise ValueError(f"{name}: its plan has {number} {what}: return a Placement of {needed} {what}")
 
 
 def planned_as(stack: Stack) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -82,6 +82,38 @@ def test_layers_of_the_trace_are_taken_from_the_history_by_their_numbers(tmp_pat
     assert np.array_equal(whole.numpy()[0], counts_of(history)[:, 1:].sum(0))
     with pytest.raises(ValueError, match="--history lacks layer 5"):
         watch(history, history.num_steps, replace(asked, layers=(4, 5)))
+
+
+@dataclass(frozen=True)
+class Returns(PlacementPolicy):
+    """Returns what it is given as its plan."""
+
+    planned: Any
+    name: ClassVar[str] = "mine"
+
+    def plan(self, history: torch.Tensor, cluster: Cluster) -> Placement:
+        return self.planned  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("planned", "says"),
+    [
+        (None, "mine: its plan is of type NoneType: return a Placement"),
+        (torch.arange(8)[None], "mine: its plan is of type Tensor: return a Placement"),
+        (Placement(torch.arange(8)[None], 8, 4), "mine: its plan has 1 layers: return a Placement of 2 layers"),
+        (
+            Placement(torch.arange(4).repeat(2, 2), 4, 4),
+            "mine: its plan has 4 experts: return a Placement of 8 experts",
+        ),
+        (Placement(torch.arange(8).repeat(2, 1), 8, 2), "mine: its plan has 2 ranks: return a Placement of 4 ranks"),
+        (Placement(torch.arange(8).repeat(2, 1), 8, 4, 2), "mine: its plan has 2 nodes: return a Placement of 1 nodes"),
+    ],
+)
+def test_what_is_no_placement_for_the_trace_is_refused(make_trace: TraceMaker, planned: Any, says: str) -> None:
+    trace = make_trace("counts")
+    stack = replace(parse_stack("contiguous"), placement=Returns(planned))
+    with pytest.raises(ValueError, match=f"^{says}$"):
+        plan_placements([stack], trace, 2, trace.meta, Cluster(4), lambda steps: None)
 
 
 def test_keys_follow_content_and_add_up() -> None:

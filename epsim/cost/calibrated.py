@@ -286,6 +286,6 @@ def read_table(path: Path) -> Table:
         "experts": ExpertTable, "exchange": ExchangeTable, "policies": PolicyTable, "router": RouterTable
     }  # fmt: skip
     kind = content.get("kind", "experts")
-    if kind not in kinds:
+    if str(kind) not in kinds:
         raise ValueError(f"{path}: kind {kind!r} is not one of {', '.join(kinds)}")
     return build(kinds[kind], content, str(path))

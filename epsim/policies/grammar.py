@@ -106,12 +106,16 @@ def _value(hint: Any, key: str, text: str, item: str) -> Any:
 
 
 def check_arguments(policy: type[Policy]) -> None:
-    """Raises ValueError if an argument has a type that the grammar cannot read and write."""
+    """Raises ValueError if an argument has a type that the grammar cannot read and write, or if `first` or an alias
+    names an argument that is missing."""
     for key, hint in _parameters(policy).items():
         named = get_origin(hint) is Literal and all(isinstance(value, str) for value in get_args(hint))
         if hint not in (str, int, float, bool) and not named:
             kind = inspect.formatannotation(hint)
             raise ValueError(f"argument {key} is of type {kind}: use str, int, float, bool or a Literal of texts")
+    named = {policy.first, *(key for preset in policy.aliases.values() for key in preset)} - {"", *_parameters(policy)}
+    if named:
+        raise ValueError(f"first or aliases name {min(named)!r}, which is not an argument")
 
 
 def _parameters(policy: Any) -> dict[str, Any]:

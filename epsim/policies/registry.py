@@ -5,6 +5,7 @@ A new policy is a file and a line in SHIPPED. A policy of another package is an 
 """
 
 import dataclasses
+import inspect
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -103,15 +104,20 @@ def _loaded(entry: EntryPoint) -> type[Policy]:
 def _check_class(policy: Any) -> None:
     """Raises ValueError where a class cannot be a policy."""
     is_policy = isinstance(policy, type) and issubclass(policy, BASES) and dataclasses.is_dataclass(policy)
-    if not is_policy or not hasattr(policy, "name") or not re.fullmatch(r"[\w-]+", str(policy.name)):
+    if not is_policy or not hasattr(policy, "name") or not isinstance(policy.name, str):
         bases = ", ".join(base.__name__ for base in BASES)
         raise ValueError(f"give a frozen dataclass with a name, derived from {bases}")
+    if not re.fullmatch(r"[\w-]+", policy.name):
+        raise ValueError(f"its name is {policy.name!r}: give letters, digits, - and _ only")
     if not policy.__dataclass_params__.frozen:
         raise ValueError("write @dataclass(frozen=True)")
     base = {base.kind: base for base in BASES}[policy.kind]
     for methods in base.must_define:
         if all(getattr(policy, method) is getattr(base, method) for method in methods.split(" or ")):
             raise ValueError(f"the class does not define {methods}")
+    for method in dir(base):
+        if inspect.isfunction(getattr(base, method)) and not callable(getattr(policy, method)):
+            raise ValueError(f"{method} is no method: define it as one")
     check_arguments(policy)
 
 

@@ -381,6 +381,11 @@ class Untyped(Contiguous):
     name: ClassVar[str] = "mine"
 
 
+def changed(**attributes: Any) -> Any:
+    """A policy that has one mistake."""
+    return dataclass(frozen=True)(type("Mine", (Contiguous,), {"name": "mine", **attributes}))
+
+
 @pytest.mark.parametrize(
     ("loaded", "says"),
     [
@@ -397,6 +402,11 @@ class Untyped(Contiguous):
         (Switched, "argument either is of type int \\| str \\| None: use str, int, float, bool or a Literal of texts"),
         (Untyped, "is not a policy: name 'Absent' is not defined"),
         (SHIPPED[0], "there is another policy named 'contiguous': uninstall the package"),
+        (changed(name=7), "is not a policy: give a frozen dataclass with a name"),
+        (changed(name="my policy"), "its name is 'my policy': give letters, digits, - and _ only"),
+        (changed(notes=("a note",)), "is not a policy: notes is no method: define it as one"),
+        (changed(first="size"), "first or aliases name 'size', which is not an argument"),
+        (changed(aliases={"mine-2": {"size": 1}}), "first or aliases name 'size', which is not an argument"),
     ],
 )
 def test_a_packages_mistake_is_told_in_one_line(installed: Any, loaded: Any, says: str) -> None:
