@@ -113,9 +113,9 @@ def check_arguments(policy: type[Policy]) -> None:
         if hint not in (str, int, float, bool) and not named:
             kind = inspect.formatannotation(hint)
             raise ValueError(f"argument {key} is of type {kind}: use str, int, float, bool or a Literal of texts")
-    named = {policy.first, *(key for preset in policy.aliases.values() for key in preset)} - {"", *_parameters(policy)}
-    if named:
-        raise ValueError(f"first or aliases name {min(named)!r}, which is not an argument")
+    for key in (policy.first, *(key for preset in policy.aliases.values() for key in preset)):
+        if key and key not in _parameters(policy):
+            raise ValueError(f"first or aliases name {key!r}, which is not an argument")
 
 
 def _parameters(policy: Any) -> dict[str, Any]:

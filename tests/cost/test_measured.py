@@ -314,6 +314,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"active": [8.0, 2.0]}, "active must be ascending"),
     ({"tokens_per_expert": [16.0, 16.0]}, "tokens_per_expert must be ascending"),
     ({"tokens_per_expert": []}, "tokens_per_expert must be ascending"),
+    ({"kind": []}, "kind [] is not one of"),
     ({"kind": "experiments"}, "kind 'experiments' is not one of experts, exchange, policies, router"),
     ({"colour": 1}, "unknown key 'colour'"),
     ({"columns": -1}, "columns -1 and spread 0.0 must be 0 or more"),
