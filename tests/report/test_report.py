@@ -133,7 +133,8 @@ def test_every_metric_stands_with_its_formula(results: ResultsData) -> None:
     for name, row in table.items():
         key = keys[name]
         total = key.removeprefix("routed_")
-        assert row[1] == (METRICS[total].formula if total == key else f"{metric_name(total)}, for the routed load alone")
+        of_routed = f"{metric_name(total)}, for the routed load alone"
+        assert row[1] == (METRICS[total].formula if total == key else of_routed)
         mean = results["stacks"][1]["metrics"][key]["mean"]
         assert float(row[3].replace(",", "")) == pytest.approx(mean, abs=6e-3)
 
