@@ -21,15 +21,27 @@ def check_source(path: Path) -> None:
     """Raises FileNotFoundError or ValueError unless path is a plain file (links are followed). Readers read a file more
     than once, which a pipe does not allow, and a device has no end."""
     try:
-        mode = path.stat().st_mode
+        status = path.stat()
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {reason(error)}: give a file that can be read") from None
-    if stat.S_ISDIR(mode):
+    if stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{path} is a folder: give a file")
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path}: a pipe or device, not a plain file: save it to a file and give that")
+    if not status.st_size:  # Files of /proc have no size either, and some of them have no end.
+        raise ValueError(f"{path}: the file is empty")
+
+
+@contextlib.contextmanager
+def utf8_name(path: Path) -> Iterator[str]:
+    """A UTF-8 name of a file, for libraries that accept no other name. It is valid inside the block."""
+    if str(path).isascii() or not any("\udc80" <= character <= "\udcff" for character in str(path)):
+        yield str(path)
+        return
+    with path.open("rb") as file:
+        yield f"/dev/fd/{file.fileno()}"
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:

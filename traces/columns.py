@@ -3,9 +3,12 @@
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
+
+SCORES = ("scores", "score_ids")
 
 
 def column(name: str, dtype: Any) -> pa.Field:
@@ -82,7 +85,7 @@ def to_block(table: pa.Table, meta: TraceMeta, steps: Ints, scored: bool = True)
     phase = None
     if "phase" in names:
         phase = np.full(len(steps), "unknown", dtype=object)
-        phase[token_step] = table["phase"].to_pylist()
+        phase[token_step] = _labels(table, "phase")
     return TokenBlock(
         steps,
         token_step.astype(np.int64),
@@ -90,7 +93,7 @@ def to_block(table: pa.Table, meta: TraceMeta, steps: Ints, scored: bool = True)
         _values(table, "expert_ids").reshape(*shape, meta.top_k),
         _values(table, "scores").reshape(*shape, meta.num_scores) if scored else None,
         _values(table, "score_ids").reshape(*shape, meta.num_scores) if scored and "score_ids" in names else None,
-        np.array(table["domain"].to_pylist(), dtype=object) if "domain" in names else None,
+        _labels(table, "domain") if "domain" in names else None,
         phase,
     )
 
@@ -99,6 +102,12 @@ def fixed_lists(array: Any, dtype: type[np.generic] | None, kind: pa.DataType) -
     """The rows of an array as lists of a fixed size. dtype: None for the array's own."""
     flat = np.ascontiguousarray(array, dtype=dtype).reshape(-1)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat, type=kind.value_type), type=kind)
+
+
+def _labels(table: pa.Table, name: str) -> npt.NDArray[np.object_]:
+    column = table[name].combine_chunks()
+    labels: npt.NDArray[np.object_] = np.array(column.dictionary.to_pylist(), dtype=object)[column.indices.to_numpy()]
+    return labels
 
 
 def _values(table: pa.Table, name: str) -> Array:

@@ -14,6 +14,7 @@ from epsim.traces.options import DEFAULT_BATCH, DEFAULT_RANKS, DEFAULT_STEP_TOKE
 from epsim.traces.trace import Array, Ints, Origin, Phase, TokenBlock
 
 BLOCK_TOKENS = 1 << 15
+BLOCK_IDS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ def arrange(tokens: Tokens, options: ImportOptions) -> Arrangement:
 
 
 def blocks(tokens: Tokens, arrangement: Arrangement, block_tokens: int = BLOCK_TOKENS) -> Iterator[TokenBlock]:
-    """The arranged tokens as blocks of whole steps of about block_tokens tokens."""
+    """The arranged tokens as blocks of whole steps of about block_tokens tokens, fewer if a token has very many ids."""
+    block_tokens = min(block_tokens, BLOCK_IDS // tokens.expert_ids[0].size)
     steps, begin = np.unique(arrangement.step, return_index=True)
     ends = np.append(begin[1:], len(arrangement.step))
     low = 0

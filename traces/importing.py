@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from epsim.files import check_source
 from epsim.models.known import find_model
 from epsim.traces.options import ImportOptions, check_phase
 from epsim.traces.readers import read_recording
@@ -43,7 +44,11 @@ def import_trace(sources: Sources, target: str | os.PathLike[str], options: Impo
                 part = slice_steps(block, 0, max(min(len(block.steps), stop - first), 0))
                 first += len(block.steps)
                 writer.append(take_layers(part, kept))
-    return StoredTrace(target)
+    try:
+        return StoredTrace(target)
+    except ValueError:  # Its values repeat so often that the trace is too large in memory for its file.
+        Path(target).unlink()
+        raise
 
 
 def open_trace(sources: Sources | StoredTrace, options: ImportOptions | None = None) -> StoredTrace:
@@ -116,8 +121,9 @@ def _as_list(sources: Sources) -> list[str | os.PathLike[str]]:
 
 
 def _is_parquet(path: Path) -> bool:
-    if not path.is_file():
+    if path.is_dir():
         return False
+    check_source(path)
     with path.open("rb") as file:
         return file.read(4) == b"PAR1"
 

@@ -8,6 +8,8 @@ import numpy as np
 from epsim.traces.store import SMALL_BLOCK, StoredTrace
 from epsim.traces.trace import Ints, TokenBlock, TraceMeta
 
+MOST_COUNTS = 1 << 22
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSkew:
@@ -83,7 +85,9 @@ def summarize(trace: StoredTrace) -> TraceSummary:
     domains: Counter[str] = Counter()
     phases: Counter[str] = Counter()
     first = last = None
-    for block in trace.blocks(max_bytes=SMALL_BLOCK):
+    # The counts of a step of tokens may be much larger than the tokens.
+    most_steps = max(1, MOST_COUNTS // total.size) if meta.level == "tokens" else None
+    for block in trace.blocks(max_bytes=SMALL_BLOCK, max_steps=most_steps):
         if isinstance(block, TokenBlock):
             counts = block.to_counts(meta.num_experts).counts
             if block.domain is not None:

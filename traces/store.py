@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -18,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from epsim.files import CannotWriteError, check_source, check_target, temporary_beside, umask
+from epsim.files import CannotWriteError, check_source, check_target, temporary_beside, umask, utf8_name
 from epsim.traces.check import check_block
-from epsim.traces.columns import schema_of, to_block, to_table
+from epsim.traces.columns import SCORES, schema_of, to_block, to_table
+from epsim.traces.limits import check_size
 from epsim.traces.trace import Block, CountsBlock, Ints, RankCountsBlock, TokenBlock, TraceMeta
 
 FORMAT = "1"
@@ -147,14 +148,15 @@ class TraceWriter:
             assert self._schema is not None
             # Neighbouring counts differ little, so delta packing is both smaller and faster than plain.
             packed = [name for name in ("counts", "expert_ids", "score_ids") if name in self._schema.names]
-            self._writer = pq.ParquetWriter(
-                self._temporary,
-                self._schema,
-                compression="zstd",
-                use_dictionary=[n for n in ("domain", "phase") if n in self._schema.names] or False,
-                column_encoding={f"{name}.list.element": "DELTA_BINARY_PACKED" for name in packed},
-                write_page_checksum=True,
-            )
+            with utf8_name(self._temporary) as name:
+                self._writer = pq.ParquetWriter(
+                    name,
+                    self._schema,
+                    compression="zstd",
+                    use_dictionary=[n for n in ("domain", "phase") if n in self._schema.names] or False,
+                    column_encoding={f"{column}.list.element": "DELTA_BINARY_PACKED" for column in packed},
+                    write_page_checksum=True,
+                )
         return self._writer
 
     def _flush(self) -> None:
@@ -182,10 +184,11 @@ class StoredTrace:
         self.name = self.path.name
         check_source(self.path)
         try:
-            with pq.ParquetFile(self.path) as file:
+            with utf8_name(self.path) as name, pq.ParquetFile(name) as file:
                 footer = {k.decode(): v.decode() for k, v in (file.metadata.metadata or {}).items()}
                 schema, num_groups = file.schema_arrow, file.metadata.num_row_groups
-                rows = [file.metadata.row_group(i).num_rows for i in range(num_groups)]
+                groups = [file.metadata.row_group(i) for i in range(num_groups)]
+                rows, sizes = [group.num_rows for group in groups], [group.total_byte_size for group in groups]
         except (pa.ArrowException, OSError, ValueError) as error:
             raise ValueError(f"{self.path}: truncated, damaged or no Parquet file: {one_line(error)}") from None
         if "epsim.format" not in footer:
@@ -212,6 +215,26 @@ class StoredTrace:
             ) from None
         if not whole:
             raise ValueError(f"{self.path}: its description does not fit its content (damaged)")
+        self._check_size(schema, sizes)
+
+    def _check_size(self, schema: pa.Schema, sizes: Sequence[int]) -> None:
+        """Raises ValueError if a group or the whole trace would be far larger in memory than in the file.
+
+        The bounds are wider than those of readers, because a trace is read group by group, and because counts by source
+        rank are mostly 0 and so take a few bits each in the file. sizes: the bytes of each group, unpacked."""
+        width = {field.name: getattr(field.type, "list_size", 1) for field in schema}
+        numbers = [r * sum(width[n] for n in self._columns(schema, scored)) for _, r, _, scored in self._index]
+        cells = self.num_steps * self.meta.num_layers * self.meta.num_experts
+        in_tokens = self.meta.level == "tokens"
+        check_size(f"{sum(numbers):,} numbers", sum(numbers) / 4, self.path)
+        check_size("one row group", max(numbers, default=0) * (1 if in_tokens else 4), self.path)
+        check_size("one row group", max(sizes, default=0) / 4, self.path)
+        check_size(f"{self.num_steps:,} steps, and so {cells:,} counts", cells / 16 if in_tokens else 0, self.path)
+
+    @staticmethod
+    def _columns(schema: pa.Schema, scored: bool) -> list[str]:
+        """The columns to read of a group. A group without scores has columns of zeros for them."""
+        return [name for name in schema.names if scored or name not in SCORES]
 
     def __fspath__(self) -> str:
         return str(self.path)
@@ -229,7 +252,7 @@ class StoredTrace:
         """
         stop = self.num_steps if stop is None else min(stop, self.num_steps)
         first, group, last = 0, -1, None
-        with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+        with utf8_name(self.path) as name, pq.ParquetFile(name, page_checksum_verification=True) as file:
             for num_steps, num_rows, empty, scored in self._index:
                 group += num_rows > 0
                 low, high = max(start - first, 0), min(stop - first, num_steps)
@@ -246,7 +269,9 @@ class StoredTrace:
         self, file: pq.ParquetFile, group: int | None, num_steps: int, empty: list[int], scored: bool, last: int | None
     ) -> Block:
         try:
-            table = file.schema_arrow.empty_table() if group is None else file.read_row_group(group)
+            table = file.schema_arrow.empty_table()
+            if group is not None:
+                table = file.read_row_group(group, self._columns(file.schema_arrow, scored))
             for name in table.column_names:
                 if table[name].null_count:
                     raise ValueError(f"column {name} has missing values")

@@ -139,9 +139,9 @@ def test_row_groups_outside_are_not_read(tmp_path: Path, monkeypatch: pytest.Mon
     read: list[int] = []
     original = pq.ParquetFile.read_row_group
 
-    def noted(self: pq.ParquetFile, group: int) -> pa.Table:
+    def noted(self: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
         read.append(group)
-        return original(self, group)
+        return original(self, group, columns)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
     blocks = list(StoredTrace(tmp_path / "t.parquet").blocks(35, 42))

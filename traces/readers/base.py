@@ -10,12 +10,14 @@ import numpy as np
 
 from epsim.models.known import find_model, unknown_model
 from epsim.traces.check import MAX_COUNT
+from epsim.traces.limits import check_size
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.document import Document
 from epsim.traces.trace import Array, Block, CountsBlock, Ints, Level, Phase, TraceMeta
 
 MAX_DEPTH = 16
 MAX_CELLS = 1 << 22
+BLOCK_NUMBERS = 1 << 23
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +187,12 @@ def to_numpy(value: Any) -> Array:
 
 
 def _plain(tensor: Any) -> Any:
-    """Converts a tensor to an array. No recorder writes tensors that are sparse, quantized, without data or expanded to
-    many times their storage, so these raise ValueError."""
+    """Converts a tensor to an array. No recorder writes tensors that are sparse, quantized or without data, so these
+    raise ValueError."""
     text = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
     strided = str(tensor.layout) == "torch.strided" and not tensor.is_quantized and not tensor.is_meta
     if not strided or tensor.dtype.is_complex:
         raise ValueError(f"a tensor that does not hold plain numbers ({text}): save a dense one")
-    if tensor.numel() > max(4 * tensor.untyped_storage().nbytes(), 1 << 20):
-        raise ValueError(f"a tensor {list(tensor.shape)} that is {tensor.numel()} times the same few numbers")
     tensor = tensor.detach().to("cpu")
     narrow = tensor.dtype.is_floating_point and tensor.dtype.itemsize <= 2
     return (tensor.float() if narrow else tensor).numpy()
@@ -214,8 +214,8 @@ def half(scores: Any) -> Array:
     return kept
 
 
-def check_filled(listed: int, shape: tuple[int, ...], what: str) -> None:
-    """Raises ValueError if the table of a log, shape [T, L, k], would be huge and nearly empty.
+def check_filled(listed: int, shape: tuple[int, ...], what: str, documents: Sequence[Document]) -> None:
+    """Raises ValueError if the table of a log, shape [T, L, k], would be huge, or large and nearly empty.
 
     listed: the number of entries in the log; what: what they are called in the message."""
     cells = shape[0] * shape[1]
@@ -224,6 +224,8 @@ def check_filled(listed: int, shape: tuple[int, ...], what: str) -> None:
             f"{shape[0]} tokens x {shape[1]} layers, but only {listed} {what}: check the token and layer numbers, "
             "which do not belong together"
         )
+    table = f"{shape[0]:,} tokens x {shape[1]:,} layers x {shape[2]:,} experts"
+    check_size(table, cells * shape[2], *(document.path for document in documents))
 
 
 def whole(value: Any, *, first: int = 0, axes: Sequence[str] | None = None) -> Ints:
@@ -251,20 +253,24 @@ def whole(value: Any, *, first: int = 0, axes: Sequence[str] | None = None) -> I
 
 def ragged(value: Any) -> str:
     """A message that says which of the nested lists differs in length from the first list of its depth."""
-    level: list[tuple[tuple[int, ...], Any]] = [((), value)]
-    while level and len(level[0][0]) < MAX_DEPTH and all(isinstance(item, list | tuple) for _, item in level):
-        sizes = {len(item) for _, item in level}
-        if len(sizes) > 1:
-            expected = len(level[0][1])
-            index, item = next((p, i) for p, i in level if len(i) != expected)
-            return f"ragged: the list at {list(index)} has {len(item)} entries, the first of its depth has {expected}"
-        level = [((*index, i), inner) for index, item in level for i, inner in enumerate(item)]
+    level: list[Any] = [value]
+    shape: tuple[int, ...] = ()
+    while level and len(shape) < MAX_DEPTH and all(isinstance(item, list | tuple) for item in level):
+        expected = len(level[0])
+        wrong = next((i for i, item in enumerate(level) if len(item) != expected), None)
+        if wrong is not None:
+            index, size = [int(i) for i in np.unravel_index(wrong, shape)], len(level[wrong])
+            return f"ragged: the list at {index} has {size} entries, the first of its depth has {expected}"
+        shape = (*shape, expected)
+        level = [inner for item in level for inner in item]
     return "ragged: lists of unequal depth, or a value that is not a number"
 
 
-def count_recording(counts: Ints, documents: Sequence[Document], options: ImportOptions, **known: Any) -> Recording:
-    """The recording of counts [S, L, E] in memory. known: further arguments of `settle`."""
-    num_layers, num_experts = counts.shape[1:]
+def count_recording(
+    counts: Sequence[Ints], documents: Sequence[Document], options: ImportOptions, **known: Any
+) -> Recording:
+    """The recording of S >= 1 steps' counts [L, E] in memory. known: further arguments of `settle`."""
+    num_layers, num_experts = counts[0].shape
     meta = settle(options, documents, level="counts", num_layers=num_layers, num_experts=num_experts, **known)
     return Recording(meta, lambda: count_blocks(counts))
 
@@ -292,17 +298,31 @@ def sparse_recording(
         layers=layers,
         notes=[*notes, *more_notes],
     )
-    table = np.zeros((len(steps), meta.num_layers, num_experts))
     layer_index = {layer: index for index, layer in enumerate(layers)}
-    for step, counts in enumerate(steps):
-        for (layer, expert), count in counts.items():
-            table[step, layer_index[layer], expert] = count
-    rounded = whole(np.rint(table))
-    return Recording(meta, lambda: count_blocks(rounded))
+    step_numbers = meta.num_layers * num_experts
+    dense = f"{len(steps):,} steps x {meta.num_layers:,} layers x {num_experts:,} experts"
+    check_size(dense, len(steps) * step_numbers, *(document.path for document in documents))
+
+    def blocks() -> Iterator[Block]:
+        size = _steps_a_block(step_numbers)
+        for low in range(0, len(steps), size):
+            part = steps[low : low + size]
+            table = np.zeros((len(part), meta.num_layers, num_experts))
+            for step, counts in enumerate(part):
+                for (layer, expert), count in counts.items():
+                    table[step, layer_index[layer], expert] = count
+            yield from count_blocks(whole(np.rint(table, out=table), first=low), low)
+
+    return Recording(meta, blocks)
 
 
-def count_blocks(counts: Ints, first: int = 0, steps_a_block: int = 256) -> Iterator[Block]:
-    """Cuts counts [S, L, E] into blocks; the steps are numbered from `first`."""
-    for low in range(0, len(counts), steps_a_block):
-        part = counts[low : low + steps_a_block]
+def _steps_a_block(step_numbers: int) -> int:
+    return min(256, max(1, BLOCK_NUMBERS // max(step_numbers, 1)))
+
+
+def count_blocks(counts: Sequence[Ints] | Ints, first: int = 0) -> Iterator[Block]:
+    """Cuts the counts of S >= 1 steps, each [L, E], into blocks; the steps are numbered from `first`."""
+    size = _steps_a_block(counts[0].size)
+    for low in range(0, len(counts), size):
+        part = np.asarray(counts[low : low + size])
         yield CountsBlock(np.arange(first + low, first + low + len(part)), part)

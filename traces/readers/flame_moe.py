@@ -62,7 +62,7 @@ def _read_dump(documents: Sequence[Document], options: ImportOptions) -> Recordi
     if len(np.unique(flat)) != len(flat):
         raise ValueError(f"{documents[0].path}: the files hold a (sample, token position, layer) twice")
     shape = (len(tokens), len(layers), ids[0].shape[1])
-    check_filled(len(flat), shape, f"entries in {documents[0].path}")
+    check_filled(len(flat), shape, f"entries in {documents[0].path}", documents)
     all_ids = np.full(shape, -1, dtype=np.int16)
     all_scores = np.zeros(shape, dtype=np.float16)
     all_ids[row, column] = np.concatenate(ids)

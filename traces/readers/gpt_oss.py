@@ -43,7 +43,9 @@ def _read_sequences(documents: Sequence[Document], options: ImportOptions) -> Re
                     f"expert_ids {list(experts.shape)} {experts.dtype} and lengths {list(lengths.shape)} are not whole "
                     "numbers [sequences, tokens, layers, k] and [sequences]"
                 )
-            if lengths.size and lengths.max() > experts.shape[1]:
+            if not experts.size:
+                raise ValueError(f"expert_ids are empty: shape {list(experts.shape)}")
+            if lengths.max() > experts.shape[1]:
                 raise ValueError(f"a length is {lengths.max()}, but expert_ids has {experts.shape[1]} tokens")
             if ids and experts.shape[2:] != ids[0].shape[1:]:
                 raise ValueError(f"[layers, k] is {list(experts.shape[2:])}, not {list(ids[0].shape[1:])}")

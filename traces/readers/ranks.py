@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from epsim.traces.limits import check_size
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.base import Recording, settle
 from epsim.traces.readers.document import Document, naming
@@ -60,6 +61,8 @@ def rank_recording(
         all_notes.append(f"{missing} of {len(steps) * num_ranks} (step, rank) entries are missing: counted as 0")
     if ranks != list(range(num_ranks)):
         all_notes.append(f"source ranks 0..{num_ranks - 1} are the recorded ranks {_some(ranks)}")
+    dense = f"{len(steps):,} steps x {num_layers:,} layers x {num_ranks:,} ranks x {num_experts:,} experts"
+    check_size(dense, len(steps) * num_layers * num_ranks * num_experts, *(document.path for document in documents))
     same = num_ranks > 1 and not missing and all(_alike(load(step)) for step in steps)
     by_rank = num_ranks > 1 and not same and not served
     if same:

@@ -8,7 +8,7 @@ import numpy as np
 from epsim.models.known import ScoreRule, find_model
 from epsim.traces.compose import deal
 from epsim.traces.options import DEFAULT_STEP_TOKENS, ImportOptions
-from epsim.traces.readers.base import Recording, TraceReader, natural, settle, to_numpy
+from epsim.traces.readers.base import BLOCK_NUMBERS, Recording, TraceReader, natural, settle, to_numpy
 from epsim.traces.readers.document import Document, naming
 from epsim.traces.trace import Array, Block, TokenBlock
 
@@ -96,16 +96,21 @@ def _read_logits(documents: Sequence[Document], options: ImportOptions) -> Recor
                 parts.append(part)
         return np.concatenate(parts)
 
+    # Sorting takes several times the memory of the logits, so it is done for some tokens at a time.
+    part = max(1, BLOCK_NUMBERS // (meta.num_layers * num_experts))
+
     def blocks() -> Iterator[Block]:
         for step, low in enumerate(range(0, num_tokens, size)):
-            values = logits(low, min(low + size, num_tokens))
-            token_step = np.zeros(len(values), dtype=np.int64)
+            high = min(low + size, num_tokens)
+            token_step = np.zeros(high - low, dtype=np.int64)
+            parts = (logits(begin, min(begin + part, high)) for begin in range(low, high, part))
+            pairs = [(choose(values, meta.top_k), scores_of(values, rule).astype(np.float16)) for values in parts]
             yield TokenBlock(
                 np.array([step]),
                 token_step,
                 deal(token_step, options.ranks or 1),
-                choose(values, meta.top_k),
-                scores_of(values, rule).astype(np.float16),
+                np.concatenate([ids for ids, _ in pairs]),
+                np.concatenate([scores for _, scores in pairs]),
             )
 
     return Recording(meta, blocks, may_have_dense=False)

@@ -230,6 +230,12 @@ def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recordin
 
 def csv_numbers(row: Sequence[str], columns: Sequence[int], line: int) -> list[int]:
     """The values of some columns of a row. Raises ValueError unless they are whole numbers >= 0."""
+    try:
+        values = [int(row[column]) for column in columns]
+        if min(values) >= 0 and max(values) < 2**53:
+            return values
+    except (ValueError, IndexError):
+        pass  # The loop below finds the value, which may be a whole number such as 3.0.
     values = []
     for column in columns:
         text = row[column].strip() if column < len(row) else ""

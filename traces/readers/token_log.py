@@ -1,5 +1,9 @@
 """Per-token logs, as patched engines write them: JSON lines, one per (token, layer)."""
 
+from __future__ import annotations
+
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +29,9 @@ RANK = ("rank", "source_rank", "dp_rank")
 DOMAIN = ("domain", "dataset", "task")
 EXPERTS = ("num_experts", "n_routed_experts")
 MODEL = ("model_id", "model", "model_name")
+FIELDS = (IDS, LAYER, WEIGHTS, TOKEN, REQUEST, STEP, RANK, DOMAIN)
 WARM_UP_ROWS = 32
+MAX_NAMES = 1000
 
 
 def pick(record: dict[str, Any], names: Sequence[str]) -> Any:
@@ -52,63 +58,90 @@ def _is_log(document: Document) -> bool:
     return False
 
 
+class _Names:
+    """The names of a record's fields. Records with the same fields share one, because looking fields up is slow."""
+
+    __slots__ = ("groups",)
+
+    def __init__(self, record: dict[str, Any]) -> None:
+        self.groups = [[name for name in names if name in record] for names in FIELDS]
+
+    def pick(self, record: dict[str, Any]) -> list[Any]:
+        """The record's value of each of FIELDS, None where it has none."""
+        return [
+            record[group[0]] if len(group) == 1 else pick(record, group) if group else None for group in self.groups
+        ]
+
+
 @dataclass(slots=True)
 class _Log:
-    """The rows of a log, in order of first appearance. A row's key is (request, step, rank, token index, number of
-    earlier lines with the same of these and the same layer)."""
+    """The lines of a log, as columns. A key is (request, step, rank, token index).
 
-    rows: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    seen: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    entries: list[tuple[int, int, list[int], list[float] | None]] = field(default_factory=list)
-    domain: list[str | None] = field(default_factory=list)
+    keys, labels: the number of each different key and label; line_key, line_layer, line_label: numbers of each line, a
+    label of -1 for none. ids, weights: those of all lines; num_ids: how many of them each line has.
+    """
+
+    keys: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    line_key: array[int] = field(default_factory=lambda: array("q"))
+    line_layer: array[int] = field(default_factory=lambda: array("q"))
+    line_label: array[int] = field(default_factory=lambda: array("q"))
+    num_ids: array[int] = field(default_factory=lambda: array("q"))
+    ids: array[int] = field(default_factory=lambda: array("h"))
+    weights: array[float] = field(default_factory=lambda: array("d"))
+    weighted: bool = True
     header: dict[str, Any] = field(default_factory=dict)
-    lines: int = 0
 
-    def add(self, record: dict[str, Any], number: int) -> None:
-        layer = _index(pick(record, LAYER), "layer", number)
-        ids = pick(record, IDS)
-        if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**15 for i in ids):
+    def add(self, values: Sequence[Any], number: int) -> None:
+        """Adds the line of this number. values: of FIELDS."""
+        ids, layer, weights, position, request, step, rank, domain = values
+        layer = _index(layer, "layer", number)
+        if not ids or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 2**15:
             raise ValueError(f"line {number}: expert ids {str(ids)[:60]} are not whole numbers in 0..32766")
         if len(set(ids)) != len(ids):
             raise ValueError(f"line {number}: expert ids {str(ids)[:60]} name an expert twice")
-        weights = pick(record, WEIGHTS)
-        if weights is not None and not (
-            isinstance(weights, list)
-            and len(weights) == len(ids)
-            and all(type(w) in (int, float) and abs(w) < 65504 for w in weights)
-        ):
+        if weights is None:
+            self.weighted = False
+        elif not (isinstance(weights, list) and len(weights) == len(ids) and _are_finite(weights)):
             raise ValueError(f"line {number}: {len(ids)} expert ids need {len(ids)} finite weights")
-        position, step, rank = (pick(record, names) for names in (TOKEN, STEP, RANK))
-        request = pick(record, REQUEST)
         key = (
             str(request) if request is not None else None,
             None if step is None else _index(step, "step", number),
             None if rank is None else _index(rank, "rank", number),
             None if position is None else _index(position, "token index", number),
         )
-        # A token index that repeats in the same layer belongs to a later pass of the engine.
-        again = self.seen.get((layer, key), 0)
-        self.seen[layer, key] = again + 1
-        row = self.rows.setdefault((*key, again), len(self.rows))
-        if row == len(self.domain):
-            label = pick(record, DOMAIN)
-            self.domain.append(None if label is None else str(label))
-        self.entries.append((row, layer, ids, weights))
-        self.lines += 1
+        self.line_key.append(self.keys.setdefault(key, len(self.keys)))
+        self.line_layer.append(layer)
+        self.line_label.append(-1 if domain is None else self.labels.setdefault(str(domain), len(self.labels)))
+        self.num_ids.append(len(ids))
+        self.ids.extend(ids)
+        if self.weighted:
+            self.weights.extend(weights)
+
+
+def _are_finite(weights: list[Any]) -> bool:
+    return set(map(type, weights)) <= {int, float} and max(map(abs, weights)) < 65504 and not math.isnan(sum(weights))
 
 
 def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recording:
     log = _Log()
+    names: dict[tuple[str, ...], _Names] = {}
     for document in documents:
         with naming(document.path, "token log"):
             for number, record in document.records():
                 if not isinstance(record, dict):
                     raise ValueError(f"line {number} is not a JSON object")
-                if _is_route(record):
-                    log.add(record, number)
-                elif pick(record, IDS) is not None:
+                fields = tuple(record)
+                if fields not in names:
+                    if len(names) == MAX_NAMES:
+                        names.clear()
+                    names[fields] = _Names(record)
+                ids, layer, *_ = values = names[fields].pick(record)
+                if isinstance(ids, list) and layer is not None and list not in set(map(type, ids)):
+                    log.add(values, number)
+                elif ids is not None:
                     raise ValueError(f"line {number} has expert ids, but they are not a list or the layer is missing")
-                elif pick(record, LAYER) is not None:
+                elif layer is not None:
                     raise ValueError(f"line {number} has a layer, but no expert ids")
                 else:
                     log.header.update(record)
@@ -116,20 +149,40 @@ def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recordin
         return _assemble(log, documents, options)
 
 
+def _rows(key: Ints, layer: Ints, num_layers: int) -> tuple[Ints, Ints]:
+    """The row of each line, and the first line of each row. Rows are numbered in order of first appearance.
+
+    A row holds one line of each layer. A key that repeats in the same layer belongs to a later pass of the engine, so
+    the n-th line of each layer with a key is in the key's n-th row.
+    """
+    same = key * num_layers + layer
+    order = np.argsort(same, kind="stable")
+    starts = np.flatnonzero(np.append(True, np.diff(same[order]) != 0))
+    again = np.empty_like(same)
+    again[order] = np.arange(len(same)) - np.repeat(starts, np.diff(np.append(starts, len(same))))
+    _, first, row = np.unique(key * (int(again.max()) + 1) + again, return_index=True, return_inverse=True)
+    number = np.empty_like(first)
+    number[np.argsort(first)] = np.arange(len(first))
+    return number[row.reshape(-1)], np.sort(first)
+
+
 def _assemble(log: _Log, documents: Sequence[Document], options: ImportOptions) -> Recording:
-    if not log.entries:
+    if not log.ids:
         raise ValueError("it has no routed tokens")
-    layers = sorted({layer for _, layer, _, _ in log.entries})
-    layer_index = {layer: i for i, layer in enumerate(layers)}
-    top_k = max(len(ids) for _, _, ids, _ in log.entries)
-    weighted = all(weights is not None for _, _, _, weights in log.entries)
-    check_filled(len(log.entries), (len(log.rows), len(layers), top_k), "lines")
-    ids = np.full((len(log.rows), len(layers), top_k), -1, dtype=np.int16)
-    scores = np.zeros(ids.shape, dtype=np.float16) if weighted else None
-    for row, layer, chosen, weights in log.entries:
-        ids[row, layer_index[layer], : len(chosen)] = chosen
-        if scores is not None and weights is not None:
-            scores[row, layer_index[layer], : len(chosen)] = half(weights)
+    layer_numbers, layer = np.unique(np.array(log.line_layer), return_inverse=True)
+    layers = layer_numbers.tolist()
+    line_key, num_ids = np.array(log.line_key), np.array(log.num_ids)
+    row, first = _rows(line_key, layer.reshape(-1), len(layers))
+    shape = (len(first), len(layers), int(num_ids.max()))
+    check_filled(len(row), shape, "lines", documents)
+    ids = np.full(shape, -1, dtype=np.int16)
+    scores = np.zeros(shape, dtype=np.float16) if log.weighted else None
+    cell = (row * len(layers) + layer.reshape(-1)) * shape[2]
+    # Each id goes into the slot of its line and of its position in that line.
+    slot = np.repeat(cell - np.cumsum(num_ids) + num_ids, num_ids) + np.arange(len(log.ids))
+    ids.reshape(-1)[slot] = np.array(log.ids)
+    if scores is not None:
+        scores.reshape(-1)[slot] = half(np.array(log.weights))
     notes = []
     warm = warm_up_rows(ids)
     if warm == len(ids) >= WARM_UP_ROWS:
@@ -139,16 +192,16 @@ def _assemble(log: _Log, documents: Sequence[Document], options: ImportOptions) 
     missing = int((ids[warm:, :, 0] < 0).sum())
     if missing:
         notes.append(f"{missing} of {(len(ids) - warm) * len(layers)} (token, layer) lines are missing: left empty")
-    keys = list(log.rows)[warm:]
-    requests = {request: i for i, request in enumerate(dict.fromkeys(key[0] for key in keys))}
-    labels = log.domain[warm:]
+    row_key, label = line_key[first[warm:]], np.array(log.line_label)[first[warm:]]
+    requests = {request: i for i, request in enumerate(dict.fromkeys(key[0] for key in log.keys))}
+    sequence = _column([None if key[0] is None else requests[key[0]] for key in log.keys], row_key)
     tokens = Tokens(
         ids[warm:],
         None if scores is None else scores[warm:],
-        step=_column([key[1] for key in keys]),
-        source_rank=_column([key[2] for key in keys]),
-        sequence=np.array([requests[key[0]] for key in keys]) if None not in requests else None,
-        domain=np.array(labels, dtype=object) if labels and None not in labels else None,
+        step=_column([key[1] for key in log.keys], row_key),
+        source_rank=_column([key[2] for key in log.keys], row_key),
+        sequence=sequence,
+        domain=np.array(list(log.labels), dtype=object)[label] if label.size and label.min() >= 0 else None,
     )
     if tokens.step is None and tokens.source_rank is not None:
         notes.append("source ranks without steps: not used")
@@ -172,8 +225,10 @@ def warm_up_rows(ids: Any) -> int:
     return run if run >= WARM_UP_ROWS else 0
 
 
-def _column(values: Sequence[Any]) -> Ints | None:
-    return None if not values or None in values else np.array(values, dtype=np.int64)
+def _column(values: Sequence[int | None], row_key: Ints) -> Ints | None:
+    """The values of the rows, from the value of each key; None if a row has none."""
+    column = np.array([-1 if value is None else value for value in values], dtype=np.int64)[row_key]
+    return None if not column.size or column.min() < 0 else column
 
 
 def _index(value: Any, what: str, line: int) -> int:

@@ -6,10 +6,13 @@ from typing import Any
 
 from epsim.traces import compose
 from epsim.traces.compose import Tokens
+from epsim.traces.limits import check_size
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.base import Recording, settle
 from epsim.traces.readers.document import Document
 from epsim.traces.trace import Phase
+
+NUMBERS_PER_TOKEN = 8
 
 
 def token_recording(
@@ -27,6 +30,8 @@ def token_recording(
     if not len(tokens):
         raise ValueError(f"{documents[0].path}: it has no tokens")
     ids = tokens.expert_ids
+    numbers = ids.size + NUMBERS_PER_TOKEN * len(ids)
+    check_size(f"{len(ids):,} tokens", numbers, *(document.path for document in documents))
     arrangement = compose.arrange(tokens, options)
     meta = settle(
         options,

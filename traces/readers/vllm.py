@@ -37,7 +37,7 @@ def _read_routed(documents: Sequence[Document], options: ImportOptions) -> Recor
             arrays = document.content if document.kind == "npz" else {document.path.stem: document.content}
             for name in sorted(arrays, key=lambda n: natural(document.path / n)):
                 array = arrays[name]
-                first = (prompts + outputs)[0] if prompts or outputs else array
+                first = prompts[0] if prompts else outputs[0] if outputs else array
                 if not array.size or array.shape[1:] != first.shape[1:]:
                     raise ValueError(
                         f"{name} has shape {list(array.shape)}, not [tokens, {first.shape[1]}, {first.shape[2]}]"
@@ -75,7 +75,7 @@ def _read_load_dump(documents: Sequence[Document], options: ImportOptions) -> Re
                 loads.append(load)
     if not loads:
         raise ValueError(f"{documents[0].path}: load_history is empty")
-    return count_recording(np.stack(loads), documents, options)
+    return count_recording(loads, documents, options)
 
 
 READERS = (
