@@ -41,7 +41,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Tokens arranged in steps. order [T]: indices of the tokens; step, source_rank [T]: of tokens in that order."""
+    """Tokens arranged in steps.
+
+    order [T]: the indices of the tokens, step by step. step, source_rank [T]: those of the tokens in this order."""
 
     order: Ints
     step: Ints
@@ -90,11 +92,11 @@ def blocks(tokens: Tokens, arrangement: Arrangement, block_tokens: int = BLOCK_T
 
 
 def schedule(lengths: Ints, batch: int) -> tuple[Ints, Ints]:
-    """The first step and the batch slot of each sequence. lengths [N] >= 1 -> (first step [N], slot [N] in 0..batch-1).
+    """The first step and the batch slot of each sequence.
 
-    Slot p takes its first sequence at step floor(p * min(1, mean length / batch)). So at most one sequence arrives per
-    step and first tokens do not align, unless the mean length is below the batch size. When a sequence ends, the next
-    one takes its slot in the following step.
+    lengths [N] >= 1 -> (first step [N], slot [N] in 0..batch-1). Slot p takes its first sequence at step
+    floor(p * min(1, mean length / batch)), so sequences do not all start in the same step. When a sequence ends, the
+    next sequence takes its slot in the following step.
     """
     pace = min(1.0, float(lengths.mean()) / batch) if len(lengths) else 1.0
     free = [(int(slot * pace), slot) for slot in range(batch)]
@@ -108,7 +110,9 @@ def schedule(lengths: Ints, batch: int) -> tuple[Ints, Ints]:
 
 
 def compose(sequence: Ints, options: ImportOptions) -> Arrangement:
-    """Composes sequences into decode steps. sequence [T]: each token's sequence. Every token is in exactly one step."""
+    """Composes sequences into decode steps. Every token is in exactly one step.
+
+    sequence [T]: the sequence of each token."""
     _, first, index, lengths = np.unique(sequence, return_index=True, return_inverse=True, return_counts=True)
     arrival = np.argsort(first, kind="stable")
     rank_of = np.empty_like(arrival)
@@ -126,12 +130,12 @@ def compose(sequence: Ints, options: ImportOptions) -> Arrangement:
     numbers, renumbered = np.unique(step, return_inverse=True)
     notes = [
         f"composed: {len(lengths)} sequences in {len(numbers)} decode steps of at most {batch} sequences"
-        f"{'' if options.batch else ' (default --batch)'}; they start at different steps, and when one ends the next "
-        "takes its batch slot; every token is kept, so the first and last steps hold fewer",
+        f"{'' if options.batch else ' (default --batch)'}; sequences start at different steps, and when one ends, the "
+        "next takes its batch slot; all tokens are kept, so the first and the last steps hold fewer sequences",
         f"source rank = batch slot * {ranks} // {batch}{'' if options.ranks else ' (default --ranks)'}",
     ]
     if batch < wanted:
-        notes.append(f"only {batch} sequences for a batch of {wanted}: batch {batch}")
+        notes.append(f"the batch size is {batch}, not {wanted}: the recording has only {batch} sequences")
     source_rank = slot[index] * ranks // batch
     return Arrangement(
         order, renumbered.reshape(-1)[order], source_rank[order], ranks, "composed", "decode", tuple(notes)

@@ -46,9 +46,9 @@ def import_trace(sources: Sources, target: str | os.PathLike[str], options: Impo
                 writer.append(take_layers(part, kept))
     try:
         return StoredTrace(target)
-    except ValueError:  # Its values repeat so often that the trace is too large in memory for its file.
+    except ValueError as error:  # Its values repeat so often that the trace is too large in memory for its file.
         Path(target).unlink()
-        raise
+        raise ValueError(str(error).replace(str(target), os.fspath(paths[0]))) from None
 
 
 def open_trace(sources: Sources | StoredTrace, options: ImportOptions | None = None) -> StoredTrace:

@@ -38,5 +38,6 @@ def check_size(what: str, numbers: float, *paths: Path, hint: str = "import it i
     if numbers > (most := most_numbers(*paths)):
         size = sum(os.path.getsize(path) for path in paths)
         raise ValueError(
-            f"{paths[0]}: {what}: too large in memory for {size / 1e6:.1f} MB of files (more than {most:,} numbers): {hint}"
+            f"{paths[0]}: {what}: too large in memory for {size / 1e6:.1f} MB of files (more than {most:,} numbers): "
+            f"{hint}"
         )

@@ -36,9 +36,10 @@ FLUSH_BYTES = 32 << 20
 class Recorder:
     """A running recording. Set these attributes between passes to describe the next ones.
 
-    domains: the label of each sequence of the batch; None for "".
-    source_ranks: the rank of each sequence; None puts sequence b of B on rank b * R // B.
-    phase: None for `training` if the model trains, else `decode` with one token per sequence, else `prefill`.
+    domains: the label of each sequence of the batch. None means that every label is empty.
+    source_ranks: the rank of each sequence. None puts sequence b of B on rank b * R // B.
+    phase: the phase of the pass. None: `training` if the model is in training mode, `decode` if the pass has one token
+        per sequence, and `prefill` otherwise.
     scored_phases: the phases whose passes keep scores; None for all.
     step: the number of the next pass. seconds_writing: how long the writing thread has worked.
     """
@@ -158,7 +159,7 @@ class Recorder:
 
     def flush(self) -> None:
         """Hands the finished steps to the writing thread, after it has written those before."""
-        # The list is cleared only after the wait, so that an interruption during it loses no steps.
+        # Wait before clearing the list: an interruption during the wait then loses no steps.
         if self._writing is not None:
             self._writing.result()
         done = [p.to_cpu() for p in self._finished]
@@ -190,7 +191,7 @@ class Recorder:
         return torch.stack([router.scores(output).to(device) for router, output in each])
 
     def _check(self, phase: Phase, domains: tuple[Any, ...], ranks: tuple[Any, ...]) -> None:
-        """Checks what the user has set now, not later in the writing thread."""
+        """Checks what the user has set, so that an error stops this pass and not a later one."""
         if phase not in PHASES:
             raise ValueError(f"record: phase {phase!r} is not one of {', '.join(PHASES)}")
         if self.step <= self._last_step:
@@ -226,8 +227,8 @@ def record(
     """Writes a token-level trace of every forward pass of `model` inside the `with` block.
 
     num_scores: scores to keep per token and layer: the m highest with their expert ids, or "all". num_source_ranks: R.
-    phase: of the whole trace; each step also has its own. stop_ids: tokens that end a sequence in generate(); None
-    takes those of the model's generation config.
+    phase: the phase of the whole trace. Each step also has a phase of its own. stop_ids: tokens that end a sequence in
+    generate(); None means those of the model's generation config.
     After an interruption, SIGTERM or an error, the file is a readable trace of the finished steps. Raises
     FileNotFoundError or ValueError if `path` cannot be written, and ValueError if the model has no routers, if their
     score rule is unknown and scores are wanted, or if no pass was recorded.

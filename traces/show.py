@@ -13,10 +13,12 @@ MOST_COUNTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class LayerSkew:
-    """Skew over the experts of one layer.
+    """How uneven the load of the experts of one layer is.
 
-    layer: the model's number of the layer. overall: max / mean of the counts summed over all steps; per_step: the mean
-    of max / mean over the steps with tokens. hottest: the expert with most assignments; idle: how many have none.
+    layer: the number that the model gives the layer.
+    overall: max / mean over experts of the assignments in all steps together.
+    per_step: max / mean over experts in one step, averaged over the steps with tokens.
+    hottest: the expert with most assignments. idle: the number of experts without assignments.
     """
 
     layer: int
@@ -29,9 +31,12 @@ class LayerSkew:
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """tokens_per_step: (least, median, most) over steps of the fullest layer's assignments / top-k.
-    domains: (label, tokens), most tokens first, if the trace labels its tokens; phases: (phase, steps), if it
-    records the phase of each step."""
+    """What `traces show` prints.
+
+    tokens_per_step: the least, median and most tokens in a step. The number of tokens of a step is the number of
+        assignments in the layer that has most of them, divided by top-k.
+    domains: (label, number of tokens), most tokens first. Empty if the tokens have no labels.
+    phases: (phase, number of steps). Empty if the steps have no phases."""
 
     meta: TraceMeta
     num_steps: int

@@ -79,7 +79,7 @@ def test_defaults_are_noted() -> None:
     assert "4 sequences in" in notes
     assert "(default --batch)" in notes
     assert "(default --ranks)" in notes
-    assert "only 4 sequences for a batch of 64: batch 4" in notes
+    assert "the batch size is 4, not 64: the recording has only 4 sequences" in notes
 
 
 def test_sequence_numbers_may_be_any_and_interleaved() -> None:

@@ -320,6 +320,11 @@ def _steps_a_block(step_numbers: int) -> int:
     return min(256, max(1, BLOCK_NUMBERS // max(step_numbers, 1)))
 
 
+def one_step_per_file(documents: Sequence[Document]) -> str:
+    files = f"each of the {len(documents)} files" if len(documents) > 1 else "the file"
+    return f"{files} is one step: it holds the counts of a whole recording"
+
+
 def count_blocks(counts: Sequence[Ints] | Ints, first: int = 0) -> Iterator[Block]:
     """Cuts the counts of S >= 1 steps, each [L, E], into blocks; the steps are numbered from `first`."""
     size = _steps_a_block(counts[0].size)

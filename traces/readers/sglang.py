@@ -16,6 +16,7 @@ from epsim.traces.readers.base import (
     TraceReader,
     count_blocks,
     has_key,
+    one_step_per_file,
     placement_reader,
     settle,
     sparse_recording,
@@ -46,7 +47,7 @@ def _read_logical_count(documents: Sequence[Document], options: ImportOptions) -
                     f"{list(arrays[0].shape[1:])}"
                 )
     num_layers, num_experts = arrays[0].shape[1:]
-    notes = [f"one step per file: {len(documents)} aggregates"] if all(len(a) == 1 for a in arrays) else []
+    notes = [one_step_per_file(documents)] if all(len(a) == 1 for a in arrays) else []
     meta = settle(options, documents, level="counts", num_layers=num_layers, num_experts=num_experts, notes=notes)
 
     def blocks() -> Iterator[Block]:
@@ -106,7 +107,7 @@ def _read_records(documents: Sequence[Document], options: ImportOptions) -> Reco
         num_layers=tables[0].shape[0],
         num_experts=num_experts,
         phase=_common(_step_phases(documents)),
-        # A rank that counts its own tokens counts slots of all ranks; a rank that counts what it serves, its own slots.
+        # Ranks that count the tokens that they serve count different slots: each rank counts only its own slots.
         served=bool((np.sum(list(touched.values()), axis=0) <= 1).all()),
         notes=notes,
     )
@@ -147,7 +148,7 @@ def _common(phases: dict[int, Phase]) -> Phase:
 def _read_per_token(
     documents: Sequence[Document], options: ImportOptions, tables: Sequence[Ints], num_experts: int, notes: list[str]
 ) -> Recording:
-    """Reads `topk_ids_of_layer` [L, N, 8] int32: physical ids, -1 if empty, of N tokens of one rank in one pass."""
+    """Reads `topk_ids_of_layer` [L, N, 8] int32: the physical ids of N tokens of one rank in one pass, -1 if empty."""
     parts: dict[int, list[tuple[int, Array]]] = {}
     top_k = 1
     for document, table in zip(documents, tables):
@@ -225,7 +226,7 @@ def _read_csv(documents: Sequence[Document], options: ImportOptions) -> Recordin
                 raise ValueError("it has no counts")
             entries.append(entry)
     layers = sorted({layer for entry in entries for layer, _ in entry})
-    return sparse_recording(entries, layers, documents, options, [f"one step per file: {len(documents)} aggregates"])
+    return sparse_recording(entries, layers, documents, options, [one_step_per_file(documents)])
 
 
 def csv_numbers(row: Sequence[str], columns: Sequence[int], line: int) -> list[int]:

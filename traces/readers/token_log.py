@@ -31,7 +31,7 @@ EXPERTS = ("num_experts", "n_routed_experts")
 MODEL = ("model_id", "model", "model_name")
 FIELDS = (IDS, LAYER, WEIGHTS, TOKEN, REQUEST, STEP, RANK, DOMAIN)
 WARM_UP_ROWS = 32
-MAX_NAMES = 1000
+MAX_KNOWN = 1000
 
 
 def pick(record: dict[str, Any], names: Sequence[str]) -> Any:
@@ -56,21 +56,6 @@ def _is_log(document: Document) -> bool:
         if index > 20:
             break
     return False
-
-
-class _Names:
-    """The names of a record's fields. Records with the same fields share one, because looking fields up is slow."""
-
-    __slots__ = ("groups",)
-
-    def __init__(self, record: dict[str, Any]) -> None:
-        self.groups = [[name for name in names if name in record] for names in FIELDS]
-
-    def pick(self, record: dict[str, Any]) -> list[Any]:
-        """The record's value of each of FIELDS, None where it has none."""
-        return [
-            record[group[0]] if len(group) == 1 else pick(record, group) if group else None for group in self.groups
-        ]
 
 
 @dataclass(slots=True)
@@ -125,18 +110,19 @@ def _are_finite(weights: list[Any]) -> bool:
 
 def _read_log(documents: Sequence[Document], options: ImportOptions) -> Recording:
     log = _Log()
-    names: dict[tuple[str, ...], _Names] = {}
+    # The names in FIELDS that a record has, by the record's fields: looking them up for each line is slow.
+    known: dict[tuple[str, ...], list[list[str]]] = {}
     for document in documents:
         with naming(document.path, "token log"):
             for number, record in document.records():
                 if not isinstance(record, dict):
                     raise ValueError(f"line {number} is not a JSON object")
                 fields = tuple(record)
-                if fields not in names:
-                    if len(names) == MAX_NAMES:
-                        names.clear()
-                    names[fields] = _Names(record)
-                ids, layer, *_ = values = names[fields].pick(record)
+                if fields not in known:
+                    known = {} if len(known) == MAX_KNOWN else known
+                    known[fields] = [[name for name in names if name in record] for names in FIELDS]
+                values = [pick(record, names) if names else None for names in known[fields]]
+                ids, layer = values[:2]
                 if isinstance(ids, list) and layer is not None and list not in set(map(type, ids)):
                     log.add(values, number)
                 elif ids is not None:
