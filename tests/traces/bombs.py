@@ -199,19 +199,21 @@ def zeros_npz(path: Path, size: int) -> None:
 
 @bomb
 def routed_npz(path: Path, size: int) -> None:
-    np.savez_compressed(path, routed_experts=np.zeros((size * 14, 1, 1), dtype=np.int8))
+    np.savez_compressed(path, routed_experts=np.zeros((size * 13, 1, 1), dtype=np.int8))
 
 
 @bomb
 def many_arrays_npz(path: Path, size: int) -> None:
     ids = np.zeros((1, 1, 1), dtype=np.int8)
-    np.savez(path, **{f"arr_{i}": ids for i in range(size // 380)})
+    arrays: Any = {f"arr_{i}": ids for i in range(size // 380)}
+    np.savez(path, **arrays)
 
 
 @bomb
 def logits_npz(path: Path, size: int) -> None:
     logits = np.tile(np.arange(256, dtype=np.float16)[::-1] * 7 % 256, (size // 512, 1))
-    np.savez_compressed(path, **{f"layer_{i}": logits for i in range(24)})
+    arrays: Any = {f"layer_{i}": logits for i in range(24)}
+    np.savez_compressed(path, **arrays)
 
 
 @bomb
@@ -267,7 +269,8 @@ def list_in_itself(path: Path, size: int) -> None:
 
 @bomb
 def pickle_of_lists(path: Path, size: int) -> None:
-    head = b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {}))
+    values: list[Any] = [0x1950A86A20F9469CFC6C, 1001, {}]
+    head = b"".join(pickle.dumps(value, 2) for value in values)
     content = b"\x80\x02}X\x0d\x00\x00\x00logical_count](" + b"]" * size + b"es."
     path.write_bytes(head + content + pickle.dumps([], 2))
 
@@ -347,9 +350,9 @@ def measure(path: Path) -> tuple[str, float]:
 
     begun = time.process_time()
     answer = ""
-    for options in ({}, {"top_k": 1}, {"num_experts": 32766}):
+    for options in (ImportOptions(), ImportOptions(top_k=1), ImportOptions(num_experts=32766)):
         try:
-            answer = f"{summarize(open_trace(path, ImportOptions(**options))).num_steps} steps"
+            answer = f"{summarize(open_trace(path, options)).num_steps} steps"
             break
         except (ValueError, OSError) as error:
             answer = str(error)

@@ -35,8 +35,8 @@ REFUSED = {
     "wide_csv_packed": "unpack the file",
     "gate_log_packed": "unpack the file",
     "zeros_npz": "numpy.savez instead of savez_compressed",
-    "routed_npz": "numpy.savez instead of savez_compressed",
-    "sequences_npz": "import it in parts",
+    "routed_npz": "tokens: too large",
+    "sequences_npz": "tokens: too large",
     "empty_sequences_npz": "expert_ids are empty",
     "header_of_npy": "truncated or damaged npy file",
     "one_record_many_times": "save each value once",
@@ -110,7 +110,10 @@ def test_rows_of_a_log_are_those_of_a_dictionary(lines: list[dict[str, Any]]) ->
     keys: dict[tuple[Any, ...], int] = {}
     seen: dict[tuple[Any, ...], int] = {}
     rows: dict[tuple[Any, ...], int] = {}
-    expected, first, line_key, layer = [], [], [], []
+    expected: list[int] = []
+    first: list[int] = []
+    line_key: list[int] = []
+    layer: list[int] = []
     for number, line in enumerate(lines):
         key = tuple(line.get(name) for name in ("rid", "step", "rank", "token"))
         again = seen.get((line["layer"], key), 0)

@@ -17,7 +17,7 @@ from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.base import Recording, TraceReader, half, sparse_recording, to_numpy, whole
 from epsim.traces.readers.document import Document, naming
-from epsim.traces.readers.tokens import token_recording
+from epsim.traces.readers.tokens import check_tokens, token_recording
 from epsim.traces.trace import Array, Ints
 
 SECTIONS = ("think", "answer")
@@ -49,6 +49,8 @@ def _read_sequences(documents: Sequence[Document], options: ImportOptions) -> Re
                 raise ValueError(f"a length is {lengths.max()}, but expert_ids has {experts.shape[1]} tokens")
             if ids and experts.shape[2:] != ids[0].shape[1:]:
                 raise ValueError(f"[layers, k] is {list(experts.shape[2:])}, not {list(ids[0].shape[1:])}")
+            num_tokens = sum(map(len, ids)) + int(lengths.sum())
+            check_tokens(num_tokens, num_tokens * experts.shape[2] * experts.shape[3], documents)
             inside = np.arange(experts.shape[1]) < lengths[:, None]
             kept = experts[inside]
             if kept.size and (kept.max() >= 2**15 or kept.min() < 0):

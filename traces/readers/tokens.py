@@ -15,6 +15,14 @@ from epsim.traces.trace import Phase
 NUMBERS_PER_TOKEN = 8
 
 
+def check_tokens(num_tokens: int, numbers: int, documents: Sequence[Document]) -> None:
+    """Raises ValueError if these tokens are too large in memory. numbers: how many ids they have in all.
+
+    Call it before making arrays of the tokens."""
+    paths = [document.path for document in documents]
+    check_size(f"{num_tokens:,} tokens", numbers + NUMBERS_PER_TOKEN * num_tokens, *paths)
+
+
 def token_recording(
     tokens: Tokens,
     documents: Sequence[Document],
@@ -30,8 +38,7 @@ def token_recording(
     if not len(tokens):
         raise ValueError(f"{documents[0].path}: it has no tokens")
     ids = tokens.expert_ids
-    numbers = ids.size + NUMBERS_PER_TOKEN * len(ids)
-    check_size(f"{len(ids):,} tokens", numbers, *(document.path for document in documents))
+    check_tokens(len(ids), ids.size, documents)
     arrangement = compose.arrange(tokens, options)
     meta = settle(
         options,

@@ -13,7 +13,7 @@ from epsim.traces.compose import Tokens
 from epsim.traces.options import ImportOptions
 from epsim.traces.readers.base import Recording, TraceReader, count_recording, has_key, natural, whole
 from epsim.traces.readers.document import Document, naming
-from epsim.traces.readers.tokens import token_recording
+from epsim.traces.readers.tokens import check_tokens, token_recording
 from epsim.traces.trace import Ints
 
 NAMES = re.compile(r"(prompt_)?routed_experts|arr_\d+", re.I)
@@ -51,6 +51,7 @@ def _read_routed(documents: Sequence[Document], options: ImportOptions) -> Recor
             "routed_experts to separate files and import each by itself"
         )
     chosen = prompts or outputs
+    check_tokens(sum(map(len, chosen)), sum(array.size for array in chosen), documents)
     index = np.repeat(np.arange(len(chosen)), [len(array) for array in chosen])
     ids = np.concatenate(chosen).astype(np.int16)
     if prompts:
