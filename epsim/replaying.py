@@ -140,7 +140,7 @@ def replay(
     return {
         "schema": SCHEMA_VERSION,
         "kind": "replay",
-        "trace": described_trace(trace_name, meta, planned, num_scored, shared_note),
+        "trace": described_trace(trace_name, meta, planned, num_scored, [*shared_note, *collected.warnings]),
         "setting": {
             **described_cluster(cluster),
             "seed": options.seed,

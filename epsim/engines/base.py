@@ -9,7 +9,10 @@ from epsim.policies.grammar import policy_text
 from epsim.policies.stack import PolicyStack
 
 FILE = "placement-{}.json"
-ON_EACH_HOST = "on every host, HEAD being the first one's address and NODE the host's number from 0"
+ON_EACH_HOST = (
+    "Run the serving command on every host. Set HEAD to the address of the first host, and NODE to the number of the "
+    "host, from 0."
+)
 
 
 @dataclass(frozen=True, slots=True)

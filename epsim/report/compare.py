@@ -9,6 +9,7 @@ import numpy as np
 
 from epsim.report.content import layer_numbers
 from epsim.results import ResultsData, read_results
+from epsim.score.formulas import METRICS
 from epsim.score.statistics import Floats, paired_difference, unpaired_difference
 from epsim.score.verdict import label
 
@@ -109,6 +110,8 @@ def _rows(first: Side, ours: Any, second: Side, theirs: Any) -> list[Row]:
         interval, how = _interval(first.results, ours, second.results, theirs, key)
         if None not in values:
             interval["difference"] = values[1] - values[0]
+            num_ranks = max(side.results["setting"]["ranks"] for side in (first, second))
+            interval = METRICS[key.removeprefix("routed_")].within(interval, values[1], num_ranks)
         names = (label(ours), first.name, label(theirs), second.name)
         rows.append(
             Row(*names, key, unit, values[0], values[1], interval["difference"], interval["low"], interval["high"], how)

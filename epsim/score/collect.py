@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from epsim.placement.base import Placement
 from epsim.score.block import StackScore
+from epsim.score.statistics import Floats
 from epsim.score.steps import ScoredSteps, SeenSteps, add_copies
 from epsim.score.summary import StackSummary, tied_with_best
+from epsim.score.time_metrics import about_long_steps
 from epsim.score.verdict import verdict
 
 
@@ -18,12 +22,22 @@ class ScoredStacks:
 
     def __init__(self, summaries: Sequence[StackSummary], seed: int) -> None:
         self.summaries, self.steps, self._seed = list(summaries), ScoredSteps(), seed
+        self._times: list[tuple[Floats, Floats]] = []
 
     def add(self, scores: Sequence[StackScore], seen: SeenSteps) -> None:
         """One block's scores, one for each stack."""
         self.steps.add(seen)
         for summary, score in zip(self.summaries, scores, strict=True):
             summary.add(score)
+        if scores[0].step_us is not None:
+            self._times.append((scores[0].step_us.numpy(), scores[0].load.tokens.amax(-1).numpy()))
+
+    @property
+    def warnings(self) -> list[str]:
+        """About steps of the first stack that are too long for one forward pass."""
+        step_us, tokens = (np.concatenate(parts) for parts in zip(*self._times)) if self._times else ((), ())
+        warning = about_long_steps(np.array(step_us), np.array(tokens))
+        return [warning] if warning else []
 
     def results(self, placements: Sequence[Placement] = (), measured: bool = False) -> dict[str, Any]:
         """The entries `scored`, `stacks` and `verdict`.

@@ -12,7 +12,7 @@ no value."""
 
 
 NO_ROUTER = "the stack has no router policy: every token keeps the experts that the model chose"
-NO_MODEL = "the sizes of the model's weights are not known; --hardware and --model give them"
+NO_MODEL = "no bytes are counted without --hardware"
 NO_TIME = "no times are predicted without --hardware"
 NO_SHARED = "this load has no shared-expert tokens"
 NO_SOURCE = "a trace at counts level has no source ranks"

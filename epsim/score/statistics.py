@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -115,19 +116,56 @@ def _interval(mean: float, deviations: Floats) -> dict[str, float | None]:
     return {"difference": mean, "low": mean + low, "high": mean + high}
 
 
+def paired_ratio(ours: Floats, theirs: Floats, seed: int, most: float) -> tuple[float, float | None, float | None]:
+    """The sum of theirs over the sum of ours, and the ends of its 95% interval. The ends are None if fewer than two
+    steps have tokens.
+
+    ours, theirs [S]: positive values of the same steps, 0 in both for a step without tokens. most: the largest possible
+    ratio; the smallest is 1 / most. The interval does not go beyond these limits. If a single step has a ratio beyond
+    a limit, that ratio is the limit.
+
+    The bootstrap is that of `paired_difference`. It draws whole steps. The ratio of a resample is the sum of its theirs
+    over the sum of its ours, so it lies between the smallest and the largest ratio of a step. The deviations are those
+    of the logarithm, so both ends are above zero. With 2 to 100 independent steps, the interval contains the true ratio
+    in 88 to 98% of cases if the sizes of the steps are equal or lognormal with a sigma of at most 2. If one step is
+    1000 times as large as the others, it does so in 74% of cases with 2 steps, 82% with 3 and 90% with 4 or more.
+    """
+    busy = ours > 0
+    if not busy.any():
+        return 1.0, None, None
+    ratio, step_ratios = float(theirs.sum() / ours.sum()), theirs[busy] / ours[busy]
+    if len(step_ratios) < MIN_STEPS:
+        return ratio, None, None
+    starts, length, wider = _resampling(theirs - ratio * ours, seed)
+    # Differences of cumulative sums, as in `_block_sums`, would be too inexact for a short step beside a long one.
+    around = (np.concatenate((values, values[: length - 1])) for values in (ours, theirs))
+    drawn, their_drawn = (sliding_window_view(values, length).sum(-1)[starts].sum(1) for values in around)
+    valid = drawn > 0
+    deviations = np.log(their_drawn[valid] / drawn[valid] / ratio) * wider[valid]
+    limits = min(float(step_ratios.min()), 1 / most), max(float(step_ratios.max()), most)
+    low, high = np.exp(np.clip(np.log(ratio) + np.percentile(deviations, (2.5, 97.5)), *np.log(limits))).tolist()
+    return ratio, min(low, ratio), max(high, ratio)
+
+
 def _deviations(sums: Floats, counts: Floats, seed: int) -> Floats:
     """[resamples]: the mean of each resample minus the mean, widened for few blocks."""
-    num_steps = len(sums)
     mean = float(sums.sum()) / float(counts.sum())
-    length = block_length(sums - mean * counts)
-    rng = np.random.default_rng((seed % 2**64, length))
-    starts = rng.integers(num_steps, size=(NUM_RESAMPLES, -(-num_steps // length)), dtype=np.int32)
-    freedom = max(num_steps / length - 1, 1.0)
-    wider = np.sqrt(freedom / rng.chisquare(freedom, NUM_RESAMPLES) * num_steps / (num_steps - length))
+    starts, length, wider = _resampling(sums - mean * counts, seed)
     drawn = _block_sums(counts, starts, length)
     valid = drawn > 0  # a resample of steps without tokens has no mean
     deviations: Floats = (_block_sums(sums, starts, length)[valid] / drawn[valid] - mean) * wider[valid]
     return deviations
+
+
+def _resampling(residuals: Floats, seed: int) -> tuple[npt.NDArray[np.int32], int, Floats]:
+    """The steps at which each resample's blocks start [resamples, blocks], the length of a block, and the factor by
+    which each resample's deviation is widened for few blocks [resamples]. residuals [S]: of each step."""
+    num_steps, length = len(residuals), block_length(residuals)
+    rng = np.random.default_rng((seed % 2**64, length))
+    starts = rng.integers(num_steps, size=(NUM_RESAMPLES, -(-num_steps // length)), dtype=np.int32)
+    freedom = max(num_steps / length - 1, 1.0)
+    wider = np.sqrt(freedom / rng.chisquare(freedom, NUM_RESAMPLES) * num_steps / (num_steps - length))
+    return starts, length, wider
 
 
 def block_length(values: Floats) -> int:

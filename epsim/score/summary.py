@@ -54,18 +54,20 @@ class StackSummary:
 
     def entry(self, first: StackSummary, seed: int) -> dict[str, Any]:
         """The stack's entry. first: the stack that it is compared with; seed: of the bootstrap."""
+        num_ranks = 1 if self._rank_sums is None else len(self._rank_sums)
         metrics: dict[str, Any] = {}
         versus_first: dict[str, Any] = {}
         for key in (*self.series, *self.reasons):
-            unit = METRICS[key.removeprefix("routed_")].unit
+            metric = METRICS[key.removeprefix("routed_")]
             summary = self.series[key].summary() if key in self.series else None
             if summary is None:
                 reason = self.reasons.get(key, "no step has tokens")
-                metrics[key] = dict.fromkeys(STATISTICS) | {"unit": unit, "reason": reason}
+                metrics[key] = dict.fromkeys(STATISTICS) | {"unit": metric.unit, "reason": reason}
                 continue
-            metrics[key] = summary | {"unit": unit}
+            metrics[key] = summary | {"unit": metric.unit}
             if key in first.series:
-                versus_first[key] = difference(self.series[key], first.series[key], seed)
+                interval = difference(self.series[key], first.series[key], seed)
+                versus_first[key] = metric.within(interval, summary["mean"], num_ranks)
         entry: dict[str, Any] = {"stack": str(self.stack)} | ({"name": self.name} if self.name else {})
         entry |= {"metrics": metrics, "versus_first": versus_first}
         if self._layer_sums is not None and self._rank_sums is not None:

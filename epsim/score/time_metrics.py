@@ -6,7 +6,10 @@ from epsim.cost.layer_time import LayerTiming, Phases
 from epsim.policies.load import Load
 from epsim.policies.stack import PolicyStack
 from epsim.score.metrics import Values
+from epsim.score.statistics import Floats
 
+LONGEST_PASS_US = 5e6
+"""A step that takes longer is not one forward pass."""
 TOGETHER = "routed and shared experts are timed together"
 
 
@@ -46,3 +49,20 @@ def busy_phases(timing: LayerTiming, load: Load, phases: Phases) -> dict[str, to
     }
     busy = load.assignments > 0
     return {name: torch.where(busy, us, torch.nan) for name, us in named.items()}
+
+
+def about_long_steps(step_us: Floats, tokens: Floats) -> str:
+    """A warning about steps that take too long to be one forward pass; "" if there are none.
+
+    step_us [S]: predicted microseconds of each step; tokens [S]: tokens of each step.
+    """
+    long = step_us > LONGEST_PASS_US
+    if not long.any():
+        return ""
+    most, seconds = float(tokens[long].max()), float(step_us[long].max()) / 1e6
+    return (
+        f"{long.sum()} of the {len(long)} scored steps are too long for one forward pass: up to {most:,.0f} tokens and "
+        f"{seconds:,.0f} s. Such a step is probably the sum of many passes, such as a whole benchmark. A sum hides the "
+        "imbalance of single passes and counts fixed costs only once, so the gains are those of the average load. "
+        "Record single passes to learn what serving gains."
+    )

@@ -9,13 +9,15 @@ import numpy as np
 
 from epsim.traces.trace import Block, Ints, TokenBlock
 from epsim.tuning.candidates import Candidate
-from epsim.tuning.race import Interval, change
+from epsim.tuning.gains import Interval
 from epsim.tuning.scorer import ChangeBlock, Part, Problem, score
 from epsim.tuning.steps import chosen_blocks, evenly
 
 FEWER = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)
 MORE = (2, 4, 8, 16)
 MOST_STEPS, MOST_LAYERS = 24, 8
+MOST_DRAWN = 10**9
+"""NumPy draws from fewer assignments than this."""
 PAIR_TOKENS = 1 << 22
 """The number of (token, layer) pairs scored under one condition at token level."""
 
@@ -32,8 +34,9 @@ class Condition:
 def by_tokens(
     problem: Problem, candidate: Candidate, base: Candidate, part: Part, factors: Sequence[float]
 ) -> list[Condition]:
-    """The gain with each factor times the tokens per step; factor 1 comes first. Fewer tokens are drawn from the
-    recorded ones without replacement. For more tokens, each recorded one counts several times."""
+    """The gain with each factor times the tokens per step, after the gain with the recorded tokens (factor 1). Fewer
+    tokens are drawn from the recorded ones without replacement. For more tokens, each recorded token counts several
+    times."""
     conditions, steps = [], _Steps(problem, part)
     now = problem.tokens_a_step / problem.base.num_ranks
     for factor in (1.0, *(factor for factor in factors if factor > 1 or factor * now >= 1)):
@@ -44,7 +47,8 @@ def by_tokens(
 
 
 def with_other_experts(problem: Problem, candidate: Candidate, base: Candidate, part: Part) -> Condition:
-    """The gain when other experts are hot than those planned for: the experts of each layer are permuted."""
+    """The gain if other experts are hot than those that the placement was planned for. The experts of each layer are
+    permuted."""
     num_layers, num_experts = problem.meta.num_layers, problem.meta.num_experts
     rng = np.random.default_rng(problem.setting.seed)
     order = rng.permuted(np.tile(np.arange(num_experts), (num_layers, 1)), axis=1)[_layers(problem)]
@@ -61,16 +65,15 @@ class _Steps:
         if problem.meta.level == "tokens":
             most = int(min(most, max(PAIR_TOKENS // max(problem.tokens_a_step * MOST_LAYERS, 1), 4)))
         self.problem, self.part, self.layers = problem, part, _layers(problem)
-        self.places = evenly(part.first, part.last, most)
-        self.blocks = list(chosen_blocks(problem.trace, self.places, self.layers, problem.base.num_ranks))
+        self.step_indices = evenly(part.first, part.last, most)
+        self.blocks = list(chosen_blocks(problem.trace, self.step_indices, self.layers, problem.base.num_ranks))
 
     def gain(self, candidate: Candidate, base: Candidate, changed: ChangeBlock) -> Interval:
+        scored = [base, candidate]
         times = score(
-            self.problem, [base, candidate], self.part, self.places, self.layers, changed=changed, blocks=self.blocks
+            self.problem, scored, self.part, self.step_indices, self.layers, changed=changed, blocks=self.blocks
         )
-        if not np.isfinite(times[base].step_us).any():
-            return Interval(0.0, None, None)
-        return change(times[candidate].step_us, times[base].step_us, self.problem.setting.seed).gain
+        return self.problem.gain(times[candidate].step_us, times[base].step_us)
 
 
 def _layers(problem: Problem) -> list[int]:
@@ -78,7 +81,7 @@ def _layers(problem: Problem) -> list[int]:
 
 
 def _resized(block: Block, factor: float, top_k: int, seed: int) -> Block:
-    """A block with `factor` times its tokens."""
+    """The block with `factor` times its tokens."""
     if factor == 1:
         return block
     rng = np.random.default_rng((seed, round(1 / factor), int(block.steps[0])))
@@ -101,8 +104,17 @@ def _resized(block: Block, factor: float, top_k: int, seed: int) -> Block:
     wanted = flat.sum(1) * factor / top_k
     number = np.floor(wanted + rng.random(len(wanted))).astype(np.int64) * top_k
     number = np.minimum(number, flat.sum(1) // top_k * top_k)
-    drawn = [rng.multivariate_hypergeometric(row, n, method="marginals") for row, n in zip(flat, number)]
+    drawn = [_drawn(rng, row, n) for row, n in zip(flat, number)]
     return dataclasses.replace(block, counts=np.array(drawn, dtype=np.int64).reshape(block.counts.shape))
+
+
+def _drawn(rng: np.random.Generator, row: Ints, number: int) -> Ints:
+    """`number` of the assignments of a row, drawn without replacement."""
+    total = int(row.sum())
+    if total < MOST_DRAWN:
+        return rng.multivariate_hypergeometric(row, number, method="marginals")
+    # At such sizes a draw differs little from its mean, which is used instead.
+    return (row * (number / total)).astype(np.int64)
 
 
 def _permuted(block: Block, order: Ints) -> Block:

@@ -9,7 +9,7 @@ from epsim.placement.base import Target
 from epsim.policies.apply import BoundStack
 from epsim.score.block import StackScore
 from epsim.score.collect import ScoredStacks
-from epsim.score.statistics import Series
+from epsim.score.statistics import Floats, Series
 from epsim.score.steps import SeenSteps
 from epsim.score.summary import StackSummary
 from epsim.traces.trace import Ints
@@ -20,9 +20,10 @@ GAIN = "throughput_gain"
 
 
 class Finals:
-    """The finalists' scores on the held-out steps, each compared with the first candidate.
+    """The finalists' scores on the held-out steps, compared with those of the first candidate, the baseline.
 
-    times: step times by candidate. results: the entries `scored` and `stacks` of results.json.
+    times: step times by candidate. tokens [n]: tokens of each step. results: the entries `scored` and `stacks` of
+    results.json.
     """
 
     def __init__(
@@ -30,26 +31,34 @@ class Finals:
         problem: Problem,
         candidates: Sequence[Candidate],
         part: Part,
-        places: Ints,
+        step_indices: Ints,
         notes: Callable[[Candidate], Sequence[str]],
     ) -> None:
         summaries = [
-            StackSummary(candidate.name, candidate.shown_stack, _notes(problem, candidate, notes), len(places))
+            StackSummary(candidate.name, candidate.shown_stack, _notes(problem, candidate, notes), len(step_indices))
             for candidate in candidates
         ]
         self._summaries = dict(zip(candidates, summaries, strict=True))
         self._collected = ScoredStacks(summaries, problem.setting.seed)
-        self.times: dict[Candidate, Times] = score(problem, candidates, part, places, on_score=self._on_score)
+        self._tokens: list[Floats] = []
+        self.times: dict[Candidate, Times] = score(problem, candidates, part, step_indices, on_score=self._on_score)
         base = self.times[candidates[0]].step_us
         for candidate, summary in self._summaries.items():
             gain = Series()
             gain.add(base / self.times[candidate].step_us - 1)
             summary.series[GAIN] = gain
             summary.reasons.pop(GAIN)
+        self.tokens: Floats = np.concatenate(self._tokens)
         self.results = self._collected.results()
+        for candidate, entry in zip(candidates, self.results["stacks"], strict=True):
+            # The mean over steps would differ from the gain of all steps together, which the answers give.
+            total = problem.gain(self.times[candidate].step_us, base)
+            if GAIN in entry["versus_first"]:
+                entry["metrics"][GAIN]["mean"] = total.mean
+                entry["versus_first"][GAIN] = {"difference": total.mean, "low": total.low, "high": total.high}
 
     def layer_us(self, candidate: Candidate) -> float:
-        """Mean time of a layer: first over the layers of a step, then over the steps with tokens."""
+        """Mean time of a layer: first over the layers of each step, then over the steps with tokens."""
         series = self._summaries[candidate].series["layer_time_us"]
         with np.errstate(invalid="ignore"):
             return float(np.nanmean(series.step_sums / series.step_counts))
@@ -59,8 +68,9 @@ class Finals:
         summary.notes = tuple(dict.fromkeys((*summary.notes, *bound.notes)))
         # A gain compares with the first candidate's times, which are complete only after the last block.
         summary.add(dataclasses.replace(score, metrics={**score.metrics, GAIN: "not complete"}))
-        if summary is self._collected.summaries[0]:  # planned once: it sees every step, in order
+        if summary is self._collected.summaries[0]:  # the baseline is planned once, so it sees all steps in order
             self._collected.steps.add(seen)
+            self._tokens.append(score.load.tokens.amax(-1).numpy())
 
 
 def _notes(problem: Problem, candidate: Candidate, more: Callable[[Candidate], Sequence[str]]) -> tuple[str, ...]:

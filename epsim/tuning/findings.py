@@ -1,4 +1,4 @@
-"""The findings of a search. `answers` writes them as JSON, `words` as text."""
+"""What a search found. `answers` writes it as JSON, `words` as text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,16 +8,19 @@ from epsim.engines.base import Setup, System
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.conditions import FEWER, MORE, Condition, by_tokens, with_other_experts
 from epsim.tuning.final import Finals
+from epsim.tuning.gains import Interval
 from epsim.tuning.memory import Memory
 from epsim.tuning.migration import Migration
-from epsim.tuning.race import Interval, Round, change
+from epsim.tuning.race import Round
 from epsim.tuning.scorer import Part, Problem
 
 
 @dataclass(frozen=True, slots=True)
 class Rebalancing:
-    """A candidate that rebalances, compared with the same placement planned once. payback: the number of steps after
-    which a rebalance has gained as much as it costs; None for never."""
+    """A candidate that rebalances, compared with the same candidate planned once.
+
+    payback: the number of steps after which a rebalance has saved as much time as it takes; None if it never does.
+    """
 
     candidate: Candidate
     gain: Interval
@@ -27,13 +30,14 @@ class Rebalancing:
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """The candidates of a search, the steps on which they were compared, and their scores.
+    """The candidates of a search, the steps on which they were compared, and the scores.
 
-    candidates: all, the baseline first. picks: the cheapest of the fastest candidates: under None of all candidates,
-    under each of `epsim.engines.SYSTEMS` of those that it can run. rebalanced: the fastest candidate that rebalances.
-    intervals: the rebalance intervals that fit the trace. choose, report: the steps used for choosing, and the held-out
-    steps. finals: the finalists on the held-out steps. used: gives a candidate's bytes of weights per GPU. worth:
-    throughput gains below this share do not count. quality_loss: the loss that the user accepts, in the user's words.
+    candidates: all candidates, the baseline first. picks: for each system the cheapest of the fastest candidates that
+    it can run; under None, of all candidates. rebalanced: the fastest candidate that rebalances. intervals: the
+    rebalance intervals that fit the trace. choose, report: the steps used for choosing, and the held-out steps. finals:
+    the finalists on the held-out steps. used: gives a candidate's bytes of weights per GPU. runs: whether a system can
+    run a candidate. worth: throughput gains below this share do not count. quality_loss: the loss that the user
+    accepts, in the user's words.
     """
 
     problem: Problem
@@ -47,6 +51,7 @@ class Findings:
     finals: Finals
     memory: Memory
     used: Callable[[Candidate], float]
+    runs: Callable[[System, Candidate], bool]
     worth: float
     setup: Setup
     quality_loss: str
@@ -66,10 +71,10 @@ class Findings:
         """The finalists without the baseline."""
         return [candidate for candidate in self.finals.times if candidate != self.base]
 
-    @property
-    def fastest_other(self) -> Candidate | None:
-        """The fastest finalist except the baseline."""
-        return max(self.others, key=lambda candidate: self.gain(candidate).mean, default=None)
+    def fastest_other(self, system: System | None = None) -> Candidate | None:
+        """The fastest finalist except the baseline, of those that the system can run; None if there are none."""
+        others = [candidate for candidate in self.others if system is None or self.runs(system, candidate)]
+        return max(others, key=lambda candidate: self.gain(candidate).mean, default=None)
 
     def gain(self, candidate: Candidate, over: Candidate | None = None) -> Interval:
         """A finalist's throughput gain over the baseline, or over another finalist, on the held-out steps."""
@@ -77,40 +82,41 @@ class Findings:
         if candidate == over:
             return Interval(0.0, 0.0, 0.0)
         times = self.finals.times
-        return change(times[candidate].step_us, times[over].step_us, self.problem.setting.seed).gain
+        return self.problem.gain(times[candidate].step_us, times[over].step_us)
 
     def advised(self, system: System | None = None) -> bool:
         """Whether the pick is clearly faster than the baseline, by at least `worth`."""
-        gain = self.gain(self.picks[system])
-        return self.picks[system] != self.base and gain.low is not None and gain.low > 0 and gain.mean >= self.worth
+        return self.picks[system] != self.base and self.gain(self.picks[system]).clear(self.worth)
 
     def to_run(self, system: System | None = None) -> Candidate:
         """The pick if it is advised, or if the system cannot run the baseline; otherwise the baseline."""
-        picked = self.advised(system) or (system is not None and system.lacks(self.base.deployment))
-        return self.picks[system] if picked else self.base
+        use_pick = self.advised(system) or (system is not None and system.lacks(self.base.deployment))
+        return self.picks[system] if use_pick else self.base
 
     @cached_property
     def rebalancing(self) -> Rebalancing | None:
-        """What rebalancing gains and costs; None if no candidate that rebalances was tried."""
+        """What rebalancing gains and costs; None if no candidate that rebalances was scored."""
         candidate = self.rebalanced
         if candidate is None or candidate.interval is None:
             return None
         times, once = self.finals.times[candidate], self.finals.times[candidate.planned_once]
         assert times.migration is not None
-        # The time that a step saves, without its share of the rebalance.
+        # The time that a rebalance saves in a step. The step times contain a share of the rebalance's own time.
         saved = once.mean_us - (times.mean_us - times.migration.us / candidate.interval)
         payback = times.migration.us / saved if saved > 0 else None
         return Rebalancing(candidate, self.gain(candidate, candidate.planned_once), times.migration, payback)
 
     @cached_property
     def conditions(self) -> list[Condition]:
-        """The advised candidate with fewer and fewer tokens; if none is advised, the fastest other with more tokens."""
+        """The gain of the advised candidate with fewer tokens. If none is advised, the gain of the fastest finalist
+        except the baseline with more tokens."""
         if self.advised():
             return by_tokens(self.problem, self.best, self.base, self.report, FEWER)
-        fastest = self.fastest_other
+        fastest = self.fastest_other()
         return [] if fastest is None else by_tokens(self.problem, fastest, self.base, self.report, MORE)
 
     @cached_property
     def other_experts(self) -> Condition | None:
-        """The advised candidate if other experts become hot than planned for; None if none is advised."""
+        """The gain of the advised candidate if other experts are hot than those that its placement was planned for;
+        None if no candidate is advised."""
         return with_other_experts(self.problem, self.best, self.base, self.report) if self.advised() else None

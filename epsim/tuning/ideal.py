@@ -14,11 +14,11 @@ from epsim.tuning.scorer import Problem
 from epsim.tuning.steps import chosen_blocks
 
 
-def ideal_us(problem: Problem, places: Ints, layers: Sequence[int] | None = None) -> Floats:
-    """[n] microseconds of the steps `places`, NaN for steps without tokens. layers: as for `score`."""
+def ideal_us(problem: Problem, step_indices: Ints, layers: Sequence[int] | None = None) -> Floats:
+    """[n] microseconds of the steps `step_indices`, NaN for steps without tokens. layers: as for `score`."""
     stack, num_ranks, timing = parse_stack("contiguous"), problem.base.num_ranks, problem.timing
     parts = []
-    for _, block in chosen_blocks(problem.trace, places, layers, num_ranks):
+    for _, block in chosen_blocks(problem.trace, step_indices, layers, num_ranks):
         load = _balanced(problem, block)
         us = timing.step_us(timing.layer_us(load, stack, False), load.tokens, num_ranks)
         parts.append(torch.where((load.assignments > 0).any(-1), us, torch.nan).numpy())

@@ -27,6 +27,7 @@ from epsim.traces.select import take_steps
 from epsim.traces.store import StoredTrace
 from epsim.traces.trace import Block, Ints, TraceMeta
 from epsim.tuning.candidates import Candidate
+from epsim.tuning.gains import Interval, throughput_gain
 from epsim.tuning.migration import Migration, migration
 from epsim.tuning.steps import WindowSums, chosen_blocks
 
@@ -66,6 +67,10 @@ class Problem:
             if keep:
                 self._plans[key] = placement
         return placement
+
+    def gain(self, ours: Floats, theirs: Floats) -> Interval:
+        """The throughput gain of ours over theirs, for step times of the same steps."""
+        return throughput_gain(ours, theirs, self.setting.seed, self.base.num_ranks)
 
     def in_order(self, redundant: int) -> Placement:
         """The placement that serving systems start with."""
@@ -121,9 +126,9 @@ class _Walk:
         self._placement: Placement | None = None
         self._bound: dict[PolicyStack, BoundStack] = {}
 
-    def score(self, places: Ints, block: Block, on_score: OnScore | None) -> None:
-        """Scores the next steps, whose numbers in the trace are `places` (ascending)."""
-        segments = np.array([self.part.segment(int(place), self.interval) for place in places])
+    def score(self, step_indices: Ints, block: Block, on_score: OnScore | None) -> None:
+        """Scores the next steps, whose numbers in the trace are `step_indices` (ascending)."""
+        segments = np.array([self.part.segment(int(index), self.interval) for index in step_indices])
         for segment in np.unique(segments):
             self._go_to(int(segment))
             part = take_steps(block, segments == segment)
@@ -195,13 +200,13 @@ def score(
     problem: Problem,
     candidates: Sequence[Candidate],
     part: Part,
-    places: Ints,
+    step_indices: Ints,
     layers: Sequence[int] | None = None,
     on_score: OnScore | None = None,
     changed: ChangeBlock = lambda block: block,
     blocks: Iterable[tuple[Ints, Block]] | None = None,
 ) -> dict[Candidate, Times]:
-    """Scores the candidates on the steps `places` of the part (ascending).
+    """Scores the candidates on the steps `step_indices` of the part (ascending).
 
     layers: indices of the layers to score; None for all. on_score: called for successive steps in order, from several
     threads for several placements. changed: changes the steps before they are scored, but not those that placements are
@@ -215,7 +220,7 @@ def score(
     if not walks:
         return {}
     if blocks is None:
-        blocks = chosen_blocks(problem.trace, places, layers, problem.base.num_ranks)
+        blocks = chosen_blocks(problem.trace, step_indices, layers, problem.base.num_ranks)
     for steps, block in blocks:
         block = changed(block)
         for _ in in_parallel(lambda walk: walk.score(steps, block, on_score), walks):  # noqa: B023

@@ -17,7 +17,7 @@ HEADERS = ("candidate", "weights per GPU", "gain when choosing", HELD_OUT, "roun
 
 
 def print_tune(results: ResultsData) -> None:
-    """Prints the facts, the top candidates, the answers and the commands. Text from traces is never read as markup."""
+    """Prints the facts, the best candidates, the answers and the commands. Text from traces is never read as markup."""
     console = terminal()
     tuned, trace, setting = results["tune"], results["trace"], results["setting"]
     shape = (
@@ -25,7 +25,7 @@ def print_tune(results: ResultsData) -> None:
     )
     facts = (
         ("trace", f"{trace['name']} ({trace['origin']}, {shape})"),
-        ("cluster", f"{setting['ranks']} GPUs on {setting['nodes']} node(s)"),
+        ("cluster", f"{setting['ranks']} GPUs on {setting['nodes']} node{'s' if setting['nodes'] > 1 else ''}"),
         ("time", setting["timing"]),
         ("steps", tuned["split"]),
         *(("note", note) for note in trace["notes"]),
@@ -36,7 +36,7 @@ def print_tune(results: ResultsData) -> None:
     for line in tuned["words"]:
         console.print(Text(f"{line['about']}: ", style="bold").append(printable(line["text"]), style="not bold"))
     for command in (command for answer in tuned["answers"] for command in answer["commands"]):
-        console.print(Text(f"  {command}"), soft_wrap=True)  # without line breaks, to be copied
+        console.print(Text(f"  {command}"), soft_wrap=True)  # without line breaks, so that it can be copied
     console.print(Text(printable(results["verdict"]), style="bold"))
 
 

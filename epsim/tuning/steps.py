@@ -60,14 +60,14 @@ def evenly(first: int, last: int, most: int) -> Ints:
 
 
 def chosen_blocks(
-    trace: StoredTrace, places: Ints, layers: Sequence[int] | None, num_ranks: int
+    trace: StoredTrace, step_indices: Ints, layers: Sequence[int] | None, num_ranks: int
 ) -> Iterator[tuple[Ints, Block]]:
-    """The steps at `places` (ascending indices) and the layers (None: all), on num_ranks source ranks. Yields the step
-    indices and the steps of one block after the other, each of about CHUNK_BYTES."""
+    """Reads the steps `step_indices` (ascending) and the layers (None: all), regrouped to num_ranks source ranks.
+    Yields the step indices and the steps in blocks of about CHUNK_BYTES."""
     pending: list[tuple[Ints, Block]] = []
     size = 0
-    for indices, block in _read(trace, places):
-        chosen = np.isin(indices, places)
+    for indices, block in _read(trace, step_indices):
+        chosen = np.isin(indices, step_indices)
         if not chosen.any():
             continue
         part = regroup(take_layers(take_steps(block, chosen), layers), trace.meta, num_ranks)
@@ -84,13 +84,13 @@ def _joined(parts: Sequence[tuple[Ints, Block]]) -> tuple[Ints, Block]:
     return np.concatenate([indices for indices, _ in parts]), joined_blocks([block for _, block in parts])
 
 
-def _read(trace: StoredTrace, places: Ints) -> Iterator[tuple[Ints, Block]]:
-    """The blocks of the row groups that hold any of the steps `places`, with the indices of their steps."""
+def _read(trace: StoredTrace, step_indices: Ints) -> Iterator[tuple[Ints, Block]]:
+    """The blocks of the row groups that hold any of the steps `step_indices`, with the indices of their steps."""
     starts = trace.group_starts()
-    groups = np.unique(np.searchsorted(starts, places, side="right") - 1)
+    groups = np.unique(np.searchsorted(starts, step_indices, side="right") - 1)
     for run in np.split(groups, np.flatnonzero(np.diff(groups) > 1) + 1):
-        step = max(int(starts[run[0]]), int(places[0]))
-        for block in trace.blocks(step, min(int(starts[run[-1] + 1]), int(places[-1]) + 1), max_bytes=SMALL_BLOCK):
+        step, end = max(int(starts[run[0]]), int(step_indices[0])), int(starts[run[-1] + 1])
+        for block in trace.blocks(step, min(end, int(step_indices[-1]) + 1), max_bytes=SMALL_BLOCK):
             yield np.arange(step, step + len(block.steps)), block
             step += len(block.steps)
 

@@ -30,7 +30,7 @@ from epsim.tuning.final import Finals
 from epsim.tuning.findings import Findings
 from epsim.tuning.memory import Memory, amount
 from epsim.tuning.migration import LAYER_MS
-from epsim.tuning.race import LEAST_STEPS, ROUND_US, Class, Round, not_worse, pair_us, race
+from epsim.tuning.race import LEAST_STEPS, ROUND_US, CandidateFilter, Round, not_slower, pair_us, race
 from epsim.tuning.scorer import Part, Problem
 from epsim.tuning.steps import WindowSums, evenly
 from epsim.version import VERSION
@@ -124,8 +124,8 @@ def tune(
         slots = (problem.meta.num_experts + candidate.redundant) // options.gpus
         moving = moving or candidate.interval is not None
         model = timing.model
-        beside = candidate.stack.reader.resident_bytes(slots, model.hidden, model.intermediate)
-        return memory.used(slots, moving) + beside * (model.moe_layers + moving)
+        sketches = candidate.stack.reader.resident_bytes(slots, model.hidden, model.intermediate)
+        return memory.used(slots, moving) + sketches * (model.moe_layers + moving)
 
     def runs(system: System, candidate: Candidate) -> bool:
         # A system that plans by itself also rebalances a placement planned once, and needs the memory for that.
@@ -135,22 +135,22 @@ def tune(
     candidates = [c for c in candidates if c == candidates[0] or used(c) <= memory.limit]
 
     def cost(candidate: Candidate) -> tuple[float, int, float, str]:
-        often = 0.0 if candidate.interval is None else 1 / candidate.interval
-        return used(candidate), candidate.complexity, often, candidate.name
+        rebalances_per_step = 0.0 if candidate.interval is None else 1 / candidate.interval
+        return used(candidate), candidate.complexity, rebalances_per_step, candidate.name
 
-    def class_of(system: System) -> Class:
-        """The candidates that the system can run. The baseline is among them, unless the system can run only others."""
-        without = bool(system.lacks(candidates[0].deployment)) and any(runs(system, one) for one in candidates)
-        return lambda c: runs(system, c) or (c == candidates[0] and not without)
+    def filter_of(system: System) -> CandidateFilter:
+        """Accepts what the system can run, and the baseline unless the system can run only other candidates."""
+        only_others = bool(system.lacks(candidates[0].deployment)) and any(runs(system, c) for c in candidates)
+        return lambda c: runs(system, c) or (c == candidates[0] and not only_others)
 
-    classes: dict[System | None, Class] = {None: lambda c: True, **{system: class_of(system) for system in SYSTEMS}}
-    told = partial(progress, "choosing")
-    rounds = race(problem, candidates, choose, [*classes.values()], cost, options.worth, told)
+    filters: dict[System | None, CandidateFilter] = {None: lambda c: True}
+    filters |= {system: filter_of(system) for system in SYSTEMS}
+    rounds = race(problem, candidates, choose, [*filters.values()], cost, options.worth, partial(progress, "choosing"))
     last = rounds[-1].times
     picks = {}
-    for system, belongs in classes.items():
-        members = {c: times for c, times in last.items() if belongs(c)}
-        picks[system] = min(not_worse(members, options.worth, options.seed), key=cost)
+    for system, accepts in filters.items():
+        members = {c: times for c, times in last.items() if accepts(c)}
+        picks[system] = min(not_slower(problem, members, options.worth), key=cost)
     rebalanced = _best_rebalanced(rounds)
     ranked = sorted(last, key=lambda candidate: last[candidate].mean_us)
     finalists = [candidates[0], *picks.values(), *ranked[:MOST_SHOWN]]
@@ -158,7 +158,7 @@ def tune(
         finalists += [rebalanced, rebalanced.planned_once]
     finalists = list(dict.fromkeys(finalists))
     progress("scoring the finalists on the held-out steps", 0.0)
-    places = evenly(report.first, report.last, _affordable_steps(problem, len(finalists)))
+    step_indices = evenly(report.first, report.last, _affordable_steps(problem, len(finalists)))
     findings = Findings(
         problem=problem,
         candidates=candidates,
@@ -168,9 +168,10 @@ def tune(
         intervals=intervals,
         choose=choose,
         report=report,
-        finals=Finals(problem, finalists, report, places, lambda c: [f"{amount(used(c))} of weights per GPU"]),
+        finals=Finals(problem, finalists, report, step_indices, lambda c: [f"{amount(used(c))} of weights per GPU"]),
         memory=memory,
         used=used,
+        runs=runs,
         worth=options.worth,
         setup=Setup(
             model=options.model_path,

@@ -1,30 +1,38 @@
-"""Writes the answers as text."""
+"""Writes the answers as text. Every figure in the text is that of the tables."""
 
 import numpy as np
 
 from epsim.engines import SYSTEMS
 from epsim.engines.base import ON_EACH_HOST, System
+from epsim.score.time_metrics import about_long_steps
 from epsim.traces.trace import LEVELS
+from epsim.tuning.candidates import Candidate
+from epsim.tuning.conditions import MORE
 from epsim.tuning.findings import Findings
-from epsim.tuning.memory import GB, amount
-from epsim.tuning.race import Interval
+from epsim.tuning.memory import amount
 
 
 def verdict(findings: Findings) -> str:
     """What to do and what it brings, in one sentence."""
     base, best = findings.base, findings.best
-    gain = percent(findings.gain(best))
+    gain = findings.gain(best)
     if findings.advised():
         more = findings.used(best) - findings.used(base)
         return (
             f"Use {best.name}: predicted throughput changes by {gain} compared with {base.name}. It takes "
             f"{amount(more, '+')} of weights per GPU."
         )
-    if best == base:
+    fastest = findings.fastest_other()
+    if best != base:
+        return (
+            f"Keep {base.name}: {best.name} was the best on the steps used for choosing, but on the held-out steps its "
+            f"throughput changes by {gain}."
+        )
+    if fastest is None or findings.gain(fastest).mean < findings.worth:
         return f"Keep {base.name}: no candidate gains enough to be worth more memory or moving parts."
     return (
-        f"Keep {base.name}: {best.name} was the best on the steps used for choosing, but on the held-out steps its "
-        f"throughput changes by {gain}."
+        f"Keep {base.name}: {fastest.name} changes throughput by {findings.gain(fastest)} on the held-out steps, but "
+        f"{_why_not(findings, fastest)}."
     )
 
 
@@ -32,19 +40,19 @@ def split(findings: Findings) -> str:
     """Which steps placements are planned on, which are used for choosing, and which are held out."""
     choose, report, num_steps = findings.choose, findings.report, findings.problem.trace.num_steps
     return (
-        f"candidates chosen on steps {choose.first} to {choose.last - 1} and judged on the held-out steps "
-        f"{report.first} to {num_steps - 1}; a placement planned once uses all steps before the scored ones, a "
-        "placement that is rebalanced uses the steps before each rebalance"
+        f"candidates are chosen on steps {choose.first} to {choose.last - 1} and judged on the held-out steps "
+        f"{report.first} to {num_steps - 1}; a placement planned once is planned on all steps before these; a "
+        "placement that is rebalanced is planned on the steps before each rebalance"
     )
 
 
 def sampled(findings: Findings) -> list[str]:
     """Which rounds and finalists were scored on a sample of the steps and layers."""
     choose, report = findings.choose, findings.report
-    rounds = [f"{len(r.times)} on {r.num_steps} steps, {r.num_layers} layers" for r in findings.rounds]
+    rounds = [f"{len(r.times)} on {r.num_steps} steps and {r.num_layers} layers" for r in findings.rounds]
     notes = [
-        f"candidates by round, of {choose.last - choose.first} steps and {findings.problem.meta.num_layers} layers: "
-        + "; ".join(rounds)
+        f"numbers of candidates scored in each round, of {choose.last - choose.first} steps and "
+        f"{findings.problem.meta.num_layers} layers: {'; '.join(rounds)}"
     ]
     held, scored = report.last - report.first, len(findings.finals.times[findings.base].step_us)
     if scored < held:
@@ -52,58 +60,64 @@ def sampled(findings: Findings) -> list[str]:
     return notes
 
 
-def percent(gain: Interval) -> str:
-    """+3.1% (95% interval +2.9% to +3.3%)."""
-    if gain.low is None or gain.high is None:
-        return f"{gain.mean:+.1%} (too few steps for an interval)"
-    return f"{gain.mean:+.1%} (95% interval {gain.low:+.1%} to {gain.high:+.1%})"
-
-
 def all_lines(findings: Findings) -> list[tuple[str, str]]:
-    """(subject, text), in reading order."""
+    """(subject, text), in reading order. The commands follow the last line."""
+    long_steps = about_long_steps(findings.finals.times[findings.base].step_us, findings.finals.tokens)
     lines = [
+        *([("warning", long_steps)] if long_steps else []),
         ("run", _run(findings)),
         ("gain", _gain(findings) if findings.advised() else _no_gain(findings)),
         ("memory", _memory(findings)),
         ("rebalancing", _rebalancing(findings)),
         ("does not pay", _when_it_stops(findings) if findings.advised() else _never_pays(findings)),
         *((system.title, _system(findings, system)) for system in SYSTEMS),
+        ("limits", _limits(findings)),
     ]
-    if findings.problem.base.num_nodes > 1:
-        lines.append(("to paste", f"{ON_EACH_HOST}."))
-    return [*lines, ("limits", _limits(findings))]
+    return lines + ([("to paste", ON_EACH_HOST)] if findings.problem.base.num_nodes > 1 else [])
 
 
 def _run(findings: Findings) -> str:
     candidate, problem = findings.to_run(), findings.problem
     slots = (problem.meta.num_experts + candidate.redundant) // problem.base.num_ranks
-    placed = "planned once" if candidate.interval is None else f"planned again every {candidate.interval} steps"
+    planned = "planned once" if candidate.interval is None else f"planned again every {candidate.interval} steps"
     if candidate.stack.placement.trivial:
-        placed = "experts in order"
+        planned = "experts in order"
     elif not candidate.stack.placement.needs_history:
-        placed = "not planned on the trace"
+        planned = "not planned on the trace"
     text = (
         f"{candidate.shown_stack} with {candidate.redundant} redundant experts per layer ({slots} slots per GPU), "
-        f"{placed}."
+        f"{planned}."
     )
     if not findings.advised():
-        text = f"Nothing more than the baseline: {text}"
+        text = f"Keep the baseline: {text}"
     if candidate.stack.router.acts or candidate.stack.reader.acts:
         text += f" It changes the model's output. Accepted loss: {findings.quality_loss}."
     return text
 
 
+def _why_not(findings: Findings, candidate: Candidate, system: System | None = None) -> str:
+    """Why a finalist other than the baseline is not advised."""
+    gain = findings.gain(candidate)
+    if gain.low is None:
+        return "there are too few steps to tell a gain from chance"
+    if not gain.excludes_zero:
+        return "the held-out steps show no clear difference"
+    if gain.mean < 0:
+        return "it is slower than the baseline"
+    if gain.mean < findings.worth:
+        return f"gains below {findings.worth:.1%} do not justify more memory or moving parts"
+    cheaper = findings.picks[system].name
+    return f"on the steps used for choosing it was not clearly faster than {cheaper}, which costs less"
+
+
 def _no_gain(findings: Findings) -> str:
-    fastest = findings.fastest_other
+    fastest = findings.fastest_other()
     if fastest is None:
         return "There was no other candidate to compare."
-    gain = findings.gain(fastest)
-    reason = "the held-out steps show no clear difference"
-    if gain.tells and gain.mean < findings.worth:
-        reason = f"gains below {findings.worth:.1%} do not justify more memory or moving parts"
-    elif gain.tells:
-        reason = "but it was not clearly faster on the steps used for choosing"
-    return f"The fastest other candidate, {fastest.name}, changes throughput by {percent(gain)}: {reason}."
+    return (
+        f"The fastest other candidate, {fastest.name}, changes throughput by {findings.gain(fastest)}: "
+        f"{_why_not(findings, fastest)}."
+    )
 
 
 def _gain(findings: Findings) -> str:
@@ -113,21 +127,21 @@ def _gain(findings: Findings) -> str:
     layer_us = [finals.layer_us(candidate) for candidate in (best, base)]
     step_ms = [finals.times[candidate].mean_us / 1e3 for candidate in (best, base)]
     text = (
-        f"{percent(gain)} tokens per second compared with {base.name}, predicted on {len(finals.times[base].step_us)} "
-        f"held-out steps. An expert layer takes {layer_us[0]:,.0f} us instead of {layer_us[1]:,.0f} us, a "
-        f"step {step_ms[0]:,.2f} ms instead of {step_ms[1]:,.2f} ms. On the steps used for choosing: "
+        f"{gain} tokens per second compared with {base.name}, predicted on {len(finals.times[base].step_us)} held-out "
+        f"steps. An expert layer takes {layer_us[0]:,.0f} us instead of {layer_us[1]:,.0f} us, and a step takes "
+        f"{step_ms[0]:,.2f} ms instead of {step_ms[1]:,.2f} ms. The gain on the steps used for choosing was "
         f"{choosing:+.1%}."
     )
     if best.shown_stack.shared.dispatches and not hardware.shared_grouped:
         text += (
-            f" {hardware.kernel_us:g} us of each layer's gain come from saving the shared expert's own kernel, which "
-            "does not depend on the balance."
+            f" The shared expert needs no kernel of its own, which saves {hardware.kernel_us:g} us per layer, however "
+            "balanced the load is."
         )
-    faster = max(findings.others, key=lambda candidate: findings.gain(candidate).mean)
-    if findings.gain(faster).mean > gain.mean:
+    faster = findings.fastest_other()
+    if faster is not None and findings.gain(faster).mean > gain.mean:
         text += (
-            f" {faster.name} gains {findings.gain(faster).mean:+.1%}, too little more to justify its memory or moving "
-            "parts."
+            f" {faster.name} gains {findings.gain(faster).mean:+.1%}, but on the steps used for choosing it was not "
+            f"clearly faster than {best.name}."
         )
     return text
 
@@ -136,7 +150,7 @@ def _memory(findings: Findings) -> str:
     memory, used = findings.memory, findings.used(findings.to_run())
     return (
         f"{amount(used)} of weights per GPU, {amount(used - findings.used(findings.base), '+')} compared with "
-        f"{findings.base.name}. {(memory.total - used) / GB:.1f} of {memory.total / GB:.0f} GB are left. Assumptions: "
+        f"{findings.base.name}. {amount(memory.total - used)} of {amount(memory.total)} are left. Assumptions: "
         f"{memory.kept_share:.0%} of the memory is kept free for KV cache, activations and embeddings; attention is "
         f"data-parallel. One slot in every layer takes {amount(memory.slot_bytes)}."
     )
@@ -146,69 +160,73 @@ def _rebalancing(findings: Findings) -> str:
     rebalancing = findings.rebalancing
     if rebalancing is None:
         if not findings.intervals:
-            return "Not judged: the trace is too short to plan and score any interval twice in each part."
+            return "Not tried: the trace is too short. Each of its parts must be at least twice as long as an interval."
         if not any(candidate.interval is not None for candidate in findings.candidates):
-            return "Not tried."
+            return "Not tried: no candidate has a placement that can be rebalanced."
         return (
             f"Not advised: with {findings.intervals[-1]} steps or fewer between rebalances, even perfect balance does "
             f"not pay for the {findings.problem.layer_ms:g} ms of host work per layer."
         )
     gain, migration, candidate = rebalancing.gain, rebalancing.migration, rebalancing.candidate
-    payback = "never pays that back"
+    payback = "never saves as much time"
     if rebalancing.payback is not None:
-        payback = f"pays that back after {rebalancing.payback:,.0f} steps"
+        payback = f"saves as much time in {rebalancing.payback:,.0f} steps"
     advice = "Not advised"
-    if gain.low is not None and gain.low > 0 and gain.mean >= findings.worth:
+    if gain.clear(findings.worth):
         advice = "Advised"
         if findings.best.interval is None:
-            advice = "It pays, but the answer above is faster or cheaper without it"
-    elif not gain.tells:
+            advice = "It pays for this candidate, but the answer above does without it"
+    elif not gain.excludes_zero:
         advice = "Not advised, since there is no clear difference"
     return (
-        f"{advice}. Every {candidate.interval} steps: {percent(gain)} compared with the same placement planned once. A "
+        f"{advice}. Every {candidate.interval} steps: {gain} compared with the same placement planned once. A "
         f"rebalance moves {amount(migration.bytes_moved)} into a GPU, stops the batch for {migration.us / 1e3:,.0f} ms "
         f"and {payback}."
     )
 
 
 def _never_pays(findings: Findings) -> str:
-    conditions = findings.conditions
-    pays = next((c for c in conditions[1:] if c.gain.low is not None and c.gain.low > 0), None)
-    if pays is not None:
-        return f"The fastest other candidate would pay from about {pays.tokens_per_gpu:,.0f} tokens per GPU and step."
-    most = f", up to {conditions[-1].tokens_per_gpu:,.0f} tokens per GPU and step" if conditions else ""
-    return f"More tokens do not make any candidate pay{most}."
+    fastest, worth = findings.fastest_other(), findings.worth
+    if fastest is None:
+        return "There was no other candidate to try with more tokens."
+    if findings.gain(fastest).clear(worth):
+        return f"{fastest.name} pays on the held-out steps. A longer trace would show whether it pays in general."
+    now, *more = findings.conditions
+    pays = next((condition for condition in more if condition.gain.clear(worth)), None)
+    shown = pays or more[-1]
+    outcome = "pays" if pays else "does not clearly pay either"
+    return (
+        f"{fastest.name}, the fastest other candidate, was also tried with up to {MORE[-1]} times the tokens. It "
+        f"{outcome} with {shown.tokens_per_gpu:,.0f} tokens per GPU and step (here {now.tokens_per_gpu:,.0f}): "
+        f"{shown.gain}."
+    )
 
 
 def _when_it_stops(findings: Findings) -> str:
     best, base, problem, times = findings.best, findings.base, findings.problem, findings.finals.times
-    conditions, now = findings.conditions, findings.conditions[0].tokens_per_gpu
-    fails = next((c for c in conditions[1:] if c.gain.mean <= 0 or not c.gain.tells), None)
+    now, *fewer = findings.conditions
+    fails = next((condition for condition in fewer if not condition.gain.clear(findings.worth)), None)
+    here = f"tokens per GPU and step (here {now.tokens_per_gpu:,.0f})"
     sentences = []
     if fails is not None:
-        sentences.append(f"With {fails.tokens_per_gpu:,.0f} or fewer tokens per GPU and step (here {now:,.0f})")
-    else:
-        least = conditions[-1]
-        sentences.append(
-            f"Fewer tokens do not end the gain: {least.gain.mean:+.1%} at {least.tokens_per_gpu:,.0f} tokens per GPU "
-            f"and step (here {now:,.0f})"
-        )
+        sentences.append(f"With {fails.tokens_per_gpu:,.0f} or fewer {here} there is no clear gain: {fails.gain}")
+    elif fewer:
+        sentences.append(f"It also pays with {fewer[-1].tokens_per_gpu:,.0f} {here}: {fewer[-1].gain}")
     others = findings.other_experts
     if others is not None and not best.stack.placement.trivial:
         until = "until the next rebalance" if best.interval is not None else "until it is planned again"
-        sentences.append(f"If other experts become hot: {percent(others.gain)} {until}")
-    policy = problem.timing.policy_us(best.shown_stack, best.redundant > 0, problem.base.num_ranks, now)
+        sentences.append(f"If other experts become hot, the gain is {others.gain} {until}")
+    policy = problem.timing.policy_us(best.shown_stack, best.redundant > 0, problem.base.num_ranks, now.tokens_per_gpu)
     if policy:
-        saved = findings.finals.layer_us(base) - findings.finals.layer_us(best)
+        most = findings.finals.layer_us(base) - findings.finals.layer_us(best) + policy
         sentences.append(
-            f"If its policies take more than {saved + policy:,.0f} us per layer ({policy:,.0f} us are predicted)"
+            f"It does not pay if its policies take more than {most:,.0f} us per layer ({policy:,.0f} us are predicted)"
         )
-    third = max(len(times[base].step_us) // 3, 1)
-    early, late = (
-        float(np.nanmean(times[base].step_us[part]) / np.nanmean(times[best].step_us[part]) - 1)
-        for part in (slice(None, third), slice(-third, None))
-    )
-    sentences.append(f"With age: {early:+.1%} on the first third of the held-out steps, {late:+.1%} on the last third")
+    busy = np.isfinite(times[base].step_us)
+    ours, theirs = times[best].step_us[busy], times[base].step_us[busy]
+    if third := len(ours) // 3:
+        early, late = (theirs[part].sum() / ours[part].sum() - 1 for part in (slice(third), slice(-third, None)))
+        sentences.append(f"The gain is {early:+.1%} on the first third of the held-out steps, {late:+.1%} on the last")
     return ". ".join(sentences) + "."
 
 
@@ -220,13 +238,23 @@ def _system(findings: Findings, system: System) -> str:
         what = "It runs the answer as it is"
         if candidate != best:
             what = f"The best candidate that it can run is {candidate.name}"
-        sentences.append(f"{what}: {percent(findings.gain(candidate))}")
+        sentences.append(f"{what}: {findings.gain(candidate)}")
         return ". ".join(sentences) + "." + system.remark(candidate.deployment)
-    sentences.append("No candidate that it can run makes a difference worth having")
-    if without := system.lacks(base.deployment):
+    fastest = findings.fastest_other(system)
+    if fastest is None:
+        sentences.append(
+            "On the steps used for choosing, no candidate that it can run was clearly faster by at least "
+            f"{findings.worth:.1%}"
+        )
+    else:
+        sentences.append(
+            f"No candidate that it can run is advised. {fastest.name} changes throughput by {findings.gain(fastest)}: "
+            f"{_why_not(findings, fastest, system)}"
+        )
+    if lacks_base := system.lacks(base.deployment):
         needed = ", and the experts do not divide evenly among the GPUs" if base.stack.placement.trivial else ""
         baseline = "it cannot run the baseline" if candidate == base else f"its own baseline is {candidate.name}"
-        sentences.append(f"It has {without}{needed}, so {baseline}")
+        sentences.append(f"It has {lacks_base}{needed}, so {baseline}")
     return ". ".join(sentences) + "."
 
 
@@ -234,6 +262,6 @@ def _limits(findings: Findings) -> str:
     text = "Times are predicted, not measured (docs/time.md)."
     meta = findings.problem.meta
     if LEVELS.index(meta.level) < 2 and findings.problem.setting.shared_cost > 0:
-        missing = "Waterfill needs" if meta.level == "rank_counts" else "Waterfill and whole-token splits need"
-        text += f" The trace holds {meta.level.replace('_', ' ')}: {missing} tokens, so they were not tried."
+        missing = "Waterfill was" if meta.level == "rank_counts" else "Waterfill and splits of whole tokens were"
+        text += f" {missing} not tried, because the trace holds {meta.level.replace('_', ' ')} and no tokens."
     return text
