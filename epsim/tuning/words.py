@@ -31,7 +31,7 @@ def verdict(findings: Findings) -> str:
     if fastest is None or findings.gain(fastest).mean < findings.worth:
         return f"Keep {base.name}: no candidate gains enough to be worth more memory or moving parts."
     return (
-        f"Keep {base.name}: {fastest.name} changes throughput by {findings.gain(fastest)} on the held-out steps, but "
+        f"Keep {base.name}: {fastest.name} changes throughput by {findings.gain(fastest)}, but "
         f"{_why_not(findings, fastest)}."
     )
 
@@ -194,7 +194,7 @@ def _never_pays(findings: Findings) -> str:
     now, *more = findings.conditions
     pays = next((condition for condition in more if condition.gain.clear(worth)), None)
     shown = pays or more[-1]
-    outcome = "pays" if pays else "does not clearly pay either"
+    outcome = "pays" if pays else "still does not clearly pay"
     return (
         f"{fastest.name}, the fastest other candidate, was also tried with up to {MORE[-1]} times the tokens. It "
         f"{outcome} with {shown.tokens_per_gpu:,.0f} tokens per GPU and step (here {now.tokens_per_gpu:,.0f}): "

@@ -32,7 +32,7 @@ from epsim.tuning.conditions import _permuted, _resized
 from epsim.tuning.ideal import ideal_us
 from epsim.tuning.memory import Memory, amount, parse_memory
 from epsim.tuning.migration import migration
-from epsim.tuning.race import Interval, affordable, change
+from epsim.tuning.race import affordable
 from epsim.tuning.scorer import Part, Problem, score
 from epsim.tuning.steps import WindowSums, chosen_blocks, evenly
 from tests.tune.cases import GPUS, MakeCounts, hot
@@ -250,17 +250,6 @@ def test_row_groups_without_a_chosen_step_are_not_read(
     assert np.concatenate([at for at, _ in found]).tolist() == places.tolist()
     counts = np.concatenate([block.counts for _, block in found if isinstance(block, CountsBlock)])
     assert np.array_equal(counts, whole.counts[places])
-
-
-def test_a_change_of_times_as_a_gain() -> None:
-    base = np.full(40, 100.0)
-    found = change(base * 0.8, base, 0)
-    assert found.mean == pytest.approx(-0.2)
-    assert found.gain.mean == pytest.approx(0.25)
-    assert found.gain.low == pytest.approx(0.25)
-    assert not Interval(0.1, -0.1, 0.3).tells
-    assert Interval(0.1, None, None).gain.high is None
-    assert change(base[:1], base[:1], 0).low is None
 
 
 def test_nothing_beats_the_ideal(make_counts: MakeCounts, timing: LayerTiming) -> None:
