@@ -59,10 +59,10 @@ def about_long_steps(step_us: Floats, tokens: Floats) -> str:
     long = step_us > LONGEST_PASS_US
     if not long.any():
         return ""
-    most, seconds = float(tokens[long].max()), float(step_us[long].max()) / 1e6
+    number, most, seconds = int(long.sum()), float(tokens[long].max()), float(step_us[long].max()) / 1e6
     return (
-        f"{long.sum()} of the {len(long)} scored steps are too long for one forward pass: up to {most:,.0f} tokens and "
-        f"{seconds:,.0f} s. Such a step is probably the sum of many passes, such as a whole benchmark. A sum hides the "
-        "imbalance of single passes and counts fixed costs only once, so the gains are those of the average load. "
-        "Record single passes to learn what serving gains."
+        f"{number} of {len(long)} scored steps {'is' if number == 1 else 'are'} too long for one forward pass: up to "
+        f"{most:,.0f} tokens and {seconds:,.0f} s. Such a step is probably the sum of many passes, such as a whole "
+        "benchmark. A sum hides the imbalance of single passes and counts fixed costs only once, so the gains are "
+        "those of the average load. Record single passes to learn what serving gains."
     )

@@ -38,7 +38,7 @@ def by_tokens(
     tokens are drawn from the recorded ones without replacement. For more tokens, each recorded token counts several
     times."""
     conditions, steps = [], _Steps(problem, part)
-    now = problem.tokens_a_step / problem.base.num_ranks
+    now = steps.tokens_per_gpu
     for factor in (1.0, *(factor for factor in factors if factor > 1 or factor * now >= 1)):
         resized = partial(_resized, factor=factor, top_k=problem.meta.top_k, seed=problem.setting.seed)
         gain = steps.gain(candidate, base, resized)
@@ -52,9 +52,9 @@ def with_other_experts(problem: Problem, candidate: Candidate, base: Candidate, 
     num_layers, num_experts = problem.meta.num_layers, problem.meta.num_experts
     rng = np.random.default_rng(problem.setting.seed)
     order = rng.permuted(np.tile(np.arange(num_experts), (num_layers, 1)), axis=1)[_layers(problem)]
-    tokens = problem.tokens_a_step / problem.base.num_ranks
-    gain = _Steps(problem, part).gain(candidate.planned_once, base, lambda block: _permuted(block, order))
-    return Condition("hot experts become others", tokens, gain)
+    steps = _Steps(problem, part)
+    gain = steps.gain(candidate.planned_once, base, lambda block: _permuted(block, order))
+    return Condition("hot experts become others", steps.tokens_per_gpu, gain)
 
 
 class _Steps:
@@ -66,6 +66,7 @@ class _Steps:
             most = int(min(most, max(PAIR_TOKENS // max(problem.tokens_a_step * MOST_LAYERS, 1), 4)))
         self.problem, self.part, self.layers = problem, part, _layers(problem)
         self.step_indices = evenly(part.first, part.last, most)
+        self.tokens_per_gpu = float(problem.tokens(self.step_indices).mean()) / problem.base.num_ranks
         self.blocks = list(chosen_blocks(problem.trace, self.step_indices, self.layers, problem.base.num_ranks))
 
     def gain(self, candidate: Candidate, base: Candidate, changed: ChangeBlock) -> Interval:

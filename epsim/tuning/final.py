@@ -9,7 +9,7 @@ from epsim.placement.base import Target
 from epsim.policies.apply import BoundStack
 from epsim.score.block import StackScore
 from epsim.score.collect import ScoredStacks
-from epsim.score.statistics import Floats, Series
+from epsim.score.statistics import Series
 from epsim.score.steps import SeenSteps
 from epsim.score.summary import StackSummary
 from epsim.traces.trace import Ints
@@ -22,8 +22,7 @@ GAIN = "throughput_gain"
 class Finals:
     """The finalists' scores on the held-out steps, compared with those of the first candidate, the baseline.
 
-    times: step times by candidate. tokens [n]: tokens of each step. results: the entries `scored` and `stacks` of
-    results.json.
+    times: step times by candidate. results: the entries `scored` and `stacks` of results.json.
     """
 
     def __init__(
@@ -40,15 +39,14 @@ class Finals:
         ]
         self._summaries = dict(zip(candidates, summaries, strict=True))
         self._collected = ScoredStacks(summaries, problem.setting.seed)
-        self._tokens: list[Floats] = []
         self.times: dict[Candidate, Times] = score(problem, candidates, part, step_indices, on_score=self._on_score)
+        self.step_indices = step_indices
         base = self.times[candidates[0]].step_us
         for candidate, summary in self._summaries.items():
             gain = Series()
             gain.add(base / self.times[candidate].step_us - 1)
             summary.series[GAIN] = gain
             summary.reasons.pop(GAIN)
-        self.tokens: Floats = np.concatenate(self._tokens)
         self.results = self._collected.results()
         for candidate, entry in zip(candidates, self.results["stacks"], strict=True):
             # The mean over steps would differ from the gain of all steps together, which the answers give.
@@ -70,7 +68,6 @@ class Finals:
         summary.add(dataclasses.replace(score, metrics={**score.metrics, GAIN: "not complete"}))
         if summary is self._collected.summaries[0]:  # the baseline is planned once, so it sees all steps in order
             self._collected.steps.add(seen)
-            self._tokens.append(score.load.tokens.amax(-1).numpy())
 
 
 def _notes(problem: Problem, candidate: Candidate, more: Callable[[Candidate], Sequence[str]]) -> tuple[str, ...]:

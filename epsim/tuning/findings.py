@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from epsim.engines.base import Setup, System
+from epsim.score.time_metrics import about_long_steps
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.conditions import FEWER, MORE, Condition, by_tokens, with_other_experts
 from epsim.tuning.final import Finals
@@ -92,6 +95,15 @@ class Findings:
         """The pick if it is advised, or if the system cannot run the baseline; otherwise the baseline."""
         use_pick = self.advised(system) or (system is not None and system.lacks(self.base.deployment))
         return self.picks[system] if use_pick else self.base
+
+    @property
+    def long_steps(self) -> str:
+        """A warning about scored steps that are too long for one forward pass; "" if there are none."""
+        step_indices, step_us = [self.finals.step_indices], [self.finals.times[self.base].step_us]
+        if self.rounds[-1].num_layers == self.problem.meta.num_layers:
+            step_indices.append(self.rounds[-1].step_indices)
+            step_us.append(self.rounds[-1].times[self.base].step_us)
+        return about_long_steps(np.concatenate(step_us), self.problem.tokens(np.concatenate(step_indices)))
 
     @cached_property
     def rebalancing(self) -> Rebalancing | None:

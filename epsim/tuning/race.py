@@ -38,13 +38,17 @@ GROWTH, KEPT = 4, 3
 LEAST_KEPT = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """The step times of a round's candidates, and its number of steps and layers."""
+    """The step times of a round's candidates, the steps in the trace, and the number of layers."""
 
     times: Mapping[Candidate, Times]
-    num_steps: int
+    step_indices: Ints
     num_layers: int
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_indices)
 
 
 def race(
@@ -73,7 +77,7 @@ def race(
         if not rounds:
             rebalancing = _worth_scoring(problem, rebalancing, times, filters, step_indices, layers)
         times |= score(problem, rebalancing, part, step_indices, layers)
-        rounds.append(Round(times, len(step_indices), num_layers))
+        rounds.append(Round(times, step_indices, num_layers))
         progress(num_steps / total)
         all_scored = num_steps == total and num_layers == problem.meta.num_layers
         limited = len(rounds) > 1 and num_steps <= rounds[-2].num_steps and num_layers <= rounds[-2].num_layers

@@ -72,6 +72,11 @@ class Problem:
         """The throughput gain of ours over theirs, for step times of the same steps."""
         return throughput_gain(ours, theirs, self.setting.seed, self.base.num_ranks)
 
+    def tokens(self, step_indices: Ints) -> Floats:
+        """[n] tokens of each of the steps."""
+        tokens: Floats = self.sums.by_step[step_indices] / (self.meta.num_layers * self.meta.top_k)
+        return tokens
+
     def in_order(self, redundant: int) -> Placement:
         """The placement that serving systems start with."""
         return self.plan(parse_stack("contiguous"), redundant, 0, int(self.sums.bounds[1]), True)

@@ -21,6 +21,7 @@ class WindowSums:
     """The counts of a trace, summed between bounds. A window between any two bounds can be planned on.
 
     bounds: indices of steps. The sums take the memory of the counts of as many steps as there are bounds.
+    by_step [S]: the assignments of each step in all layers, up to the last bound.
     """
 
     def __init__(self, trace: StoredTrace, bounds: Sequence[int]) -> None:
@@ -28,12 +29,14 @@ class WindowSums:
         meta = trace.meta
         self._layers = meta.layers
         self._sums = np.zeros((len(self.bounds) - 1, meta.num_layers, meta.num_experts), dtype=np.int64)
+        self.by_step = np.zeros(int(self.bounds[-1]), dtype=np.int64)
         first = 0
         for block in trace.blocks(0, int(self.bounds[-1]), max_bytes=SMALL_BLOCK):
             counts = to_counts(block, meta.num_experts).counts
             window = np.searchsorted(self.bounds, np.arange(first, first + len(counts)), side="right") - 1
             for index in np.unique(window):
                 self._sums[index] += counts[window == index].sum(axis=0)
+            self.by_step[first : first + len(counts)] = counts.sum(axis=(1, 2))
             first += len(counts)
 
     def assignments(self, first: int, last: int) -> int:

@@ -196,8 +196,8 @@ def _problem(
     num_steps = trace.num_steps
     if num_steps < FEWEST_STEPS:
         raise ValueError(
-            f"the trace holds {num_steps} step(s), but tune plans on one part of the steps, chooses on a second and "
-            f"judges on a third: give at least {FEWEST_STEPS} steps, recorded or drawn by `epsim traces synthesize`"
+            f"the trace holds {num_steps} step{'s' if num_steps > 1 else ''}, but tune plans on the first part of the "
+            f"steps, chooses on the second and judges on the third: give a trace of at least {FEWEST_STEPS} steps"
         )
     first = max(round(num_steps * PLAN_SHARE), 2)
     second = max(first + round(num_steps * CHOOSE_SHARE), first + 2)

@@ -4,7 +4,6 @@ import numpy as np
 
 from epsim.engines import SYSTEMS
 from epsim.engines.base import ON_EACH_HOST, System
-from epsim.score.time_metrics import about_long_steps
 from epsim.traces.trace import LEVELS
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.conditions import MORE
@@ -25,8 +24,8 @@ def verdict(findings: Findings) -> str:
     fastest = findings.fastest_other()
     if best != base:
         return (
-            f"Keep {base.name}: {best.name} was the best on the steps used for choosing, but on the held-out steps its "
-            f"throughput changes by {gain}."
+            f"Keep {base.name}: {best.name}, which was chosen on the earlier steps, changes throughput by {gain} on "
+            "the held-out steps."
         )
     if fastest is None or findings.gain(fastest).mean < findings.worth:
         return f"Keep {base.name}: no candidate gains enough to be worth more memory or moving parts."
@@ -62,9 +61,8 @@ def sampled(findings: Findings) -> list[str]:
 
 def all_lines(findings: Findings) -> list[tuple[str, str]]:
     """(subject, text), in reading order. The commands follow the last line."""
-    long_steps = about_long_steps(findings.finals.times[findings.base].step_us, findings.finals.tokens)
     lines = [
-        *([("warning", long_steps)] if long_steps else []),
+        *([("warning", findings.long_steps)] if findings.long_steps else []),
         ("run", _run(findings)),
         ("gain", _gain(findings) if findings.advised() else _no_gain(findings)),
         ("memory", _memory(findings)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from epsim.score.formulas import METRICS
 from epsim.score.statistics import NUM_RESAMPLES, Floats, Series, block_length, difference
 
 
@@ -128,3 +129,26 @@ def test_percentiles_of_large_loads_are_exact() -> None:
     summary = series.summary()
     assert summary is not None
     assert (summary["p50"], summary["max"]) == (2**24 + 4, 2**24 + 7)
+
+
+def test_no_interval_has_a_value_that_the_metric_cannot_have() -> None:
+    """Peak/mean is 1 to R, so a mean of 4 on 4 ranks cannot fall by more than 75%, and cannot rise."""
+    rng = np.random.default_rng(0)
+    for trial in range(300):
+        num_steps, num_ranks = int(rng.integers(2, 6)), int(rng.integers(2, 9))
+        ours, theirs = 1 + (num_ranks - 1) * rng.choice([0.0, 0.1, 0.9, 1.0], (2, num_steps, 1))
+        if trial == 0:
+            num_ranks, ours, theirs = 4, np.array([[2.13], [2.67]]), np.full((2, 1), 4.0)
+        plain = difference(series_of(ours, 1), series_of(theirs, 1), trial)
+        got = METRICS["max_over_mean"].within(plain, float(ours.mean()), num_ranks)
+        assert got["low"] is not None
+        assert got["high"] is not None
+        assert got["difference"] is not None
+        assert 1 - theirs.mean() - 1e-9 <= got["low"] <= got["difference"] <= got["high"]
+        assert got["high"] <= num_ranks - theirs.mean() + 1e-9
+        assert plain["low"] is not None
+        assert got["low"] >= plain["low"]
+        if trial == 0:
+            assert (got["low"], got["high"]) == (-3.0, 0.0)
+    one_step = difference(series_of(ours[:1], 1), series_of(theirs[:1], 1), 0)
+    assert METRICS["max_over_mean"].within(one_step, 1.0, 4) == one_step

@@ -39,6 +39,15 @@ def test_answers_are_printed_and_written(epsim: Epsim, asked: list[str], tmp_pat
     assert results["setting"]["command"].startswith("epsim tune ")
 
 
+def test_to_paste_stands_beside_the_commands(epsim: Epsim, asked: list[str]) -> None:
+    code, printed, _ = epsim(*asked, "--gpus", "16", "--redundant", "0")
+    assert code == 0
+    lines = printed.splitlines()
+    number = next(n for n, line in enumerate(lines) if line.startswith("to paste: "))
+    assert [line.split()[0] for line in lines[number + 1 : -1]] == ["python", "vllm"]
+    assert "cluster: 16 GPUs on 2 nodes" in lines
+
+
 def test_json_is_results_json(epsim: Epsim, asked: list[str]) -> None:
     code, printed, _ = epsim(*asked, "--gpus", "4", "--redundant", "0", "--json")
     assert code == 0
@@ -86,7 +95,7 @@ def test_a_missing_trace_and_a_recording_of_one_step(epsim: Epsim, model: Path, 
     counts.write_text(json.dumps({"logical_count": [[4] * 16, [4] * 16]}))
     code, _, err = epsim("tune", counts, "--model", model, "--hardware", "h200", "--gpus", "4", "--top-k", "2")
     assert code == 2
-    assert "holds 1 step(s)" in err
+    assert "holds 1 step," in err
 
 
 def test_the_plan_command_reads_the_trace_as_tune_did(

@@ -20,8 +20,9 @@ from epsim.replaying import ReplayOptions, replay
 from epsim.report.write import write_report
 from epsim.results import check_results, read_results
 from epsim.traces.store import StoredTrace, TraceWriter
-from epsim.traces.trace import TokenBlock
+from epsim.traces.trace import CountsBlock, TokenBlock, TraceMeta
 from epsim.tuning.candidates import Candidate
+from epsim.tuning.gains import Interval
 from epsim.tuning.memory import Memory
 from epsim.tuning.tune import TuneOptions, tune
 from tests.tune.cases import GPUS, Floats, MakeCounts, RunTune, answered, hot
@@ -306,3 +307,78 @@ def test_a_router_that_is_accepted_is_tried_and_its_loss_told(
     first = answered(results)
     if first["advised"]:
         assert "0.3 points" in next(line["text"] for line in results["tune"]["words"] if line["about"] == "run")
+
+
+@pytest.fixture
+def unequal(tmp_path: Path) -> StoredTrace:
+    """Sums over whole benchmarks, as steps: 3 to 600 million tokens. Each has its own mix of hot experts."""
+    rng = np.random.default_rng(3)
+    tokens = np.array([90, 30, 80, 600, 50, 500, 40, 30]) * 10**6
+    shares = np.array([hot(0, times=times) for times in rng.uniform(3, 9, len(tokens))])
+    counts = (tokens[:, None, None] * 2 * shares[:, None]).astype(np.int64).repeat(2, axis=1)
+    with TraceWriter(tmp_path / "sums.parquet", TraceMeta("counts", 2, 16, 2, phase="prefill")) as writer:
+        writer.append(CountsBlock(np.arange(len(counts)), counts))
+    return StoredTrace(tmp_path / "sums.parquet")
+
+
+def test_steps_of_very_unequal_size_are_advised_on_by_their_ratios(unequal: StoredTrace, run_tune: RunTune) -> None:
+    results = run_tune(unequal, policies=STACKS, redundant=(0, 4))
+    assert all(one["advised"] for one in results["tune"]["answers"])
+    text = {line["about"]: line["text"] for line in results["tune"]["words"]}
+    rows = {row["name"]: row["gain"] for row in results["tune"]["candidates"] if row["gain"] is not None}
+    steps = [entry["by_step"]["layer_time_us"] for entry in results["stacks"]]
+    for entry, own in zip(results["stacks"], steps, strict=True):
+        gain = rows[entry["name"]]
+        assert 1 + gain["mean"] == pytest.approx(sum(steps[0]) / sum(own), rel=0.01)
+        assert -0.75 <= gain["low"] <= gain["mean"] <= gain["high"] <= 3
+        # The table of stacks and the table of candidates of one report do not contradict each other.
+        assert entry["versus_first"]["throughput_gain"] == {
+            "difference": gain["mean"],
+            "low": gain["low"],
+            "high": gain["high"],
+        }
+    for kind, about in (("any", "gain"), ("sglang", "SGLang"), ("vllm", "vLLM")):
+        assert str(Interval(**rows[answered(results, kind)["name"]])) in text[about]
+    assert str(Interval(**rows[answered(results)["name"]])) in results["verdict"]
+    assert results["tune"]["words"][0]["about"] == "warning"
+    assert text["warning"].startswith("6 of 6 scored steps are too long for one forward pass: up to 599,999,")
+
+
+def test_replay_warns_of_the_same_steps(unequal: StoredTrace, make_counts: MakeCounts, timing: LayerTiming) -> None:
+    options = ReplayOptions(Cluster(GPUS), (("", EPLB[0]),), timing=timing)
+    notes = replay(unequal, options)["trace"]["notes"]
+    assert sum("too long for one forward pass: up to 599,999," in note for note in notes) == 1
+    for trace, asked in ((make_counts(STATIONARY), options), (unequal, dataclasses.replace(options, timing=None))):
+        assert not any("forward pass" in note for note in replay(trace, asked)["trace"]["notes"])
+
+
+def test_words_have_the_gains_of_the_table_where_steps_differ(make_counts: MakeCounts, run_tune: RunTune) -> None:
+    """Six steps with other hot experts each: two held-out steps cannot show a gain, and no sentence says otherwise."""
+    shares = np.random.default_rng(1).dirichlet(np.full(16, 0.5), 6)
+    results = run_tune(make_counts(shares), policies=STACKS, redundant=(0, 16))
+    rows = {row["name"]: row["gain"] for row in results["tune"]["candidates"] if row["gain"] is not None}
+    best = max((name for name in rows if name != "contiguous r0"), key=lambda name: rows[name]["mean"])
+    assert rows[best]["mean"] > 0.005
+    assert rows[best]["low"] < 0
+    text = {line["about"]: line["text"] for line in results["tune"]["words"]}
+    shown = f"{best} changes throughput by {Interval(**rows[best])}"
+    assert "no clear difference" in text["SGLang"]
+    assert shown in text["gain"].replace(", changes", " changes")
+    assert "no clear difference" in text["gain"]
+    assert "still does not clearly pay" in text["does not pay"]
+    assert "warning" not in text
+
+
+def test_tokens_of_conditions_are_those_of_the_steps_they_are_scored_on(
+    make_counts: MakeCounts, run_tune: RunTune
+) -> None:
+    """A step of 4 million tokens among those used for choosing does not count for the held-out ones."""
+    trace = make_counts(STATIONARY[:12], tokens=4096)
+    block = next(iter(trace.blocks()))
+    assert isinstance(block, CountsBlock)
+    block.counts[5] *= 1000
+    path = trace.path.with_name("long.parquet")
+    with TraceWriter(path, trace.meta) as writer:
+        writer.append(block)
+    results = run_tune(StoredTrace(path), policies=EPLB, redundant=(0,))
+    assert results["tune"]["conditions"][0]["tokens_per_gpu"] == 4096 / GPUS

@@ -63,8 +63,8 @@ def findings(best: Candidate, gain: Interval, base: Candidate = BASE) -> Finding
         (
             EPLB,
             UNCLEAR,
-            "Keep contiguous r0: eplb+lplb r32 was the best on the steps used for choosing, but on the held-out steps "
-            "its throughput changes by +2.0% (95% interval -1.0% to +5.0%).",
+            "Keep contiguous r0: eplb+lplb r32, which was chosen on the earlier steps, changes throughput by +2.0% "
+            "(95% interval -1.0% to +5.0%) on the held-out steps.",
         ),
     ],
 )
