@@ -1,4 +1,4 @@
-"""The entry `tune` of results.json: what to run, what it gains and costs, and when it stops paying."""
+"""The entry `tune` of results.json: what to run, what it gains and costs, and when it does not pay."""
 
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +13,7 @@ from epsim.tuning.findings import Findings
 from epsim.tuning.migration import migration
 
 MIGRATION_SHARE = 0.1
-"""In a system that plans by itself, rebalances may cost this share of the placement's gain."""
+"""If a system plans by itself, rebalances may cost this share of the time that the placement saves."""
 
 
 def entry(findings: Findings) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def _described(findings: Findings, candidate: Candidate) -> dict[str, Any]:
 
 
 def _table(findings: Findings) -> list[dict[str, Any]]:
-    """All candidates with their last round: first those that reached the most rounds, then the fastest. `gain_choosing`
-    is too high, because its steps were used for choosing."""
+    """All candidates with the gain in their last round, sorted by the number of rounds and then by this gain.
+    `gain_choosing` is too high for the best candidates, because they were chosen on these steps."""
     rows = []
     for candidate in findings.candidates:
         rounds = [scored for scored in findings.rounds if candidate in scored.times]
@@ -107,8 +107,8 @@ def _commands(findings: Findings, system: System | None) -> list[str]:
 
 
 def _interval(findings: Findings, candidate: Candidate, least: int) -> int:
-    """The number of steps between rebalances, at least `least`, with which they cost at most MIGRATION_SHARE of the
-    placement's gain."""
+    """The number of steps between rebalances, at least `least`, at which they cost at most MIGRATION_SHARE of the time
+    that the placement saves."""
     base, problem, times = findings.base, findings.problem, findings.finals.times
     if candidate not in times or candidate == base:
         return least

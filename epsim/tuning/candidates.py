@@ -14,19 +14,20 @@ from epsim.policies.stack import PolicyStack, parse_stack
 from epsim.traces.trace import LEVELS, Level
 
 EXTRA_SLOTS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
-"""Extra slots per GPU and layer that are tried, beyond those that hold every expert once."""
+"""The numbers of slots per GPU and layer that are tried, in addition to those that hold every expert once."""
 INTERVALS = tuple(mantissa * 10**power for power in range(1, 6) for mantissa in (1, 2, 5))
 MOST_INTERVALS = 5
 SGLANG_WATERFILL = "waterfill(load=routed+local,counts=local)"
-"""Waterfill as SGLang runs it unless told otherwise: from the counts of a rank's own tokens."""
+"""Waterfill as SGLang runs it by default: each rank uses the counts of its own tokens only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A stack with `redundant` redundant experts per layer.
 
-    interval: steps between rebalances; None if the placement is planned once. charged: the stack that is run and whose
-    policies' time is charged, if it is another: a split that needs tokens is scored on counts as the exact split.
+    interval: steps between rebalances; None if the placement is planned once. charged: another stack that would be run,
+    and whose policies' time is charged. A split that needs tokens is scored on counts as the exact split, and charged
+    as itself.
     """
 
     stack: PolicyStack
@@ -50,7 +51,8 @@ class Candidate:
 
     @property
     def complexity(self) -> int:
-        """The distance from a serving system's defaults. It decides between candidates that are otherwise equal."""
+        """How many moving parts the candidate adds to a serving system's defaults. Of otherwise equal candidates, the
+        least complex one is chosen."""
         stack = self.shown_stack
         deciding = stack.deciding(self.redundant > 0, shared_expert=True)
         complexity = stack.placement.complexity + sum(policy.complexity for policy in deciding)

@@ -1,4 +1,4 @@
-"""The memory that weights take on a GPU, and how many physical experts fit."""
+"""The memory of a GPU: what weights take, and how many physical experts fit."""
 
 import re
 from dataclasses import dataclass
@@ -19,18 +19,19 @@ def parse_memory(text: str) -> float:
 
 
 def amount(size: float, sign: str = "") -> str:
-    """Bytes as text, in GB, or in MB below 0.1 GB."""
+    """Bytes as text, in GB, or in MB if they are below 0.1 GB."""
     small = 0 < abs(size) < 0.1 * GB
     return f"{size / 1e6:{sign},.3g} MB" if small else f"{size / GB:{sign},.1f} GB"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """One GPU's memory. total: bytes. kept_share: of it kept free for KV cache, activations, embeddings and buffers.
+    """The memory of one GPU.
 
-    Attention is data-parallel, as expert-parallel serving has it: every GPU holds attention, dense layers and the
-    shared expert whole, and its own slots of the routed experts. Engines allocate the same number of slots on every GPU
-    and in every layer, so an empty slot takes as much memory as a filled one.
+    total: all bytes. kept_share: the share of them that is kept free for KV cache, activations, embeddings and buffers.
+    Attention is assumed to be data-parallel: every GPU holds all weights of attention, dense layers and the shared
+    expert, and its slots of the routed experts. Engines allocate the same number of slots on every GPU and in every
+    layer, so an empty slot takes as much memory as a filled one.
     """
 
     model: ModelSpec
@@ -53,8 +54,8 @@ class Memory:
 
     @property
     def fixed_bytes(self) -> float:
-        """The bytes of all weights except routed experts and embeddings. The model's specification does not have the
-        embeddings; they belong to the share that is kept free."""
+        """The bytes of all weights except routed experts and embeddings. Embeddings are not in the model's
+        specification. They are part of the share that is kept free."""
         model = self.model
         width = 1.0 if model.compute == "fp8" else 2.0
         layers = model.moe_layers + model.dense_layers
@@ -62,18 +63,19 @@ class Memory:
         return shared + width * (layers * model.rest_parameters + model.dense_layers * model.dense_parameters)
 
     def used(self, slots: int, moving: bool = False) -> float:
-        """The bytes of weights on a GPU with so many slots per layer. moving: with the slots of one more layer, which a
-        rebalance receives into."""
+        """The bytes of weights on a GPU with `slots` slots per layer. moving: whether the candidate rebalances, which
+        needs the slots of one more layer as a buffer."""
         return self.fixed_bytes + slots * (self.slot_bytes + moving * self.model.expert_bytes)
 
     def most_slots(self, num_gpus: int) -> int:
-        """The number of slots per GPU and layer that fit. Raises ValueError if the model does not fit on num_gpus."""
+        """The largest number of slots per GPU and layer that fits. Raises ValueError if the model does not fit on
+        num_gpus GPUs."""
         most = int((self.limit - self.fixed_bytes) // self.slot_bytes) if self.limit > self.fixed_bytes else 0
         least = -(-self.model.num_experts // num_gpus)
         if most < least:
             raise ValueError(
                 f"{self.model.name} needs {amount(self.used(least))} for weights on each of {num_gpus} GPUs, but "
                 f"only {amount(self.limit)} of {amount(self.total)} are for weights (--kv-share {self.kept_share:g} "
-                "is kept free): give more --gpus or --memory-per-gpu, or a smaller --kv-share"
+                "keeps the rest free): give more --gpus or --memory-per-gpu, or a smaller --kv-share"
             )
         return most

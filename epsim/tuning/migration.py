@@ -1,8 +1,8 @@
 """The cost of a rebalance: experts move layer by layer while the batch waits.
 
-A rank receives an expert's weights from the ranks of its own node that hold the expert (by NVLink), or else from other
-nodes (by RDMA). The ranks that hold an expert share the sending. A layer takes as long as its busiest rank sends or
-receives on the slower of the two networks, at the hardware's rate for that size, plus a fixed time of host work.
+A rank receives an expert's weights by NVLink if a rank of its node holds the expert, and by RDMA otherwise. The ranks
+that hold an expert share the sending. The time of a layer is that of the rank that sends or receives most, on the slower
+of the two networks, at the hardware's rate for that size. A fixed time of host work is added.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,22 @@ from epsim.placement.base import Placement
 
 LAYER_MS = 10.0
 """Host work of a rebalance per layer. vLLM's pull request 28369 reports 260 ms of GPU time for the 26 layers of
-DeepSeek-V2-Lite on 8 H100s, most of it not explained by bytes; SGLang's issue 7879 about 1 s, or 20 ms per layer."""
+DeepSeek-V2-Lite on 8 H100s, most of it not explained by bytes. SGLang's issue 7879 reports about 1 s, or 20 ms per
+layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """us: how long the batch waits. bytes_moved: bytes that the busiest receiver gets, in all layers."""
+    """The cost of one rebalance. us: the time that the batch waits. bytes_moved: the bytes that the GPU with the most
+    arriving experts receives, in all layers."""
 
     us: float
     bytes_moved: float
 
 
 def migration(old: Placement, new: Placement, hardware: Hardware, model: ModelSpec, layer_ms: float) -> Migration:
-    """The cost of changing from one placement to another. Layers of the model that the placements lack cost as much as
-    the mean of those they have."""
+    """The cost of changing from one placement to another. The placements may have fewer layers than the model: the
+    other layers cost as much as the mean of these."""
     before, after = held(old), held(new)
     arriving = (after & ~before).double()
     on_node = _by_node(before.double(), old.node_of_rank, old.num_nodes)
@@ -48,7 +50,7 @@ def migration(old: Placement, new: Placement, hardware: Hardware, model: ModelSp
 
 
 def held(placement: Placement) -> torch.Tensor:
-    """[L, R, E] bool: which rank holds a copy of which expert."""
+    """[L, R, E] bool: whether the rank holds a copy of the expert in the layer."""
     return (even_shares(placement) > 0).transpose(1, 2)
 
 
@@ -59,13 +61,13 @@ def _by_node(per_rank: torch.Tensor, node_of_rank: torch.Tensor, num_nodes: int)
 
 
 def _sent(near: torch.Tensor, before: torch.Tensor, placement: Placement) -> torch.Tensor:
-    """[L, R]: experts that a rank sends within its node. The holders of an expert share evenly."""
+    """[L, R]: experts that a rank sends within its node. The ranks that hold an expert send equal shares."""
     nodes, count = placement.node_of_rank, placement.num_nodes
     wanted, holders = _by_node(near, nodes, count), _by_node(before.double(), nodes, count)
     return ((wanted / holders.clamp(min=1))[:, nodes] * before).sum(-1)
 
 
 def _sent_far(far: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """[L, R]: experts that a rank sends to other nodes. The holders of an expert share evenly."""
+    """[L, R]: experts that a rank sends to other nodes. The ranks that hold an expert send equal shares."""
     share = far.sum(1, keepdim=True) / before.double().sum(1, keepdim=True).clamp(min=1)
     return (share * before).sum(-1)

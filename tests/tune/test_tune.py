@@ -347,7 +347,7 @@ def test_steps_of_very_unequal_size_are_advised_on_by_their_ratios(unequal: Stor
 def test_replay_warns_of_the_same_steps(unequal: StoredTrace, make_counts: MakeCounts, timing: LayerTiming) -> None:
     options = ReplayOptions(Cluster(GPUS), (("", EPLB[0]),), timing=timing)
     notes = replay(unequal, options)["trace"]["notes"]
-    assert sum("too long for one forward pass: up to 599,999," in note for note in notes) == 1
+    assert sum("too long for one forward pass: up to 499,999," in note for note in notes) == 1
     for trace, asked in ((make_counts(STATIONARY), options), (unequal, dataclasses.replace(options, timing=None))):
         assert not any("forward pass" in note for note in replay(trace, asked)["trace"]["notes"])
 
