@@ -1,8 +1,8 @@
 """The cost of a rebalance: experts move layer by layer while the batch waits.
 
 A rank receives an expert's weights by NVLink if a rank of its node holds the expert, and by RDMA otherwise. The ranks
-that hold an expert share the sending. The time of a layer is that of the rank that sends or receives most, on the slower
-of the two networks, at the hardware's rate for that size. A fixed time of host work is added.
+that hold an expert share the sending. The time of a layer is that of the rank that sends or receives most, on the
+slower of the two networks, at the hardware's rate for that size. A fixed time of host work is added.
 """
 
 from dataclasses import dataclass

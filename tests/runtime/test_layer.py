@@ -41,9 +41,8 @@ def all_stacks(size: int) -> list[PolicyStack]:
         left = [pair for pair in itertools.product(every("placement"), splits) if pair not in met]
         found += [stack_of(placement=placement, split=split) for placement, split in left]
         searched = parse_stack("searched").placement
-        left = [(searched, split, part) for split, part in reversed(stacks) if (searched, part) not in met]
-        by_shared = {part: (placement, split) for placement, split, part in left}
-        found += [stack_of(placement=pair[0], split=pair[1], shared=part) for part, pair in by_shared.items()]
+        by_shared = {part: split for split, part in reversed(stacks) if (searched, part) not in met}
+        found += [stack_of(placement=searched, split=split, shared=part) for part, split in by_shared.items()]
     return list(dict.fromkeys(stack for stack in found if stack is not None))
 
 
