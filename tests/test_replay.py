@@ -19,6 +19,7 @@ from epsim.placement.base import Cluster
 from epsim.placement.eplb import rebalance_experts
 from epsim.policies.stack import parse_stack, placement_policy
 from epsim.replaying import ReplayOptions, replay
+from epsim.report.content import memory_words, reasons
 from epsim.results import ResultsData, check_results
 from epsim.traces.importing import open_trace
 from epsim.traces.options import ImportOptions
@@ -298,3 +299,13 @@ def test_many_source_ranks_make_small_blocks(make_trace: TraceMaker, monkeypatch
     monkeypatch.setattr(module, "COUNTS_BYTES", 3 * step_bytes)
     assert module._steps_a_block(trace.meta, 8 + 4, 4) == 3
     assert replay(trace, options)["stacks"][0]["metrics"] == whole
+
+
+def test_a_report_with_the_memory_of_experts_does_not_call_their_size_unknown(tmp_path: Path) -> None:
+    meta = TraceMeta("counts", 1, 256, 8, model="deepseek-v3", phase="prefill")
+    with TraceWriter(tmp_path / "v3.parquet", meta) as writer:
+        writer.append(CountsBlock(np.arange(4), np.full((4, 1, 256), 8)))
+    options = ReplayOptions(Cluster(8, 1, 8), (("", parse_stack("contiguous")),))
+    results = replay(StoredTrace(tmp_path / "v3.parquet"), options)
+    assert "42 MiB per rank" in memory_words(results)
+    assert dict(reasons(results))["bytes_read"] == "no bytes are counted without --hardware"

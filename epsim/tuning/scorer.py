@@ -1,4 +1,5 @@
-"""The times of chosen steps under each candidate. Every placement is planned only on steps before those it serves.
+"""The times of chosen steps under each candidate. Every placement is planned only on steps before those that it
+serves.
 
 The placement of a candidate planned once is planned on all steps before the scored part. A candidate that rebalances
 every I steps always has the placement planned on the I steps before its last rebalance, as in serving. The cost of a
@@ -55,7 +56,7 @@ class Problem:
     _plans: dict[tuple[object, int, int, int], Placement] = field(default_factory=dict)
 
     def cluster(self, redundant: int) -> Cluster:
-        """The cluster with so many redundant experts."""
+        """The cluster with `redundant` redundant experts per layer."""
         return dataclasses.replace(self.base, num_redundant=redundant)
 
     def plan(self, stack: PolicyStack, redundant: int, first: int, last: int, keep: bool) -> Placement:
@@ -73,12 +74,12 @@ class Problem:
         return throughput_gain(ours, theirs, self.setting.seed, self.base.num_ranks)
 
     def tokens(self, step_indices: Ints) -> Floats:
-        """[n] tokens of each of the steps."""
+        """[n]: the number of tokens of each of these steps."""
         tokens: Floats = self.sums.by_step[step_indices] / (self.meta.num_layers * self.meta.top_k)
         return tokens
 
     def in_order(self, redundant: int) -> Placement:
-        """The placement that serving systems start with."""
+        """The placement with experts in order, with which serving systems start."""
         return self.plan(parse_stack("contiguous"), redundant, 0, int(self.sums.bounds[1]), True)
 
 
