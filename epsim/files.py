@@ -1,11 +1,13 @@
 """Checks files before they are read or written, and writes files completely or not at all."""
 
 import contextlib
+import fcntl
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from epsim.stops import at_end
 
 MAX_MESSAGE = 600
 
@@ -13,8 +15,9 @@ MAX_MESSAGE = 600
 class CannotWriteError(OSError):
     """Writing failed, for example because the disk is full or the folder is gone."""
 
-    def __init__(self, path: object, error: Exception) -> None:
-        super().__init__(f"{path}: cannot be written: {reason(error)}; nothing is left of it")
+    def __init__(self, path: object, error: Exception, left: str = "nothing is left of it") -> None:
+        """left: what is still on the disk."""
+        super().__init__(f"{path}: cannot be written: {reason(error)}; {left}")
 
 
 def check_source(path: Path) -> None:
@@ -73,6 +76,8 @@ def check_out(out: str | os.PathLike[str] | None) -> None:
     """Makes the folder that results go to, before any work. Raises ValueError if it cannot be written; None is fine."""
     if out is None:
         return
+    if not os.fspath(out):
+        raise ValueError("--out names no folder: give one")
     folder = Path(out)
     try:
         if folder.exists() and not folder.is_dir():
@@ -86,25 +91,59 @@ def check_out(out: str | os.PathLike[str] | None) -> None:
         check_target(folder / name)
 
 
+@contextlib.contextmanager
+def folder_for_results(out: str | os.PathLike[str] | None) -> Iterator[None]:
+    """Makes the folder, as `check_out` does, and reserves it for this process until the block ends. None is fine.
+
+    Raises ValueError if another process has reserved it. The lock is on the folder itself, so nothing is left of it.
+    """
+    check_out(out)
+    with contextlib.nullcontext() if out is None else _locked(Path(out)):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--out {folder}: another command is writing into it: wait for it, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks on folders
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
 def temporary_beside(target: Path) -> Path:
     """Creates an empty file in the folder of target, which can later be renamed to it."""
+    temporary = target.with_name(f".{target.name[:100]}.{os.urandom(4).hex()}.part")
+    at_end(lambda: temporary.unlink(missing_ok=True))
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{target.name[:100]}.", suffix=".part", dir=target.parent)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except OSError as error:
         raise ValueError(f"{target.parent}: {reason(error)}: cannot write {target.name[:100]} there") from None
-    os.close(handle)
-    return Path(name)
+    return temporary
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary path beside `path`, and renames it to `path` if the block ends without an error."""
+    """Yields a temporary path beside `path`, and renames it to `path` if the block ends without an error.
+
+    Raises CannotWriteError if the disk is full, or the file cannot be written for another reason.
+    """
     target = check_target(path)
     temporary = temporary_beside(target)
     try:
         yield temporary
         temporary.chmod(0o666 & ~umask())
         temporary.replace(target)
+    except OSError as error:
+        raise error if isinstance(error, CannotWriteError) else CannotWriteError(path, error) from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -172,22 +172,23 @@ def run(options: LaunchOptions) -> Results:
     """
     if options.launcher != "ray" and (options.gpus, options.cpus) != (None, None):
         raise ValueError("--gpus and --cpus are for --launcher ray: give --ranks")
-    options.make_out()
     # PyTorch's C++ code would warn about every lost connection. epsim's own message names the cause.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from epsim.files import folder_for_results
     from epsim.report.results import Results
 
-    if options.launcher == "inline":
-        from epsim.launch.inline import run_inline
+    with folder_for_results(options.out):
+        if options.launcher == "inline":
+            from epsim.launch.inline import run_inline
 
-        return Results(run_inline(options))
-    if options.launcher == "torchrun":
-        from epsim.launch.torchrun import run_torchrun
+            return Results(run_inline(options))
+        if options.launcher == "torchrun":
+            from epsim.launch.torchrun import run_torchrun
 
-        return Results(run_torchrun(options))
-    from epsim.launch.ray_job import run_ray
+            return Results(run_torchrun(options))
+        from epsim.launch.ray_job import run_ray
 
-    return Results(run_ray(options, options.gpus, options.cpus, options.restarts))
+        return Results(run_ray(options, options.gpus, options.cpus, options.restarts))
 
 
 def compare(*results: Results | AnyPath, command: str = "") -> Results:

@@ -2,7 +2,7 @@
 
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
-from epsim.launch.worker import run_rank
+from epsim.launch.rank import run_rank
 from epsim.results import ResultsData
 
 

@@ -17,8 +17,8 @@ class Member:
     """A process of the job.
 
     local_rank: its number among the `local_size` ranks of its machine, and the number of its GPU. host, port: address
-    of the job's store. serves_store: whether this process holds the store. attempt: number of restarts so far. signals:
-    whether it handles SIGTERM.
+    of the job's store. serves_store: whether this process holds the store. reserves_folder: whether it reserves the
+    run's folder for the job; `epsim run` does that itself. attempt: number of restarts so far.
     """
 
     rank: int = 0
@@ -28,8 +28,8 @@ class Member:
     host: str = ""
     port: int = 0
     serves_store: bool = False
+    reserves_folder: bool = False
     attempt: int = 0
-    signals: bool = True
 
     @classmethod
     def from_environment(cls) -> Member:
@@ -58,6 +58,7 @@ class Member:
             host=host,
             port=port,
             serves_store=rank == 0 and not held,
+            reserves_folder=rank == 0 and not given,
             attempt=_whole("TORCHELASTIC_RESTART_COUNT", 0),
         )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from epsim.files import check_out
 from epsim.options import MOST_SLOTS, About, AnyPath, PlanningOptions, command_words
 
 if TYPE_CHECKING:
@@ -87,12 +86,6 @@ class RunOptions(PlanningOptions):
     def folder(self) -> Path:
         """`out` as a path."""
         return Path(self.out)
-
-    def make_out(self) -> None:
-        """Makes the run's folder. Raises ValueError in one line if results cannot be written there."""
-        if not self.folder.parts:
-            raise ValueError("--out names no folder: give one")
-        check_out(self.out)
 
     def arguments(self) -> list[str]:
         """The command line of the worker; the trace first, defaults left out."""

@@ -3,6 +3,7 @@
 Without a cluster (RAY_ADDRESS, or a Ray job around this process), the run starts its own on this machine.
 """
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -15,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epsim.files import message_line, reason
+from epsim import stops
+from epsim.files import message_line, reason, whole_file
 from epsim.launch.folder import PREDICTED, RESULTS, TELEMETRY, clear
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
+from epsim.launch.rank import run_rank
 from epsim.launch.store import for_watch, serve
-from epsim.launch.worker import run_rank
 from epsim.results import ResultsData, read_results
 from epsim.runtime.beats import BAD_INPUT, FAULT, INTERVAL, SILENCE, Fault, Lookout, stopped_words
-from epsim.runtime.faults import STOPPING
 from epsim.runtime.telemetry import rank_file
 
 GROUP_PATIENCE = 120.0
@@ -85,21 +86,22 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
     prepare(options, num_ranks)
     clear(options)
     store, attempt = serve("0.0.0.0"), 0
-    try:
+    with contextlib.ExitStack() as at_exit:
+        at_exit.enter_context(stops.line_at_stop(lambda by: stopped_words(for_watch(store, attempt), num_ranks, by)))
+        at_exit.callback(ray.shutdown)
         may_grow = _join_cluster(ray, num_ranks)
-        stops = Stops()
-        group = _placement_group(ray, num_ranks, on_gpus, may_grow, stops)
+        group = _placement_group(ray, num_ranks, on_gpus, may_grow)
         address: Any = ray.util.get_node_ip_address
         host = str(address())
         for attempt in range(restarts + 1):
-            actors, seats = _start(ray, group, num_ranks, on_gpus, stops)
+            actors, seats = _start(ray, group, num_ranks, on_gpus)
             members = seated(seats, host, store.port, attempt)
             running = {
                 actor.run.remote(options, member, gpus_of(seats, seat.node)): member.rank
                 for actor, member, seat in zip(actors, members, seats, strict=True)
             }
             lookout = Lookout(for_watch(store, attempt), num_ranks, options.folder / TELEMETRY)
-            fault = _first_fault(ray, running, lookout, stops)
+            fault = _first_fault(ray, running, lookout)
             if fault is None:
                 _fetch(ray, actors, seats, options)
                 return read_results(options.folder / RESULTS)
@@ -111,36 +113,6 @@ def run_ray(options: RunOptions, gpus: int | None, cpus: int | None, restarts: i
             words = f"; starting again after the last complete step ({attempt + 1} of {restarts})" if again else ""
             print(f"epsim: {fault.line}{words}", file=sys.stderr, flush=True)
         sys.exit(FAULT)
-    except Stopped as stopped:
-        print(f"epsim: {stopped_words(for_watch(store, attempt), num_ranks, stopped.by)}", file=sys.stderr, flush=True)
-        sys.exit(128 + stopped.by)
-    finally:
-        ray.shutdown()
-
-
-class Stopped(BaseException):
-    """A signal stops this process."""
-
-    def __init__(self, by: signal.Signals) -> None:
-        super().__init__(by.name)
-        self.by = by
-
-
-class Stops:
-    """Notes the signals that stop a job. Only `check` raises `Stopped`, because an exception inside Ray would make Ray
-    print the state of all its threads."""
-
-    def __init__(self) -> None:
-        self._by: signal.Signals | None = None
-        for stopping in STOPPING:
-            signal.signal(stopping, self._note)
-
-    def _note(self, number: int, frame: Any) -> None:
-        self._by = signal.Signals(number)
-
-    def check(self) -> None:
-        if self._by is not None:
-            raise Stopped(self._by)
 
 
 def with_ranks(options: RunOptions, gpus: int | None, cpus: int | None) -> RunOptions:
@@ -171,16 +143,15 @@ def _join_cluster(ray: Any, num_ranks: int) -> bool:
         quiet["runtime_env"] = {"env_vars": {"EPSIM_DEBUG": os.environ["EPSIM_DEBUG"]}}
     address = os.environ.get("RAY_ADDRESS", "")
     exists = address not in ("", "local") or bool(os.environ.get("RAY_JOB_ID"))
-    try:
-        if exists:
-            _check_answers(address)
-            ray.init("auto", **quiet)
-        else:
-            # Ray only counts CPUs: as many as ranks, even if this machine has fewer.
-            num_cpus = max(num_ranks, os.cpu_count() or 1)
-            ray.init("local", num_cpus=num_cpus, include_dashboard=False, **quiet)
-    except SystemExit:  # what Ray makes of SIGTERM
-        raise Stopped(signal.SIGTERM) from None
+    handler = signal.getsignal(signal.SIGTERM)
+    if exists:
+        _check_answers(address)
+        ray.init("auto", **quiet)
+    else:
+        # Ray only counts CPUs: as many as ranks, even if this machine has fewer.
+        num_cpus = max(num_ranks, os.cpu_count() or 1)
+        ray.init("local", num_cpus=num_cpus, include_dashboard=False, **quiet)
+    signal.signal(signal.SIGTERM, handler)  # Ray's handler would print the state of all its threads
     return exists
 
 
@@ -194,13 +165,12 @@ def _check_answers(address: str) -> None:
             raise OSError(f"RAY_ADDRESS {address}: no cluster answers there ({reason(error)})") from None
 
 
-def _placement_group(ray: Any, num_ranks: int, on_gpus: bool, may_grow: bool, stops: Stops) -> Any:
+def _placement_group(ray: Any, num_ranks: int, on_gpus: bool, may_grow: bool) -> Any:
     kind = "GPU" if on_gpus else "CPU"
     number = int(ray.cluster_resources().get(kind, 0))
     group = ray.util.placement_group([{"CPU": 1.0} | {kind: 1.0}] * num_ranks, strategy="PACK")
     deadline = time.monotonic() + (GROUP_PATIENCE if may_grow or number >= num_ranks else 0.0)
     while not group.wait(INTERVAL):
-        stops.check()
         if time.monotonic() >= deadline:
             number = int(ray.cluster_resources().get(kind, 0))
             raise ValueError(
@@ -209,7 +179,7 @@ def _placement_group(ray: Any, num_ranks: int, on_gpus: bool, may_grow: bool, st
     return group
 
 
-def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool, stops: Stops) -> tuple[list[Any], list[Seat]]:
+def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool) -> tuple[list[Any], list[Seat]]:
     """The started actors and their seats, in the order of ranks. Raises OSError if one cannot start."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -221,7 +191,6 @@ def _start(ray: Any, group: Any, num_ranks: int, on_gpus: bool, stops: Stops) ->
     calls = waiting = [actor.seat.remote() for actor in actors]
     try:
         while waiting:
-            stops.check()
             _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=INTERVAL)
         seats: list[Seat] = ray.get(calls)
     except ray.exceptions.RayError as error:
@@ -244,7 +213,7 @@ def by_node(seats: Sequence[Seat]) -> list[int]:
 def seated(seats: Sequence[Seat], host: str, port: int, attempt: int) -> list[Member]:
     """The ranks in the order of seats. A rank's number on its node is also the number of its GPU."""
     nodes = [seat.node for seat in seats]
-    shared: dict[str, Any] = {"host": host, "port": port, "attempt": attempt, "signals": False}
+    shared: dict[str, Any] = {"host": host, "port": port, "attempt": attempt}
     local_ranks = [nodes[:rank].count(node) for rank, node in enumerate(nodes)]
     return [Member(r, len(seats), local_ranks[r], nodes.count(node), **shared) for r, node in enumerate(nodes)]
 
@@ -254,11 +223,10 @@ def gpus_of(seats: Sequence[Seat], node: str) -> list[str]:
     return [gpu for seat in seats if seat.node == node for gpu in seat.gpus]
 
 
-def _first_fault(ray: Any, running: dict[Any, int], lookout: Lookout, stops: Stops) -> Fault | None:
+def _first_fault(ray: Any, running: dict[Any, int], lookout: Lookout) -> Fault | None:
     """Waits for the first fault; returns None when all ranks have finished. running: the rank of each call."""
     waiting = list(running)
     while waiting:
-        stops.check()
         fault = lookout.look()
         if fault is not None:
             return fault
@@ -267,15 +235,14 @@ def _first_fault(ray: Any, running: dict[Any, int], lookout: Lookout, stops: Sto
             try:
                 ray.get(reference)
             except ray.exceptions.RayError as error:
-                return _explain(lookout, running[reference], error, stops)
+                return _explain(lookout, running[reference], error)
     return None
 
 
-def _explain(lookout: Lookout, rank: int, error: Exception, stops: Stops) -> Fault:
+def _explain(lookout: Lookout, rank: int, error: Exception) -> Fault:
     """Why a rank ended. If other ranks report a fault, it is theirs."""
     deadline = time.monotonic() + SILENCE + 8 * INTERVAL
     while time.monotonic() < deadline:
-        stops.check()
         fault = lookout.look()
         if fault is not None:
             return fault
@@ -296,4 +263,5 @@ def _fetch(ray: Any, actors: Sequence[Any], seats: Sequence[Seat], options: RunO
         for name, content in ray.get(actor.files.remote(options, rank)).items():
             path = options.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            with whole_file(path) as temporary:
+                temporary.write_bytes(content)

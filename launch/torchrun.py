@@ -16,11 +16,13 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from epsim import stops
 from epsim.files import message_line
 from epsim.launch.folder import LOGS, RESULTS, TELEMETRY, clear, clear_logs
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
 from epsim.launch.store import for_watch, serve
+from epsim.launch.worker import LAUNCHER
 from epsim.results import ResultsData, read_results
 from epsim.runtime.beats import (
     BAD_INPUT,
@@ -50,6 +52,7 @@ def run_torchrun(options: RunOptions) -> ResultsData:
     logs = options.folder / LOGS
     environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     # Workers end by themselves when they learn of a fault. Workers that cannot are killed.
+    environment[LAUNCHER] = str(os.getpid())
     environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))
     os.environ.update(environment)
     logging.disable(logging.ERROR)  # hides the elastic launcher's long report of a fault
@@ -70,14 +73,20 @@ def run_torchrun(options: RunOptions) -> ResultsData:
     killer = threading.Thread(target=_end_those_that_cannot, args=(lookout, faults, num_ranks, over))
     killer.start()
     arguments = ["-m", "epsim.launch.worker", *options.arguments()]
-    try:
-        elastic_launch(config, sys.executable)(*arguments)
-    except SignalException as stopped:
+
+    def stop_line(by: signal.Signals) -> str:
         fault = read_fault(faults)
-        line = fault.line if fault else stopped_words(faults, num_ranks, signal.Signals(stopped.sigval))
-        print(f"epsim: {line}", file=sys.stderr)
+        return fault.line if fault else stopped_words(faults, num_ranks, by)
+
+    try:
+        with stops.line_at_stop(stop_line):
+            elastic_launch(config, sys.executable)(*arguments)
+    except SignalException as stopped:  # its own signal handlers raise this
+        stops.wait_if_ending()
+        print(f"epsim: {stop_line(signal.Signals(stopped.sigval))}", file=sys.stderr)
         sys.exit(128 + int(stopped.sigval))
     except ChildFailedError as error:
+        stops.wait_if_ending()
         fault = read_fault(faults) or _without_words(error, logs, lookout)
         print(f"epsim: {fault.line}", file=sys.stderr)
         sys.exit(fault.code)
@@ -117,6 +126,9 @@ def _without_words(error: ChildFailedError, logs: Path, lookout: Lookout) -> Fau
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
         words = message_line(lines[-1].removeprefix("epsim: ")) if lines else ""
     code = failure.exitcode
+    by = next((by for by in stops.SIGNALS if code in (-by, 128 + by)), None)
+    if by is not None:
+        return Fault(f"rank {rank} was stopped by {by.name} in {lookout.place_of(rank)}", 128 + by, rank)
     if code == BAD_INPUT and words:
         return Fault(words, BAD_INPUT, rank)
     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"

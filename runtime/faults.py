@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from epsim.files import message_line
+from epsim import stops
+from epsim.files import CannotWriteError, message_line
 from epsim.runtime import beats
 from epsim.runtime.beats import FAULT, INTERVAL, SILENCE, Beat, Fault, JobClock, Lookout, State, read_fault
 from epsim.runtime.phases import LAYER_PHASES, PhaseError
@@ -34,8 +36,6 @@ START_PATIENCE = 300.0
 """Seconds until a rank's first beat must arrive."""
 UNTIMED = ("setup", "results")
 """Phases without a time limit, as long as the process beats."""
-STOPPING = (signal.SIGTERM, signal.SIGINT)
-"""Signals that ask a job to stop; the second is a terminal's Ctrl-C."""
 
 
 class Watch(Lookout):
@@ -61,40 +61,44 @@ class Watch(Lookout):
         self._begun = time.monotonic()
         self._stopped_at: float | None = None
         self._stopped_by = signal.SIGTERM
-        self._signals: int | None = None
-        self._handlers: dict[signal.Signals, Any] = {}
         self._parent = os.getppid()
         self._over = threading.Event()
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="epsim-watch", daemon=True)
 
-    def start(self, signals: bool = True) -> None:
-        """Starts the thread. signals: it also handles the signals that stop a job, because the main thread may be
-        inside a collective. A job of one process handles them in the main thread."""
-        if self._store is None:
-            if signals and threading.current_thread() is threading.main_thread():
-                self._handlers = {stopping: signal.signal(stopping, self._stop_alone) for stopping in STOPPING}
-            return
-        if signals:
-            reading, writing = os.pipe()
-            os.set_blocking(writing, False)
-            for stopping in STOPPING:
-                signal.signal(stopping, lambda number, frame: None)
-            signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-            os.set_blocking(reading, False)
-            self._signals = reading
-        self._beat()
-        self._thread.start()
+    def start(self) -> None:
+        """Sends the first beat and starts the thread. A job of one process has neither."""
+        if self._store is not None:
+            self._beat()
+            self._thread.start()
 
-    def finish(self, holds_store: bool = False) -> None:
-        """Ends the watch: faults of others no longer end this rank. holds_store: the store ends with this process, so
-        wait briefly for the others' last beats."""
-        self._over.set()
+    def answering_stops(self) -> AbstractContextManager[None]:
+        """Inside the block, a signal that asks this process to stop is reported with the rank's position."""
         if self._store is None:
-            self._give_signals_back()
-            return
+            return stops.line_at_stop(self.stop_line)
+        return stops.answered(self.note_stop)
+
+    def stop_line(self, by: signal.Signals) -> str:
+        return f"stopped by {by.name}; rank {self.rank} was in {self.beat().words}"
+
+    def note_stop(self, by: signal.Signals) -> None:
+        """Tells the thread that a signal asks this process to stop."""
+        if self._stopped_at is None:
+            self._stopped_by, self._stopped_at = by, time.monotonic()
+
+    def close(self) -> None:
+        """Ends the thread: faults of others no longer end this rank."""
+        self._over.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    def finish(self, holds_store: bool = False) -> None:
+        """Ends the watch. holds_store: the store ends with this process, so wait briefly for the others' last beats."""
+        self.close()
+        if self._stopped_at is not None:
+            stops.end(self._stopped_by)
+        if self._store is None:
+            return
         with contextlib.suppress(RuntimeError, OSError):  # the process that holds the store may have ended
             self._beat()  # the last beat, which says that this process finishes
             deadline = time.monotonic() + SILENCE
@@ -110,29 +114,20 @@ class Watch(Lookout):
         EPSIM_DEBUG=1: the traceback takes the place of the line.
         """
         if self._store is None:
-            self._give_signals_back()
             raise error
         if isinstance(error, PhaseError):
             self._end(self._publish(message_line(str(error)), FAULT))
         where = f"rank {self.rank}, {self.beat().words}"
         details = "".join(traceback.format_exception(error)) if os.environ.get("EPSIM_DEBUG") else ""
         if isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError):
-            code = beats.BAD_INPUT if self.clock.phase == "setup" else FAULT
+            bad_input = self.clock.phase == "setup" or isinstance(error, CannotWriteError)
+            code = beats.BAD_INPUT if bad_input else FAULT
             self._end(self._publish(f"{where}: {details or message_line(str(error))}", code))
         # A collective fails on the ranks that still live: the watch finds out who does not.
         deadline = time.monotonic() + VERDICT
         while time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(INTERVAL)
         self._end(self._publish(f"{where}: {details or f'{type(error).__name__}: {message_line(str(error))}'}", FAULT))
-
-    def _stop_alone(self, number: int, frame: object) -> None:
-        by = signal.Signals(number)
-        print(f"epsim: stopped by {by.name}; rank {self.rank} was in {self.beat().words}", file=sys.stderr, flush=True)
-        sys.exit(128 + by)
-
-    def _give_signals_back(self) -> None:
-        for stopping, handler in self._handlers.items():
-            signal.signal(stopping, handler)
 
     def beat(self) -> Beat:
         clock, turn = self.clock, self.turn
@@ -164,7 +159,6 @@ class Watch(Lookout):
         while not self._over.wait(INTERVAL):
             try:
                 self._forgive()
-                self._take_signals()
                 self._beat()
                 self._listen()
                 fault = self._verdict()
@@ -177,16 +171,6 @@ class Watch(Lookout):
             if fault is not None and not self._over.is_set():
                 self._end(fault)
 
-    def _take_signals(self) -> None:
-        if self._signals is not None and self._stopped_at is None:
-            try:
-                got = os.read(self._signals, 64)
-            except BlockingIOError:
-                return
-            for stopping in STOPPING:
-                if stopping in got:
-                    self._stopped_by, self._stopped_at = stopping, time.monotonic()
-
     def _verdict(self) -> Fault | None:
         assert self._store is not None
         fault = read_fault(self._store)
@@ -197,10 +181,10 @@ class Watch(Lookout):
         words = self._lost_words(now)
         if words is not None:
             return self._publish(f"{words} (rank {self.rank} reports)", FAULT)
-        if self._stopped_at is not None:
-            return self._stopped(now)
         if os.getppid() != self._parent:
             return self._publish(f"the launcher ended; rank {self.rank} was in {self.beat().words}", FAULT)
+        if self._stopped_at is not None:
+            return self._stopped(now, self._stopped_at)
         missing = [rank for rank in range(self.num_ranks) if rank not in known]
         if missing:
             if now - self._begun > START_PATIENCE:
@@ -234,15 +218,16 @@ class Watch(Lookout):
         no CPU time does not hang."""
         return 2 * INTERVAL * (self._known[rank].count - self._still[rank])
 
-    def _stopped(self, now: float) -> Fault | None:
-        """The fault after a stop signal. If all other ranks are stopping too, the job was stopped. If not, only this
-        rank was, or the launcher stops it after another rank's death, which the beats will show."""
-        assert self._stopped_at is not None
+    def _stopped(self, now: float, stopped_at: float) -> Fault | None:
+        """The fault after a stop signal. None as long as another rank may be dead: launchers stop all ranks if one
+        dies, and then the dead rank is the fault."""
         by = self._stopped_by
         others = [beat for rank, beat in self._known.items() if rank != self.rank]
         if all(beat.stopping or beat.state == "finished" for beat in others):
-            return self._publish(f"stopped by {by.name}; rank {self.rank} was in {self.beat().words}", 128 + by)
-        if now - self._stopped_at > VERDICT:
+            return self._publish(self.stop_line(by), 128 + by)
+        # A beat that arrives an interval after the signal was sent after the signal.
+        alive = all(self._heard[beat_of] > stopped_at + 2 * INTERVAL for beat_of in self._known)
+        if alive or now - stopped_at > VERDICT:
             return self._publish(f"rank {self.rank} was stopped by {by.name} in {self.beat().words}", 128 + by)
         return None
 
@@ -254,6 +239,7 @@ class Watch(Lookout):
         if fault.reporter == self.rank or first_here:
             print(f"epsim: {fault.line}", file=sys.stderr, flush=True)
         time.sleep(2 * INTERVAL)  # the others can read the fault before this process's end causes new ones
+        stops.clean_up()
         os._exit(fault.code)
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from epsim.files import CannotWriteError, reason, whole_file
+from epsim.files import CannotWriteError, whole_file
 from epsim.runtime.phases import LAYER_PHASES
 from epsim.traces.columns import column, fixed_lists
 from epsim.traces.store import one_line
@@ -97,11 +97,8 @@ class TelemetryWriter:
         """Converts the stream to the Parquet file."""
         os.close(self._file)
         table = read_stream(self._stream)
-        try:
-            with whole_file(self.path) as temporary:
-                pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
-        except OSError as error:
-            raise CannotWriteError(self.path, error) from None
+        with whole_file(self.path) as temporary:
+            pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
         self._stream.unlink()
 
     def _write(self, buffer: pa.Buffer) -> None:
@@ -110,8 +107,7 @@ class TelemetryWriter:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError as error:
-            why = f"{self._stream}: cannot be written: {reason(error)}; earlier finished steps are kept"
-            raise OSError(why) from None
+            raise CannotWriteError(self._stream, error, "earlier finished steps are kept") from None
 
 
 def read_stream(path: Path) -> pa.Table:

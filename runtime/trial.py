@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+from epsim import stops
 from epsim.runtime.beats import JobClock
-from epsim.runtime.faults import STOPPING
 
 Kind: TypeAlias = Literal["kill", "stop", "sleep", "hold", "nan", "short"]
 
@@ -58,7 +58,7 @@ class TrialClock(JobClock):
         if trial.kind == "sleep":
             time.sleep(3600)
         elif trial.kind == "hold":
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # which would end the sleep
+            signal.pthread_sigmask(signal.SIG_BLOCK, stops.SIGNALS)  # which would end the sleep
             ctypes.PyDLL(None).sleep(3600)
         elif trial.kind in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if trial.kind == "kill" else signal.SIGSTOP)

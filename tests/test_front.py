@@ -18,7 +18,7 @@ import pytest
 
 import epsim
 from epsim import front
-from epsim.cli.main import app
+from epsim.cli.app import app
 from epsim.options import parameters
 from epsim.policies.stack import parse_stack
 from epsim.requests import LaunchOptions, LoadRequest, PlanRequest, ReplayRequest, TuneRequest

@@ -15,6 +15,7 @@ LINKED = ("traces", "kernels", "runtime", "launch")
 # From the ground up; a module imports its own room and those before it.
 ORDER = (
     "epsim.version",
+    "epsim.stops",
     "epsim.files",
     "epsim.options",
     "epsim.parallel",

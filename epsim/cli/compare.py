@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from epsim.cli.options import JsonOption, OutOption, command_line
-from epsim.files import check_out
+from epsim.files import check_out, folder_for_results
 
 
 def compare_command(
@@ -51,7 +51,8 @@ def compare_command(
     if out is not None:
         from epsim.report.write import write_report
 
-        write_report(results, Path(out))
+        with folder_for_results(out):
+            write_report(results, Path(out))
     if json_output:
         import json
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from epsim.files import check_out
+from epsim.files import folder_for_results
 
 
 def report_command(
@@ -34,10 +34,10 @@ def report_command(
     path = results / "results.json" if results.is_dir() else results
     content = read_results(path)
     folder = path.parent if out is None else out
-    check_out(folder)
-    if quality:
-        content["frontiers"] = [frontier for path in quality for frontier in read_frontiers(path)]
-        write_report(content, folder)
-    else:
-        write_pages(content, folder)
+    with folder_for_results(folder):
+        if quality:
+            content["frontiers"] = [frontier for path in quality for frontier in read_frontiers(path)]
+            write_report(content, folder)
+        else:
+            write_pages(content, folder)
     print(f"{folder / 'report.html'}: {content['verdict']}")

@@ -38,7 +38,7 @@ def sweep_command(
     from epsim.policies.stack import named_stack
     from epsim.sweep.cells import plan_cells
     from epsim.sweep.collect import collect
-    from epsim.sweep.drive import check_folder, locked_folder, run_sweep
+    from epsim.sweep.drive import run_sweep, sweep_folder
     from epsim.sweep.grid import read_grid
     from epsim.sweep.pools import Processes
     from epsim.sweep.show import print_sweep
@@ -57,8 +57,7 @@ def sweep_command(
         assert ray is not None
         return RayWorkers(ray, workers)
 
-    check_folder(out)
-    with locked_folder(out):
+    with sweep_folder(out):
         with working("reading"):
             plan = plan_cells(content, out.absolute())
         with _progress() as begin:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from epsim.files import reason, whole_file
+from epsim.files import whole_file
 from epsim.report.draw import drawn
 from epsim.report.markdown import markdown, pictures
 from epsim.report.page import page
@@ -30,9 +30,6 @@ def _pages(results: ResultsData) -> dict[str, bytes]:
 
 def _write(pages: dict[str, bytes], out: Path) -> None:
     for name, content in pages.items():
-        try:
-            (out / name).parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(out / name) as temporary:
-                temporary.write_bytes(content)
-        except OSError as error:
-            raise ValueError(f"{out / name}: {reason(error)}: give another folder with --out, or make room") from None
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(out / name) as temporary:
+            temporary.write_bytes(content)

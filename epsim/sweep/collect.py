@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from epsim.files import CannotWriteError, whole_file
+from epsim.files import whole_file
 from epsim.results import SCHEMA_VERSION, ResultsData, write_results
 from epsim.score.verdict import best_of, label
 from epsim.sweep.drive import Sweep, cell_path
@@ -48,15 +48,10 @@ def collect(sweep: Sweep, command: str) -> ResultsData | None:
         for name in (RESULTS, TABLE):
             (sweep.out / name).unlink(missing_ok=True)
         return None
-    try:
-        results = combined(sweep, command)
-        write_results(results, sweep.out / RESULTS)
-        with whole_file(sweep.out / TABLE) as temporary:
-            _write_table(sweep, temporary)
-    except CannotWriteError:
-        raise
-    except OSError as error:
-        raise CannotWriteError(sweep.out, error) from None
+    results = combined(sweep, command)
+    write_results(results, sweep.out / RESULTS)
+    with whole_file(sweep.out / TABLE) as temporary:
+        _write_table(sweep, temporary)
     return results
 
 

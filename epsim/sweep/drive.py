@@ -1,7 +1,6 @@
 """Runs a sweep: gives unfinished cells to workers, and writes each result as soon as it is complete."""
 
 import contextlib
-import fcntl
 import json
 import os
 from collections import Counter, deque
@@ -10,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from epsim.files import CannotWriteError, reason, whole_file
+from epsim.files import folder_for_results, whole_file
 from epsim.results import ResultsData, check_results, read_results
+from epsim.stops import at_end
 from epsim.sweep.cells import Cell, Plan
 from epsim.sweep.pools import Pool
 from epsim.sweep.sources import TRACES, Making
 from epsim.sweep.work import Died, Done, Failed, Job
 
-CELLS, LOCK = "cells", ".lock"
+CELLS = "cells"
 DEFAULT_RETRIES = 2
 
 Report: TypeAlias = Callable[[str], None]
@@ -48,7 +48,7 @@ def run_sweep(
     report: Report = lambda line: None,
     begin: Callable[[str, int], Advance] = lambda words, total: lambda number: None,
 ) -> Sweep:
-    """Computes the plan's cells that are missing in `out`. The folder must be locked (`locked_folder`).
+    """Computes the plan's cells that are missing in `out`. The folder must be locked (`sweep_folder`).
 
     makers, workers: start the pools that make traces and replay cells; they are called only if there is work. report:
     is called with a line for each failure and retry. begin: is called with the name and size of a stage; returns a
@@ -148,15 +148,11 @@ def cell_path(out: Path, key: str) -> Path:
 def keep_cell(out: Path, cell: Cell, results: ResultsData) -> None:
     """Writes one cell's results, completely or not at all. Raises CannotWriteError."""
     check_results(results)
-    path = cell_path(out, cell.key)
     text = json.dumps({**results, "cell": {"key": cell.key, **cell.axes}}, indent=1, allow_nan=False) + "\n"
-    try:
-        with whole_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise CannotWriteError(path, error) from None
+    with whole_file(cell_path(out, cell.key)) as temporary, temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def finished_cells(out: Path) -> set[str]:
@@ -169,42 +165,25 @@ def finished_cells(out: Path) -> set[str]:
     return keys
 
 
-def check_folder(out: Path) -> None:
-    """Raises ValueError with one line if `out` is a file, cannot be written, or holds the results of another command.
-    Call it before a sweep."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out}: is a file; give a folder")
-    if out.is_dir() and not (out / CELLS).is_dir() and (out / "results.json").exists():
-        raise ValueError(f"--out {out}: holds the results of another command: give another folder")
-    if out.is_dir() and not os.access(out, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out}: not writable; give another folder")
-
-
 @contextlib.contextmanager
-def locked_folder(out: Path) -> Iterator[None]:
-    """Creates the folder, and locks it until the block ends or the process dies. A new folder is removed if the block
-    fails before a result is written. Raises ValueError with one line."""
+def sweep_folder(out: Path) -> Iterator[None]:
+    """Makes the sweep's folder and reserves it, as `folder_for_results` does. A new folder without a finished cell is
+    removed at the end. Raises ValueError if the folder holds the results of another command."""
     made = not out.exists()
-    try:
-        (out / CELLS).mkdir(parents=True, exist_ok=True)
-        lock = open(out / LOCK, "w")  # noqa: SIM115
-    except OSError as error:
-        raise ValueError(f"--out {out}: {reason(error)}: give another folder") from None
-    with lock:
+    if (out / "results.json").exists() and not (out / CELLS).is_dir():
+        raise ValueError(f"--out {out}: holds the results of another command: give another folder")
+
+    def remove_if_empty() -> None:
+        for folder in (out / CELLS, out / TRACES, *([out] if made else ())):
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+    with folder_for_results(out):
+        at_end(remove_if_empty)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"--out {out}: another sweep is running in it: wait for it, or give another folder"
-            ) from None
-        for stale in [*(out / CELLS).glob(".*.part"), *(out / TRACES).glob(".*.part"), *out.glob(".*.part")]:
-            stale.unlink(missing_ok=True)
-        try:
+            (out / CELLS).mkdir(exist_ok=True)
+            for stale in [*(out / CELLS).glob(".*.part"), *(out / TRACES).glob(".*.part"), *out.glob(".*.part")]:
+                stale.unlink(missing_ok=True)
             yield
-        except BaseException:
-            with contextlib.suppress(OSError):  # not empty
-                (out / CELLS).rmdir()
-                (out / LOCK).unlink()
-                if made:
-                    out.rmdir()
-            raise
+        finally:
+            remove_if_empty()

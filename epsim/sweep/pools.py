@@ -3,14 +3,14 @@
 import multiprocessing
 import os
 import signal
-import sys
-import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, TypeAlias
 
+from epsim import stops
 from epsim.sweep.work import Died, Job, Outcome, perform
 
 Pipe: TypeAlias = "connection.Connection[Any, Any]"
@@ -74,9 +74,12 @@ class Processes:
 
     def close(self) -> None:
         for process, pipe in self._workers.values():
-            process.kill()
+            process.terminate()
             pipe.close()
+        deadline = time.monotonic() + stops.GRACE
         for process, _ in self._workers.values():
+            process.join(max(deadline - time.monotonic(), 0))
+            process.kill()
             process.join()
         self._workers.clear()
         self._busy.clear()
@@ -117,19 +120,15 @@ def _serve(pipe: Pipe, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep handles it
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
-    import torch
+    assert parent.pid is not None
+    stops.end_with_parent(parent.pid)
+    with stops.handled():
+        import torch
 
-    torch.set_num_threads(threads)
-    while True:
-        try:
-            job = pipe.recv()
-        except (EOFError, OSError):
-            sys.exit()
-        pipe.send(perform(job))
-
-
-def _follow(sentinel: int) -> None:
-    """Ends this process when the sweep ends, even during a job, because nobody takes its result."""
-    connection.wait([sentinel])
-    os._exit(1)
+        torch.set_num_threads(threads)
+        while True:
+            try:
+                job = pipe.recv()
+            except (EOFError, OSError):
+                return
+            pipe.send(perform(job))

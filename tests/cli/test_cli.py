@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from epsim.cli import main as cli
 from epsim.results import check_results
 from epsim.traces.store import StoredTrace
 from tests.conftest import Epsim, TraceMaker
@@ -288,28 +286,6 @@ def test_a_stopped_command_leaves_nothing(make_trace: TraceMaker, tmp_path: Path
     process.send_signal(number)
     assert process.wait(60) == 128 + number
     assert not list(out.iterdir())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_stop_that_an_import_swallowed_is_one(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    def interrupted(standalone_mode: bool) -> None:
-        with contextlib.suppress(BaseException):
-            os.kill(os.getpid(), number)
-            time.sleep(5)
-        raise ImportError("cannot load module more than once per process")
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        monkeypatch.setattr(cli, "app", interrupted)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        assert stopped.value.code == 128 + number
-        monkeypatch.setattr(cli, "app", lambda standalone_mode: int("x"))
-        with pytest.raises(SystemExit) as wrong:
-            cli.main()
-        assert wrong.value.code == 2
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_output_cut_short_is_no_error(make_trace: TraceMaker) -> None:

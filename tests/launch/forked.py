@@ -24,7 +24,7 @@ def run_forked(
     changed: of a rank, what differs: `environment` (a dict), `arguments` (more of them).
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, "epsim.launch.worker", WARM])
+    context.set_forkserver_preload([*PRELOAD, "epsim.launch.rank", "epsim.launch.worker", WARM])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

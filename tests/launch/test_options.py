@@ -14,14 +14,15 @@ import pytest
 import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from epsim.files import check_out
 from epsim.launch import torchrun
 from epsim.launch.folder import clear, clear_logs
 from epsim.launch.inline import run_inline
 from epsim.launch.member import Member
 from epsim.launch.options import RunOptions
 from epsim.launch.prepare import prepare
+from epsim.launch.rank import first_difference, work_of
 from epsim.launch.store import connect, serve
-from epsim.launch.worker import first_difference, work_of
 from epsim.models.shapes import SHAPES, LayerShape
 from epsim.options import parameters, parse_words
 from epsim.traces.store import StoredTrace
@@ -245,7 +246,7 @@ def test_where_results_cannot_be_written(tmp_path: Path, out: str, words: str) -
     folder = tmp_path / out if out in ("given", "taken") else Path(out)
     options = RunOptions("sample", ("contiguous",), model="tiny", out=folder, layers=1, steps=1)
     with pytest.raises(ValueError, match=words):
-        options.make_out()
+        check_out(options.out)
     with pytest.raises(ValueError, match=words):
         run_inline(options)
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from epsim.launch import worker
+from epsim.launch import rank as rank_module
 from epsim.launch.inline import run_inline
 from epsim.launch.options import RunOptions
 from epsim.placement.base import Cluster
@@ -115,10 +115,10 @@ def test_the_watch_knows_what_the_exchange_holds(
     made: list[Watch] = []
 
     class Seen(Watch):
-        def start(self, signals: bool = True) -> None:
+        def start(self) -> None:
             made.append(self)
 
-    monkeypatch.setattr(worker, "Watch", Seen)
+    monkeypatch.setattr(rank_module, "Watch", Seen)
     monkeypatch.setattr(TorchExchange, "holds_interpreter", holds)
     trace = make_trace("tokens", steps=2, tokens=8)
     run_inline(RunOptions(str(trace.path), ("contiguous",), model="tiny", out=tmp_path / "out", device="cpu"))

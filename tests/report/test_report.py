@@ -145,6 +145,6 @@ def test_a_full_disk_is_named(results: ResultsData, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "write_bytes", full)
     monkeypatch.setattr("epsim.report.write._pages", lambda results: {"report.md": b"x"})
-    with pytest.raises(ValueError, match=r"report\.md: no space left on device: give another folder with --out"):
+    with pytest.raises(CannotWriteError, match=r"report\.md: cannot be written: no space left on device"):
         write_pages(results, tmp_path)
     assert list(tmp_path.glob("*report*")) == []

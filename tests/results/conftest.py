@@ -42,7 +42,6 @@ def every_kind(
         swept(tmp_path / "grid.toml", tmp_path / "sweep")
         trace_file, out = str(tmp_path / "trace.parquet"), str(tmp_path / "run")
         run = RunOptions(trace_file, ("contiguous", "eplb"), model="tiny", out=out, redundant=2, ranks=1)
-        run.make_out()
         _made["replay"] = sides[0].results
         _made["run"] = run_inline(run)
         _made["tune"] = run_tune(make_counts(np.array([hot(step) for step in range(12)])), redundant=(0, 4))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from epsim import stops
 from epsim.runtime.beats import HELD, INTERVAL, SILENCE, STARVED, Beat, JobClock, Lookout, place_file, process_state
 from epsim.runtime.faults import Watch
 
@@ -221,36 +222,36 @@ def test_who_holds_the_store_stays_for_the_last_beats_of_others(tmp_path: Path) 
     late.join()
 
 
-@pytest.mark.parametrize("stopping", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("stopping", stops.SIGNALS)
 def test_a_job_that_is_told_to_stop(watch: Watch, stopping: signal.Signals) -> None:
     """Ctrl-C reaches all ranks, as SIGTERM does. No rank is reported as lost."""
-    reading, writing = os.pipe()
-    watch._signals = reading
-    os.write(writing, bytes([stopping]))
-    watch._take_signals()
+    watch.note_stop(stopping)
     own = beat_of(watch, "running", 3, "balance", 1)
     assert own.stopping
     assert look(watch, own, own) == f"stopped by {stopping.name}; rank 1 was in phase balance, step 1, layer 0"
     told = watch._verdict()
     assert told is not None
     assert told.code == 128 + stopping
-    os.close(reading)
-    os.close(writing)
 
 
-@pytest.mark.parametrize("stopping", [signal.SIGTERM, signal.SIGINT])
-def test_a_job_of_one_process_that_is_told_to_stop(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], stopping: signal.Signals
-) -> None:
-    before = signal.getsignal(stopping)
+def test_a_single_rank_that_is_told_to_stop(watch: Watch) -> None:
+    """It ends as soon as every other rank has sent a beat after the signal, which shows that none of them is dead."""
+    now = time.monotonic()
+    watch.note_stop(signal.SIGTERM)
+    own = beat_of(watch, "running", 3, "balance", 1)
+    other = dataclasses.replace(own, stopping=False, machine="elsewhere")
+    watch._known, watch._moved, watch._still = {0: other, 1: own}, dict.fromkeys((0, 1), now), {0: 0, 1: 0}
+    for late, ends in ((0.5 * INTERVAL, False), (3 * INTERVAL, True)):
+        watch._heard = {0: now + late, 1: now + 3 * INTERVAL}
+        fault = watch._verdict()
+        assert (fault is not None) == ends
+    assert fault is not None
+    assert (fault.code, fault.reporter) == (143, 1)
+    assert fault.line == "rank 1 was stopped by SIGTERM in phase balance, step 1, layer 0"
+
+
+def test_a_job_of_one_process_says_where_it_is(tmp_path: Path) -> None:
     alone = Watch(None, 0, 1, JobClock(0, torch.device("cpu")), tmp_path)
-    alone.start()
     alone.clock.enter("experts", 5, 1)
-    with pytest.raises(SystemExit) as stopped:
-        os.kill(os.getpid(), stopping)
-        time.sleep(5)
-    assert stopped.value.code == 128 + stopping
-    line = f"epsim: stopped by {stopping.name}; rank 0 was in phase experts, step 5, layer 1\n"
-    assert capsys.readouterr().err == line
-    alone.finish()
-    assert signal.getsignal(stopping) is before
+    with alone.answering_stops():
+        assert stops._lines[-1](signal.SIGTERM) == "stopped by SIGTERM; rank 0 was in phase experts, step 5, layer 1"

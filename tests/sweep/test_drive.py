@@ -21,7 +21,7 @@ from epsim.policies.stack import named_stack
 from epsim.results import check_results, read_results
 from epsim.sweep.cells import Cell, Plan, plan_cells
 from epsim.sweep.collect import collect
-from epsim.sweep.drive import Sweep, cell_path, finished_cells, locked_folder, run_sweep
+from epsim.sweep.drive import Sweep, cell_path, finished_cells, run_sweep, sweep_folder
 from epsim.sweep.grid import read_grid
 from epsim.sweep.ray_pool import SweepActor, _answers
 from epsim.sweep.sources import Making
@@ -42,7 +42,7 @@ def planned(path: Path, out: Path) -> Plan:
 def swept(path: Path, out: Path, pool: Here | None = None, retries: int = 2) -> tuple[Sweep, list[str]]:
     pool = pool or Here()
     lines: list[str] = []
-    with locked_folder(out):
+    with sweep_folder(out):
         sweep = run_sweep(planned(path, out), out, Here, lambda: pool, retries, lines.append)
         collect(sweep, "epsim sweep grid.toml")
     return sweep, lines
@@ -286,12 +286,12 @@ def test_a_worker_in_another_folder_finds_the_map_of_a_relative_path(
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path: Path) -> None:
     with (
-        locked_folder(tmp_path / "out"),
-        pytest.raises(ValueError, match="another sweep is running in it"),
-        locked_folder(tmp_path / "out"),
+        sweep_folder(tmp_path / "out"),
+        pytest.raises(ValueError, match="another command is writing into it"),
+        sweep_folder(tmp_path / "out"),
     ):
         raise AssertionError("the folder is held")
-    with locked_folder(tmp_path / "out"):
+    with sweep_folder(tmp_path / "out"):
         pass
 
 
@@ -314,7 +314,7 @@ def test_traces_are_made_only_for_cells_that_are_missing(
             super().give(worker, job)
 
     def sweep() -> Sweep:
-        with locked_folder(out):
+        with sweep_folder(out):
             return run_sweep(planned(path, out), out, Makers, Here)
 
     assert sweep().computed == 4
@@ -330,11 +330,11 @@ def test_what_fails_before_anything_was_kept_leaves_no_folder(tmp_path: Path) ->
     new, old = tmp_path / "new", tmp_path / "old"
     old.mkdir()
     for out in (new, old):
-        with pytest.raises(ValueError, match="no cell"), locked_folder(out):
+        with pytest.raises(ValueError, match="no cell"), sweep_folder(out):
             raise ValueError("no cell")
     assert not new.exists()
     assert list(old.iterdir()) == []
-    with pytest.raises(ValueError, match="a full disk"), locked_folder(new):
+    with pytest.raises(ValueError, match="a full disk"), sweep_folder(new):
         (new / "cells" / "a.json").write_text("{}")
         raise ValueError("a full disk")
     assert (new / "cells" / "a.json").exists()
