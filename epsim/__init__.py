@@ -6,21 +6,24 @@
 docs/python.md shows all functions.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
-from epsim.front import compare, load, plan, replay, run, tune
 from epsim.version import VERSION
 
 __version__ = VERSION
 __all__ = ["Results", "__version__", "compare", "load", "plan", "replay", "run", "tune"]
 
 if TYPE_CHECKING:
+    from epsim.front import compare, load, plan, replay, run, tune
     from epsim.report.results import Results
 else:
 
     def __getattr__(name: str) -> object:
-        if name == "Results":
-            from epsim.report.results import Results
+        """Imports a function when it is first used. So the command line handles signals before its long imports."""
+        if name not in __all__:
+            raise AttributeError(f"module 'epsim' has no attribute {name!r}")
+        return getattr(importlib.import_module("epsim.report.results" if name == "Results" else "epsim.front"), name)
 
-            return Results
-        raise AttributeError(f"module 'epsim' has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return [*globals(), *__all__]

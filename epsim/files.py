@@ -156,6 +156,8 @@ def umask() -> int:
 
 def reason(error: Exception) -> str:
     """The message of an error; an operating system's error without its number."""
+    if isinstance(error, OSError) and error.errno and error.errno > 0:
+        return os.strerror(error.errno).lower()
     return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
 
 

@@ -77,16 +77,17 @@ class TelemetryWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        except OSError as error:
-            raise CannotWriteError(self._stream, error) from None
-        self._write(self._schema.serialize())
-        for batch in kept:
-            self._write(batch.cast(self._schema).serialize())
-        try:
+            self._write(self._schema.serialize())
+            for batch in kept:
+                self._write(batch.cast(self._schema).serialize())
             begun.replace(self._stream)
             self.path.unlink(missing_ok=True)
+        except CannotWriteError:
+            raise
         except OSError as error:
             raise CannotWriteError(self._stream, error) from None
+        finally:
+            begun.unlink(missing_ok=True)
 
     def append(self, columns: Mapping[str, Sequence[Any] | np.ndarray[Any, Any]]) -> None:
         """Appends the rows of one finished step."""

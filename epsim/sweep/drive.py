@@ -52,7 +52,7 @@ def run_sweep(
 
     makers, workers: start the pools that make traces and replay cells; they are called only if there is work. report:
     is called with a line for each failure and retry. begin: is called with the name and size of a stage; returns a
-    function to call with the number of jobs done. Raises CannotWriteError if a result cannot be written, and ValueError
+    function to call with the number of jobs done. Raises OSError if a file cannot be written, and ValueError
     if all cells in the folder belong to another grid.
     """
     sweep = Sweep(out, plan)
@@ -120,6 +120,8 @@ def _work(
             for worker, outcome in pool.wait():
                 job = at.pop(worker)
                 idle.append(worker)
+                if isinstance(outcome, Failed) and outcome.ends_sweep:
+                    raise OSError(outcome.line)
                 if not isinstance(outcome, Died):
                     yield job, outcome
                     continue

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-from epsim.files import message_line
+from epsim.files import CannotWriteError, message_line
 from epsim.replaying import replay
 from epsim.results import ResultsData
 from epsim.sweep.cells import Cell
@@ -26,9 +26,11 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The job failed and would fail again. line: the reason."""
+    """The job failed and would fail again. line: the reason. ends_sweep: whether the sweep cannot go on, because a file
+    cannot be written."""
 
     line: str
+    ends_sweep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def perform(job: Job) -> Done | Failed:
             return Done(None)
         return Done(replay_cell(job))
     except (ValueError, OSError) as error:
-        return Failed(message_line(str(error)))
+        return Failed(message_line(str(error)), isinstance(error, CannotWriteError))
     except MemoryError as error:
         return Failed(message_line(f"does not fit in this machine's memory ({error}): give fewer workers or ranks"))
     except Exception as error:

@@ -76,8 +76,8 @@ def stop_and_look(stop: Stop, folder: Path) -> str | None:
             env=environment(TMPDIR=str(temporary), EPSIM_STOPPED=str(work)),
             stdout=subprocess.DEVNULL,
             stderr=err,
-            # Ctrl-C is ignored in commands that a shell starts in the background.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            # A command ignores the signals that were ignored where it is started, such as Ctrl-C in the background.
+            preexec_fn=lambda: signal.signal(stop.by, signal.SIG_DFL),
         )
         try:
             process.wait(stop.after)
@@ -85,6 +85,7 @@ def stop_and_look(stop: Stop, folder: Path) -> str | None:
         except subprocess.TimeoutExpired:
             pass
         begun = time.monotonic()
+        handled = handles(process.pid)
         process.send_signal(stop.by)
         try:
             code = process.wait(30)
@@ -95,7 +96,9 @@ def stop_and_look(stop: Stop, folder: Path) -> str | None:
         err.seek(0)
         said = err.read()
     wrong = []
-    if code not in (128 + stop.by, -stop.by):
+    # Until the command begins, a signal has Python's own effect.
+    codes = (128 + stop.by, -stop.by) if handled else (128 + stop.by, -stop.by, 1)
+    if code not in codes:
         wrong.append(f"exit code {code}")
     if seconds > MOST_SECONDS:
         wrong.append(f"took {seconds:.1f} s")
@@ -103,12 +106,17 @@ def stop_and_look(stop: Stop, folder: Path) -> str | None:
         wrong.append(f"left {left}")
     if running := marked(work):
         wrong.append(f"still running: {running}")
-    # Python prints a traceback if it is interrupted before the command has begun.
-    early = stop.after < 1 and said.endswith("KeyboardInterrupt\n")
     most = 100 if stop.command == "calibrate" else 1  # it prints what it has measured
-    if not early and ("Traceback" in said or len(said.splitlines()) > most):
+    if handled and ("Traceback" in said or len(said.splitlines()) > most):
         wrong.append(f"said {said[-600:]!r}")
     return f"{stop}: {'; '.join(wrong)}" if wrong else ""
+
+
+def handles(pid: int) -> bool:
+    """Whether the process has installed its signal handlers."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)
 
 
 def unfinished(root: Path) -> list[str]:

@@ -147,7 +147,7 @@ def test_full_disk_under_telemetry(make_trace: Callable[..., StoredTrace], tmp_p
         options = ["--model", "tiny", "--policy", "contiguous", "--policy", "eplb", "--redundant", "2"]
         command: list[str | Path] = [*EPSIM, "run", trace.path, *options, "--launcher", "torchrun", "--ranks", "2"]
         ended = run([*command, "--out", disk / "out"])
-        assert ended.code == 1
+        assert ended.code == 2
         assert len(ended.lines) == 1, ended.err
         assert "phase telemetry, step" in ended.lines[0]
         assert "no space left on device" in ended.lines[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from epsim.files import CannotWriteError
 from epsim.placement.base import Cluster
 from epsim.policies.stack import parse_stack
 from epsim.replaying import ReplayOptions, replay
