@@ -54,7 +54,7 @@ def test_commands_run_as_printed(
 def test_every_command_has_an_example() -> None:
     from typer.main import get_command
 
-    from epsim.cli.main import app
+    from epsim.cli.app import app
 
     told = "\n".join([*commands(COMMANDS), *examples(COMMANDS)])
     names = set(get_command(app).commands)  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def parsed(arguments: list[str]) -> None:
     """Parses a command line without running it. Raises what a user would be told."""
     from typer.main import get_command
 
-    from epsim.cli.main import app
+    from epsim.cli.app import app
 
     command: Any = get_command(app)
     while hasattr(command, "commands"):

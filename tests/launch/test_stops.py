@@ -93,7 +93,8 @@ def test_short_runs_end_as_they_should(make_trace: TraceMaker, tmp_path: Path, l
     """EPSIM_RUNS: the number of runs in a row. The torchrun launcher polls its store without a pause, which made a
     thread that outlives the run likely to abort the process."""
     trace = make_trace("tokens", steps=12)
-    command = [sys.executable, "-c", NO_PAUSE + THREADS, "run", trace.path, *SHORT, *LAUNCHERS[launcher]]
+    command: list[str | Path] = [sys.executable, "-c", NO_PAUSE + THREADS, "run", trace.path, *SHORT]
+    command += LAUNCHERS[launcher]
     given = environment(EPSIM_TRIAL_FAULT=FAULT) if fault else environment()
     for _ in range(times("EPSIM_RUNS", 2)):
         ended = run([*command, "--out", tmp_path / "out"], given)
