@@ -83,18 +83,17 @@ def _listen(reading: int) -> None:
 def end(by: signal.Signals) -> None:
     """Ends this process and its child processes because of a signal."""
     _ending.set()
-    line = "epsim: interrupted" if by == signal.SIGINT else ""
     try:
-        if _lines:
-            line = f"epsim: {_lines[-1](by)}"
-    finally:
-        with contextlib.suppress(BaseException):
+        line = "epsim: interrupted" if by == signal.SIGINT else ""
+        with contextlib.suppress(Exception):
             _end_children()
-        with contextlib.suppress(BaseException):
-            clean_up()
-        with contextlib.suppress(BaseException):
-            # Not by print: the main thread may hold the lock of sys.stderr. A progress bar has hidden the cursor.
-            os.write(2, ("\x1b[?25h" * os.isatty(2) + (line and line + "\n")).encode())
+        with contextlib.suppress(Exception):
+            if _lines:  # after the children's end, because they may have reported where they were
+                line = f"epsim: {_lines[-1](by)}"
+        clean_up()
+        # Not by print: the main thread may hold the lock of sys.stderr. A progress bar has hidden the cursor.
+        os.write(2, ("\x1b[?25h" * os.isatty(2) + (line and line + "\n")).encode())
+    finally:
         os._exit(128 + by)
 
 
