@@ -243,7 +243,7 @@ def test_where_results_cannot_be_written(tmp_path: Path, out: str, words: str) -
     """Told alike by the launcher and by a worker that another launcher started."""
     (tmp_path / "given").touch()
     (tmp_path / "taken" / "results.json").mkdir(parents=True)
-    folder = tmp_path / out if out in ("given", "taken") else Path(out)
+    folder = tmp_path / out if out in ("given", "taken") else out
     options = RunOptions("sample", ("contiguous",), model="tiny", out=folder, layers=1, steps=1)
     with pytest.raises(ValueError, match=words):
         check_out(options.out)
@@ -305,4 +305,4 @@ def test_a_job_stopped_before_its_ranks_met(
             RunOptions(str(make_trace("tokens").path), ("eplb",), model="tiny", out=tmp_path, ranks=2)
         )
     assert ended.value.code == 128 + stopping
-    assert capsys.readouterr().err == f"epsim: stopped by {stopping.name} in phase setup, before ranks had met\n"
+    assert capsys.readouterr().err == f"epsim: stopped by {stopping.name} in phase setup, before any rank sent a heartbeat\n"
