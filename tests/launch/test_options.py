@@ -305,4 +305,7 @@ def test_a_job_stopped_before_its_ranks_met(
             RunOptions(str(make_trace("tokens").path), ("eplb",), model="tiny", out=tmp_path, ranks=2)
         )
     assert ended.value.code == 128 + stopping
-    assert capsys.readouterr().err == f"epsim: stopped by {stopping.name} in phase setup, before any rank sent a heartbeat\n"
+    assert (
+        capsys.readouterr().err
+        == f"epsim: stopped by {stopping.name} in phase setup, before any rank sent a heartbeat\n"
+    )

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from epsim.launch import rank as rank_module
+from epsim.launch import worker
 from epsim.launch.inline import run_inline
 from epsim.launch.options import RunOptions
 from epsim.placement.base import Cluster
@@ -103,7 +104,7 @@ def test_loads_that_are_not_a_replays_are_a_fault(
         "tokens, but 32 and 16 in the replay"
     )
     assert err.splitlines()[-1] == wrong
-    assert "max_over_mean" in printed
+    assert "peak/mean" in printed
     results = read_results(out / "results.json")
     assert (results["run"]["equals_replay"], "epsim: " + results["run"]["note"]) == (False, wrong)
 
