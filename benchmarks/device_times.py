@@ -51,7 +51,7 @@ def graph(run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
 def times_by_input(
     captured: torch.cuda.CUDAGraph, feed: Callable[[int], object], inputs: int, replays: int
 ) -> np.ndarray:
-    """Microseconds [inputs] of a replay: the median over replays, after feed(i) has set input i."""
+    """Microseconds [inputs] per replay of the graph, for each input i that feed(i) sets: the median over replays."""
     marks = []
     for i in range(inputs):
         feed(i)

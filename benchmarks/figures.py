@@ -103,9 +103,9 @@ def facts(load: Load) -> dict[str, Any]:
         "split_gpu": {
             "problems": sum(row["problems"] for row in gpu),
             "unproven": sum(row["unproven"] for row in gpu),
-            "bits": "the CPU's bit for bit"
+            "bits": "equal those of the CPU bit for bit"
             if all(row["equal"] and row["equal_whole"] and row["equal_warm"] for row in gpu)
-            else "NOT the CPU's",
+            else "do NOT equal those of the CPU",
         },
         "searched": {
             name: {
@@ -188,7 +188,7 @@ def gates(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def page(load: Load = load) -> str:
-    """docs/figures.md as these results give it."""
+    """The text of docs/figures.md for these results."""
     fields, lines = Fields(load), iter(TEMPLATE.read_text().splitlines())
     written = []
     for line in lines:

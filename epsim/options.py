@@ -55,7 +55,7 @@ class About:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One option of a dataclass. type: of one value. many: whether the option may be repeated."""
+    """One option of a dataclass. type: the type of one value. many: whether the option may be repeated."""
 
     name: str
     type: Any

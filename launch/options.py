@@ -65,7 +65,7 @@ class RunOptions(PlanningOptions):
         About("Also predict layer times on h100, ..., a .toml file, or an `epsim calibrate` folder.", metavar="H"),
     ] = None
     text: Annotated[AnyPath | None, About("Trained model: the text to read.", metavar="FILE", kind=str)] = None
-    sequence: Annotated[int | None, About("Trained model: most tokens of a prefill sequence.", least=1)] = None
+    sequence: Annotated[int | None, About("Trained model: longest prefill sequence, in tokens.", least=1)] = None
     context: Annotated[int, About("Trained model: tokens in the KV cache before a decode step.", least=1)] = CONTEXT
     launcher: Annotated[str, About("inline (one process), torchrun or ray.", choices=LAUNCHERS)] = LAUNCHERS[0]
 
@@ -98,4 +98,4 @@ class LaunchOptions(RunOptions):
 
     gpus: Annotated[int | None, About("With --launcher ray: number of ranks, each on a GPU.", least=1)] = None
     cpus: Annotated[int | None, About("With --launcher ray: number of ranks, each on a CPU.", least=1)] = None
-    restarts: Annotated[int, About("With --launcher ray: most restarts of a failed run.", least=0)] = 2
+    restarts: Annotated[int, About("With --launcher ray: maximum number of restarts after failures.", least=0)] = 2

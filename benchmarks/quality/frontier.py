@@ -115,7 +115,7 @@ def loss_at(points: Sequence[Point], active: float, ranks: int = 1) -> float | N
 
 
 def default_trials(top_k: int, num_experts: int, active: dict[int, float]) -> Iterator[tuple[Trial, int]]:
-    """The trials to measure. active {batch size: experts read without a policy}: sets the batch sizes and lynx's keep.
+    """The trials to measure. active: {batch size: experts read without a policy}; lynx keeps shares of them.
 
     The general form of OEA is swept at a batch of 16.
     """

@@ -29,4 +29,4 @@ class Request(Options):
             choices=PARTS,
         ),
     ] = ()
-    base: Annotated[str, About("Shipped hardware that gives all other numbers. Default: this GPU's.", metavar="H")] = ""
+    base: Annotated[str, About("Shipped hardware for numbers not measured. Default: this GPU's.", metavar="H")] = ""

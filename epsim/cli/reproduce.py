@@ -45,7 +45,7 @@ def deepep_command() -> None:
 def public_tables_command(
     hardware: Annotated[str, typer.Option("--hardware", metavar="H", help="h100, h200 or b200.")] = "h200",
 ) -> None:
-    """Compare public tables of GPU times. It predicts sizes of aiconfigurator-core's tables that no fit has used."""
+    """Compare public tables of GPU times. Only sizes that the fit has not used are predicted."""
     from epsim.reproduce.show import show_held_out
 
     show_held_out(hardware)

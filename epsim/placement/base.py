@@ -173,8 +173,8 @@ class Policy:
 
     @property
     def engines(self) -> Mapping[str, str]:
-        """By the name of each serving engine that can run the policy (`epsim.engines`): what the engine calls it, or ""
-        if the engine does it without an option."""
+        """The policy's name in each engine that can run it, by the engine's name (`epsim.engines`). It is "" if the
+        engine does it without an option."""
         return {}
 
 

@@ -45,7 +45,7 @@ class Waterfill(SharedDispatch):
     work: ClassVar[tuple[str, ...]] = ("waterfill_us",)
     complexity: ClassVar[int] = 1
     notes: ClassVar[tuple[str, ...]] = (
-        f"waterfill keeps the tokens of source ranks with fewer than {FEW_TOKENS} tokens in a step, as SGLang does",
+        f"as in SGLang, source ranks with fewer than {FEW_TOKENS} tokens in a step keep their shared-expert tokens",
     )
 
     @property

@@ -23,8 +23,8 @@ COUNTED = 32
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A stack's decoding. tokens_per_second [rounds]. active_experts: mean per step and layer. written [B, tokens]: the
-    continuations of the last round."""
+    """The measured speed of a stack at decode. tokens_per_second [rounds]. active_experts: mean per step and layer.
+    written [B, tokens]: the continuations of the last round."""
 
     stack: str
     tokens_per_second: list[float]

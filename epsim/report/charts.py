@@ -82,7 +82,7 @@ def stack_figures(results: ResultsData) -> list[Figure]:
         ),
         (
             hot, _hot, "hot", "The hottest experts and the ranks that hold their copies",
-            "x: rank; y: layer and expert, with its load / mean load of the layer's experts; each mark is a copy",
+            "x: rank; y: layer and expert, with its load / mean load of an expert in its layer; each mark is a copy",
             (3.4, 0.4 + 2.9 * len(_placements(results))),
         ),
     ]  # fmt: skip

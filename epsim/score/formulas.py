@@ -49,7 +49,7 @@ METRICS: Mapping[str, Metric] = {
         "ratio", "integer peak / min(real-valued peak, integer peak) - 1", name="rounding gap", by_rank=True
     ),
     "gap_shared": Metric(
-        "ratio", "peak / lowest peak of any shared dispatch for this routed load - 1", name="shared gap", by_rank=True
+        "ratio", "peak / lowest peak of any shared policy for this routed load - 1", name="shared gap", by_rank=True
     ),
     "active_experts": Metric("experts", "largest number of physical experts with load on one rank", name="active"),
     "active_experts_total": Metric("experts", "number of physical experts with load, on all ranks together"),

@@ -35,7 +35,7 @@ class Interval:
 
 
 def throughput_gain(ours: Floats, theirs: Floats, seed: int, num_ranks: int) -> Interval:
-    """The gain of ours over theirs, for step times [n] of the same steps, NaN for steps without tokens.
+    """The gain of ours over theirs. Both are times [n] of the same steps; a step without tokens has NaN.
 
     The gain is the total of theirs over the total of ours, minus 1. This is the mean of the gains of the steps,
     weighted by our times. The busiest rank has at most num_ranks times the mean load, so the interval does not go

@@ -24,7 +24,7 @@ class Assigned:
     shared_rank [N] int64: the rank that serves a token's shared expert, -1 for a token without experts; None if the
     model has no shared expert.
     slots [N, k + 1] int64: physical experts and, in column k, the shared expert. Here each rank has one more slot, the
-    last one, for the shared expert. The same as `physical` if the model has no shared expert.
+    last one, for the shared expert. Equal to `physical` if the model has no shared expert.
     """
 
     physical: torch.Tensor

@@ -62,7 +62,7 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     """Packs codes [..., n], which are -1, 0 or 1, into [..., ceil(n / 5)] uint8, padded with code 0.
 
     A byte has five codes: the absolute value (at most 121) of the sum of code_i 3^i, plus 128 if the sum is negative.
-    The lower 7 bits as a float16 mantissa, with bit 7 as the sign, are this sum in units of the smallest float16."""
+    A float16 with the lower 7 bits as mantissa and bit 7 as sign has the value sum * (smallest float16)."""
     short = -codes.shape[-1] % CODES_A_BYTE
     digits = torch.nn.functional.pad(codes.to(torch.int16), (0, short))
     powers = torch.tensor(POWERS, dtype=torch.int16, device=codes.device)

@@ -57,7 +57,7 @@ def even_start(graph: Graph, until: Floats, need: Longs, x: Longs) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def warm_start(graph: Graph, before: Floats, need: Longs, x: Longs) -> None:
-    """Sets x to another batch's split, before [copies], scaled to this batch; evenly if all its loads are near zero.
+    """Sets x to before [copies], another batch's split, scaled to this batch. If before is near zero, x is even.
 
     Computed in float32, which is accurate enough for a start and faster on a GPU.
     """

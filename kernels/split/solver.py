@@ -98,9 +98,9 @@ def solve_batched(
     backend: Backend = "auto",
     want_split: bool = True,
 ) -> Solution:
-    """`solve` over leading axes: counts [..., L, E] (start [..., L, P]) -> a Solution of [..., L] problems.
+    """Solves counts [..., L, E], with any leading axes (start [..., L, P]). Returns a Solution of [..., L] problems.
 
-    Without `want_split`, as `solve_peak`.
+    want_split: whether to compute `Solution.split`; otherwise only the peak is computed, as in `solve_peak`.
     """
     lead, layer = _leading(structure, counts)
     flat_start = None if start is None else start.reshape(-1, structure.num_physical)

@@ -122,7 +122,7 @@ def digest(text: str) -> int:
 
 def split(named_texts: list[tuple[str, str]], megabytes: float) -> Texts:
     """Splits (name, text) documents, in order of a hash and without duplicates, up to about `megabytes` of text. One in
-    twenty is held out, or the last if there would be none."""
+    twenty is held out. If the hash holds out none, the last is."""
     texts = Texts()
     seen: set[int] = set()
     size = 0

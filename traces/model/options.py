@@ -25,7 +25,7 @@ class DeviceOptions(CacheOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions(CacheOptions):
-    megabytes: Annotated[float, About("Most text of each domain, in MB.")] = 20
+    megabytes: Annotated[float, About("Maximum size of the text of each domain, in MB.")] = 20
     vocabulary: Annotated[int, About("Tokens of the byte-pair tokenizer.", least=300, most=65_536)] = 8192
 
     def __post_init__(self) -> None:
