@@ -86,7 +86,7 @@ class Bench:
 def sorted_rows(
     hidden: torch.Tensor, ids: torch.Tensor, num_experts: int = EXPERTS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows sorted by expert, the order of pairs, where each expert's rows end)."""
+    """Returns the rows sorted by expert, the order of the pairs, and the index at which each expert's rows end."""
     flat, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(flat, torch.arange(num_experts, device=ids.device), right=True).to(torch.int32)
     return hidden[order // ids.shape[1]], order, ends

@@ -55,7 +55,7 @@ def planned_by_eplb(weight: npt.NDArray[np.generic], num_ranks: int, redundant: 
 
 
 def drawn_problems(planned: Floats, later: Floats, num_steps: int, rng: np.random.Generator) -> Iterator[ProblemSet]:
-    """EPLB's placements, batches drawn from recorded marginals that drift."""
+    """Problems with placements by EPLB. Batches are drawn from recorded shares of experts that drift."""
     for num_ranks, choices in REDUNDANT.items():
         for redundant in choices:
             structure = planned_by_eplb(planned, num_ranks, redundant)

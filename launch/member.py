@@ -33,8 +33,8 @@ class Member:
 
     @classmethod
     def from_environment(cls) -> Member:
-        """Reads the variables that torchrun sets, and EPSIM_STORE=HOST:PORT, which a launcher sets that holds the
-        store."""
+        """Reads the variables that torchrun sets, and EPSIM_STORE=HOST:PORT, the address of the store if the launcher
+        holds it."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in os.environ]
         if missing:

@@ -99,7 +99,7 @@ def to_block(table: pa.Table, meta: TraceMeta, steps: Ints, scored: bool = True)
 
 
 def fixed_lists(array: Any, dtype: type[np.generic] | None, kind: pa.DataType) -> pa.Array:
-    """The rows of an array as lists of a fixed size. dtype: None for the array's own."""
+    """The rows of an array as lists of a fixed size. dtype: None keeps that of the array."""
     flat = np.ascontiguousarray(array, dtype=dtype).reshape(-1)
     return pa.FixedSizeListArray.from_arrays(pa.array(flat, type=kind.value_type), type=kind)
 

@@ -33,7 +33,7 @@ class Pair:
 
     @property
     def result(self) -> str:
-        """By the paired standard error: win, tie or loss of the first."""
+        """Whether the first wins, ties or loses, by the paired standard error."""
         if abs(self.difference) <= SURE * self.standard_error:
             return "tie"
         return "win" if self.difference > 0 else "loss"

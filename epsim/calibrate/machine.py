@@ -148,7 +148,7 @@ class Machine:
         return float(slowest)
 
     def captured_together_us(self, call: Call, group: dist.ProcessGroup | None, inner: int = 20) -> float:
-        """`together_us` with a CUDA graph of `inner` calls, of which only the first waits for late ranks. The call must
+        """`together_us` with a CUDA graph of `inner` calls. Only the first of them waits for late ranks. The call must
         not wait for the device or the host."""
         for _ in range(3):
             call()

@@ -46,7 +46,7 @@ MOST_SHOWN = 4
 @dataclass(frozen=True, slots=True)
 class TuneOptions:
     """gpus, nodes: of the cluster. groups: expert groups of the model's router. memory: bytes per GPU. kv_share: the
-    share of it that is kept free.
+    share of this memory that is kept free.
 
     redundant, policies, intervals: what is tried; empty for the defaults. routers: router policies that are tried as
     well. They change the model's output, so they need quality_loss, the accepted loss in the user's words. baseline:

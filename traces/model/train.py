@@ -228,7 +228,7 @@ def quiet() -> None:
 
 
 def choose_device(given: str | None) -> str:
-    """The given device, or without one a GPU if there is one. Raises ValueError if it does not exist."""
+    """The given device. Without one: a GPU if there is one, else the CPU. Raises ValueError if it does not exist."""
     if given is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if given.split(":")[0] not in ("cpu", "cuda"):
