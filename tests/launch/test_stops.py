@@ -36,7 +36,7 @@ LAUNCHERS = {
     "torchrun": ["--launcher", "torchrun", "--ranks", "2"],
     "ray": ["--launcher", "ray", "--cpus", "2", "--restarts", "0"],
 }
-FAULT = "nan:rank=0,step=6"
+FAULT = "nan:rank=0,step=0"
 IN_A_CALLBACK = """
 import os, signal, sys, time, weakref
 from epsim import stops
