@@ -229,3 +229,14 @@ def reasons(results: ResultsData) -> list[tuple[str, str]]:
 
 def figure(value: float, unit: str) -> str:
     return f"{value:.4f}" if unit in ("ratio", "share") else f"{value:,.2f}"
+
+
+def amount(size: float, sign: str = "") -> str:
+    """A number of bytes as text, in GB, or in MB if they are below 0.1 GB."""
+    small = 0 < abs(size) < 1e8
+    return f"{size / 1e6:{sign},.3g} MB" if small else f"{size / 1e9:{sign},.1f} GB"
+
+
+def counted(number: int, noun: str) -> str:
+    """counted(1, "cell") is "1 cell", counted(2, "cell") is "2 cells"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

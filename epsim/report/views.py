@@ -8,7 +8,7 @@ from epsim.files import printable
 from epsim.report.charts import stack_figures
 from epsim.report.compare import Row
 from epsim.report.comparison import HEADERS, comparison_rows
-from epsim.report.content import Table, figure, metrics_table, stacks_table
+from epsim.report.content import Table, amount, counted, figure, metrics_table, stacks_table
 from epsim.report.draw import Figure
 from epsim.report.flips import flips_by_cell, flips_of_stacks
 from epsim.report.frontiers import frontier_figures
@@ -116,7 +116,7 @@ def _comparison_flips(results: ResultsData) -> list[str]:
 def candidates_table(results: ResultsData) -> Table:
     """The candidates of a tune; those with a known gain on held-out steps come first."""
     candidates = sorted(results["tune"]["candidates"], key=lambda row: row["gain"] is None)[:MOST_ROWS]
-    table = [[row["name"], f"{row['memory_bytes'] / 1e9:.1f} GB", *gains(row)] for row in candidates]
+    table = [[row["name"], amount(row["memory_bytes"]), *gains(row)] for row in candidates]
     headers = ["candidate", "memory per GPU", "gain on the steps used to choose", HELD_OUT]
     return "Candidates", headers, table
 
@@ -142,7 +142,7 @@ def _tune_flips(results: ResultsData) -> list[str]:
 
 
 def _sweep_title(results: ResultsData) -> str:
-    return f"epsim sweep: {len(results['sweep']['cells'])} cells"
+    return f"epsim sweep: {counted(len(results['sweep']['cells']), 'cell')}"
 
 
 def _sweep_source(results: ResultsData) -> str:

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from epsim.files import whole_file
+from epsim.report.content import counted
 from epsim.results import SCHEMA_VERSION, ResultsData, write_results
 from epsim.score.verdict import best_of, label
 from epsim.sweep.drive import Sweep, cell_path
@@ -125,11 +126,11 @@ def combined(sweep: Sweep, command: str) -> ResultsData:
 
 def verdict_of(best: Counter[str], num_cells: int, num_failed: int) -> str:
     if not best:
-        return f"None of {num_cells} cells has a step with tokens."
+        return f"None of {counted(num_cells, 'cell')} has a step with tokens."
     (first, wins), *others = best.most_common()
     more = "".join(f", {name} in {number}" for name, number in others)
-    failed = f"; {num_failed} cells failed" if num_failed else ""
-    return f"{first} has the lowest peak load in {wins} of {num_cells} cells{more}{failed}."
+    failed = f"; {counted(num_failed, 'cell')} failed" if num_failed else ""
+    return f"{first} has the lowest peak load in {wins} of {counted(num_cells, 'cell')}{more}{failed}."
 
 
 def _suffix(cell: Values, axes: Mapping[str, Any]) -> str:

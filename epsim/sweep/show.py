@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from epsim.files import printable
+from epsim.report.content import counted
 from epsim.report.flips import stacks_of_cells
 from epsim.report.table import rich_table, terminal
 from epsim.results import ResultsData
@@ -22,7 +23,7 @@ def print_sweep(sweep: Sweep, results: ResultsData | None) -> None:
         console.print(_table(results))
         left = len(results["sweep"]["cells"]) - MOST_ROWS
         if left > 0:
-            console.print(Text(f"and {left} more cells, all in {sweep.out}/results.parquet"))
+            console.print(Text(f"and {counted(left, 'more cell')}, all in {sweep.out}/results.parquet"))
     for line in summary(sweep):
         console.print(Text(printable(line)))
     if results is not None:
@@ -30,20 +31,20 @@ def print_sweep(sweep: Sweep, results: ResultsData | None) -> None:
 
 
 def summary(sweep: Sweep) -> Iterator[str]:
-    number = len(sweep.plan.cells)
     parts = [f"{sweep.computed} computed", f"{sweep.kept} kept from before"]
     parts += [f"{len(sweep.failed)} failed"] if sweep.failed else []
-    yield f"{number} cells: {', '.join(parts)}"
+    yield f"{counted(len(sweep.plan.cells), 'cell')}: {', '.join(parts)}"
     if sweep.retried:
         yield f"retries after a worker died: {sweep.retried}"
     if sweep.foreign:
-        yield f"{sweep.foreign} finished cells in {sweep.out} are not part of this grid: kept, not shown"
+        verb = "is" if sweep.foreign == 1 else "are"
+        yield f"{counted(sweep.foreign, 'finished cell')} in {sweep.out} {verb} not part of this grid: kept, not shown"
     if sweep.plan.excluded:
-        yield f"{sweep.plan.excluded} combinations removed by [[except]]"
+        yield f"{counted(sweep.plan.excluded, 'combination')} removed by [[except]]"
     for reason, times in Counter(reason for _, reason in sweep.plan.skipped).items():
-        yield f"{times} combination{'s' if times > 1 else ''} skipped: {reason}"
+        yield f"{counted(times, 'combination')} skipped: {reason}"
     for reason, times in Counter(sweep.failed.values()).items():
-        yield f"{times} cell{'s' if times > 1 else ''} failed: {reason}"
+        yield f"{counted(times, 'cell')} failed: {reason}"
 
 
 def _table(results: ResultsData) -> Table:

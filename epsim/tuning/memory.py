@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from epsim.models.spec import ModelSpec
+from epsim.report.content import amount
 
 GB = 1e9
 _UNITS = {"": GB, "gb": GB, "gib": 2.0**30, "tb": 1e12, "mb": 1e6}
@@ -16,12 +17,6 @@ def parse_memory(text: str) -> float:
     if parts is None or unit is None or float(parts[1]) <= 0:
         raise ValueError(f"--memory-per-gpu {text}: give an amount above 0 such as 141GB or 80GiB")
     return float(parts[1]) * unit
-
-
-def amount(size: float, sign: str = "") -> str:
-    """Bytes as text, in GB, or in MB if they are below 0.1 GB."""
-    small = 0 < abs(size) < 0.1 * GB
-    return f"{size / 1e6:{sign},.3g} MB" if small else f"{size / GB:{sign},.1f} GB"
 
 
 @dataclass(frozen=True, slots=True)

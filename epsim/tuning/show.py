@@ -7,10 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from epsim.files import printable
+from epsim.report.content import amount
 from epsim.report.table import rich_table, terminal
 from epsim.report.views import HELD_OUT, gains
 from epsim.results import ResultsData
-from epsim.tuning.memory import amount
 
 MOST_ROWS = 12
 HEADERS = ("candidate", "weights per GPU", "gain when choosing", HELD_OUT, "rounds")

@@ -13,6 +13,7 @@ from epsim.engines.base import Setup, System
 from epsim.placement.base import Cluster
 from epsim.policies.apply import Setting
 from epsim.policies.stack import PolicyStack, parse_stack
+from epsim.report.content import amount
 from epsim.results import SCHEMA_VERSION, ResultsData, described_cluster, described_trace
 from epsim.traces.regroup import regrouped_meta
 from epsim.traces.store import StoredTrace
@@ -28,7 +29,7 @@ from epsim.tuning.candidates import (
 )
 from epsim.tuning.final import Finals
 from epsim.tuning.findings import Findings
-from epsim.tuning.memory import Memory, amount
+from epsim.tuning.memory import Memory
 from epsim.tuning.migration import LAYER_MS
 from epsim.tuning.race import LEAST_STEPS, ROUND_US, CandidateFilter, Round, not_slower, pair_us, race
 from epsim.tuning.scorer import Part, Problem

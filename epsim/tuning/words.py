@@ -4,11 +4,11 @@ import numpy as np
 
 from epsim.engines import SYSTEMS
 from epsim.engines.base import ON_EACH_HOST, System
+from epsim.report.content import amount
 from epsim.traces.trace import LEVELS
 from epsim.tuning.candidates import Candidate
 from epsim.tuning.conditions import MORE
 from epsim.tuning.findings import Findings
-from epsim.tuning.memory import amount
 
 
 def verdict(findings: Findings) -> str:

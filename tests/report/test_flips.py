@@ -132,14 +132,17 @@ def test_tune() -> None:
     told = {
         "words": [{"about": "run", "text": "eplb"}, {"about": "does not pay", "text": "below 8 tokens"}],
         "answers": [{"commands": ["sglang --x", "vllm --y"]}, {"commands": ["sglang --x"]}],
-        "candidates": [candidate | {"gain": None}, candidate | {"gain": {"mean": 0.03, "low": 0.01, "high": 0.05}}],
+        "candidates": [
+            candidate | {"gain": None, "memory_bytes": 36.7e6},
+            candidate | {"gain": {"mean": 0.03, "low": 0.01, "high": 0.05}},
+        ],
     }
     results = results_of(entry("a", 1.5), entry("b", 1.2), kind="tune", tune=told)
     assert flips(results) == ["below 8 tokens"]
     assert view_of(results).answers(results)[-2:] == [("command", "sglang --x"), ("command", "vllm --y")]
     ((name, _, rows),) = tables(view_of(results).leading, results)
     assert name == "Candidates"
-    assert rows == [["eplb r8", "2.0 GB", "+4.00%", "+3.00% (+1.00% to +5.00%)"], ["eplb r8", "2.0 GB", "+4.00%", "-"]]
+    assert rows == [["eplb r8", "2.0 GB", "+4.00%", "+3.00% (+1.00% to +5.00%)"], ["eplb r8", "36.7 MB", "+4.00%", "-"]]
 
 
 def test_memory_in_words() -> None:

@@ -24,6 +24,7 @@ from epsim.sweep.collect import collect
 from epsim.sweep.drive import Sweep, cell_path, finished_cells, run_sweep, sweep_folder
 from epsim.sweep.grid import read_grid
 from epsim.sweep.ray_pool import SweepActor, _answers
+from epsim.sweep.show import summary
 from epsim.sweep.sources import Making
 from epsim.sweep.work import Done, Failed, Job, _opened, perform
 from epsim.traces.store import StoredTrace
@@ -350,3 +351,20 @@ def test_nobody_answers_at_an_address() -> None:
             _answers(address)
     for told_by_ray in ("auto", "127.0.0.1", "127.0.0.1:high"):
         _answers(told_by_ray)
+
+
+@pytest.mark.parametrize(
+    ("number", "cells", "foreign", "excluded"),
+    [
+        (0, "0 cells", "", ""),
+        (1, "1 cell", "1 finished cell in out is not", "1 combination removed"),
+        (2, "2 cells", "2 finished cells in out are not", "2 combinations removed"),
+    ],
+)
+def test_numbers_and_their_words_agree(number: int, cells: str, foreign: str, excluded: str) -> None:
+    plan = Plan(cells=dict.fromkeys(map(str, range(number))), excluded=number)  # type: ignore[arg-type]
+    lines = list(summary(Sweep(Path("out"), plan, computed=number, foreign=number)))
+    wanted = [f"{cells}: {number} computed, 0 kept from before"]
+    if number:
+        wanted += [f"{foreign} part of this grid: kept, not shown", f"{excluded} by [[except]]"]
+    assert lines == wanted

@@ -25,12 +25,13 @@ from epsim.models.spec import load_model
 from epsim.placement.base import Cluster, Placement
 from epsim.policies.apply import Setting
 from epsim.policies.stack import parse_stack
+from epsim.report.content import amount
 from epsim.traces.store import StoredTrace, TraceWriter
 from epsim.traces.trace import CountsBlock, RankCountsBlock, TokenBlock, TraceMeta
 from epsim.tuning.candidates import Candidate, all_candidates, possible_intervals, redundancies
 from epsim.tuning.conditions import _permuted, _resized
 from epsim.tuning.ideal import ideal_us
-from epsim.tuning.memory import Memory, amount, parse_memory
+from epsim.tuning.memory import Memory, parse_memory
 from epsim.tuning.migration import migration
 from epsim.tuning.race import affordable
 from epsim.tuning.scorer import Part, Problem, score
