@@ -38,7 +38,7 @@ OSS_LAYERS, QWEN_TOKENS = (2, 11, 20), (64, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """ids [T, k]: the experts of tokens, ordered by source rank, equally many per rank; history [E]: counts for planning."""
+    """ids [T, k]: experts of tokens, sorted by source rank, equally many per rank; history [E]: counts for planning."""
 
     model: ModelSpec
     ranks: int
