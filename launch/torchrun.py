@@ -50,11 +50,11 @@ def run_torchrun(options: RunOptions) -> ResultsData:
     clear_logs(options.folder)
     store = serve("127.0.0.1")
     logs = options.folder / LOGS
-    environment = {"EPSIM_STORE": f"127.0.0.1:{store.port}", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    # Workers end by themselves when they learn of a fault. Workers that cannot are killed.
-    environment[LAUNCHER] = str(os.getpid())
-    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(SILENCE + GRACE))
-    os.environ.update(environment)
+    # For workers, which inherit it. They end by themselves when they learn of a fault; those that cannot are killed.
+    before = dict(os.environ)
+    os.environ |= {"EPSIM_STORE": f"127.0.0.1:{store.port}", LAUNCHER: str(os.getpid())}
+    os.environ |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(int(SILENCE + GRACE))}
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.disable(logging.ERROR)  # hides the elastic launcher's long report of a fault
     config = LaunchConfig(
         min_nodes=1,
@@ -95,6 +95,8 @@ def run_torchrun(options: RunOptions) -> ResultsData:
         over.set()
         killer.join()
         logging.disable(logging.NOTSET)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
     return read_results(options.folder / RESULTS)
 
 
