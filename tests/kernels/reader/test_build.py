@@ -199,7 +199,7 @@ def test_weights_that_do_not_stand_for_themselves_are_refused(tmp_path: Path) ->
 def test_down_columns_beyond_bfloat16_are_refused() -> None:
     down = torch.zeros(2, 128, 3)
     down[1, :, 2] = 3e38
-    with pytest.raises(ValueError, match="expert 1 has a down column longer than bfloat16 can hold"):
+    with pytest.raises(ValueError, match="expert 1 has a down column whose length exceeds bfloat16"):
         build_layer(torch.ones(2, 6, 128), down)
 
 
