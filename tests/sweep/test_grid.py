@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_trace(write_grid: WriteGrid, trace: str) -> None:
 HEADS = {
     'ranks = 4\n[[trace]]\npath = "t"': "key 'policies' is missing: give a list of texts",
     'policies = []\nranks = 4\n[[trace]]\npath = "t"': "policies is an empty list",
-    'policies = ["eplb+nonsense"]\nranks = 4': "policies: unknown policy 'nonsense' in 'eplb+nonsense': known are",
+    'policies = ["eplb+zzz"]\nranks = 4': "policies: unknown policy 'zzz' in 'eplb+zzz': known are",
     'policies = ["eplb", "x=eplb", "x=contiguous"]\nranks = 4': "policies: 'x' is in the list twice: name each",
     'policies = "eplb"\n[[trace]]\npath = "t"': "key 'ranks' is missing: give numbers of ranks",
     'policies = "eplb"\nranks = 0\n[[trace]]\npath = "t"': "ranks 0: give a whole number from 1 to 65536",
