@@ -1,23 +1,33 @@
-"""The time of a mixture-of-experts layer at decode by the number of experts that it reads, and the time of its router.
+"""Times of a mixture-of-experts layer at decode, by the number of experts that a batch reads, and of its router.
 
     python benchmarks/oea_latency.py [--out benchmarks/results/oea_latency.json]
 
-The layer is Qwen3-30B-A3B's (128 experts, top-8, hidden 2048, intermediate 768, bf16), with a batch of 16 unless stated
-otherwise, on one CUDA device. A number T of active experts is forced by going round T random experts in random order.
-Times are microseconds a layer: a CUDA graph of CALLS layers in a row between device events, each with the next of
-LAYERS sets of weights and its own routing; the median of REPLAYS. Forms:
+It needs one CUDA device. The layer is Qwen3-30B-A3B's: 128 experts, top-8, hidden 2048, intermediate 768, bf16. A batch
+has 16 tokens unless stated otherwise. To make a batch read exactly T experts, its tokens choose only among T random
+experts. All times are microseconds per layer. A CUDA graph of CALLS calls is timed with CUDA events, and divided by
+CALLS; the result is the median of REPLAYS replays. Every call has its own routing and the next of LAYERS weight sets.
 
-- `ours`: epsim.kernels.experts.decode, all from ids [B, k] to the layer's output; `triton`: its form in Triton.
-- `two grouped products`: torch._grouped_mm twice and the activation, on rows sorted beforehand; `grouped layer`: the
-  same with sort and sum.
-- The experts of Qwen3-MoE in transformers: `batched_mm`, `grouped_mm`, and `eager`, which cannot be in a graph.
+`latency` compares these implementations ("form") of the layer:
 
-`fixed`, `slope` and `r2` describe the least-squares line from T to time; `to 64` is the line up to T = 64, about the
-range of decoding. `paper`: T drawn around the paper's means (deviation 4); times relative to k0 = 8. `padding`: a batch
-of 7, the same padded to 8 with a masked row and with a row that has experts of its own, and a real batch of 8.
-`router`: `route_logits` with oea(k0=3), the general form, and `reroute` from scores and a choice already made; `row` is
-a twentieth of 20 in a row, `alone` a graph of one. `uniform`: the number of experts that uniform routing reads, by the
-router kernel over BATCHES batches, and by the formula N (1 - (1 - k0 / N)^B).
+- `ours`: epsim.kernels.experts.decode, from expert ids [B, k] to the layer's output. `triton`: the same in Triton.
+- `two grouped products`: torch._grouped_mm, the activation, and torch._grouped_mm again. The rows are sorted by expert
+  before the measurement. `grouped layer` also measures the sort of the rows and the sum over each token's experts.
+- `batched_mm`, `grouped_mm`, `eager`: the experts of Qwen3-MoE in transformers. `eager` cannot be captured in a CUDA
+  graph, so it is called directly.
+
+For each form, `fixed`, `slope` and `r2` describe the least-squares line of time against T. `to 64` is the same line for
+T up to 64, which is about the range at decode. The other parts of the report use `ours` or the router's kernel:
+
+- `paper`: T is drawn around the paper's mean for each k0, with standard deviation 4. `normalised` is the time divided
+  by the time at k0 = 8.
+- `padding`: a batch of 7 tokens; the same batch padded to 8 with a masked row; the same batch padded to 8 with a row
+  that chooses experts; a batch of 8 tokens.
+- `batches`: the time by batch size, for tokens that choose their experts uniformly.
+- `router`: the router's kernel from logits with oea(k0=3) (`logits`), with OEA's general form (`logits, general`), and
+  from scores and chosen experts (`choice`). `row` is the time per call in a graph of 20 calls, `alone` that of a graph
+  with one call.
+- `uniform`: the mean number of experts that a batch reads if its tokens choose k0 of N experts uniformly, by the
+  router's kernel over BATCHES batches, and by the formula N (1 - (1 - k0 / N)^B).
 """
 
 import json

@@ -1,18 +1,25 @@
-"""The exact split on one CUDA device: its times, and a bit-by-bit comparison of its results with the CPU's.
+"""Times of the exact split on one CUDA device, and a check that its results equal the CPU's bit for bit.
 
     python benchmarks/split_gpu.py [--recordings DIR] [--out benchmarks/results/split_gpu.json]
 
-The problems are those of benchmarks/split.py, the sample trace's own batches on EPLB's placement of their mean, and
-random ones. Every problem is solved on both devices and compared bit for bit. Times are microseconds, from int64 counts
-to the split in physical experts. They come from replayed CUDA graphs between device events, queued while the device is
-busy.
+A problem is one layer of one batch: how to split each expert's tokens among its copies. The problems are batches drawn
+from DeepSeek-V3's recorded counts as in benchmarks/split.py, the sample trace's batches, and random ones. Every problem
+is solved on the CPU and on the GPU, and all results are compared (`equal`, `equal_whole`, `equal_warm`).
 
-`one`: a launch of one problem, as a tenth of ten in a row; a launch may begin before the one before it has ended.
-`warm`: the same, started from the split of the last batch, with batches drawn independently. `steady`: the same with
-batches that are like the last one (`steady_counts`). `alone`: a graph of one launch, from event to event; `empty_us` is
-that of a kernel that does nothing. `layers`: all layers of a batch in one launch. `batch_ns`: nanoseconds a problem in
-a large launch, `whole_ns` of the integral split. `cpu_us`: the CPU form on one thread, microseconds a problem. Of 16
-ranks with 16,384 tokens each, 1,000 problems are timed alone, of other cases 300.
+A measurement goes from int64 counts to the load of every slot. It is a CUDA graph, timed with CUDA events. The host
+queues the replays while the device is busy, so times do not include the host's. They are microseconds, except `*_ns`.
+
+- `one`: one problem per launch. A graph has ten launches, and its time is divided by ten. A launch may begin before the
+  launch before it has ended.
+- `alone`: a graph with one launch of one problem. `empty_us` is the time of such a graph with a trivial kernel.
+- `warm`, `warm_alone`: the same, but the solver starts from the split of the batch before. Batches are independent.
+- `steady`, `steady_alone`: as `warm`, but every batch resembles the batch before it (`steady_counts`).
+- `layers`: all layers of a batch in one launch.
+- `batch_ns`: nanoseconds per problem in a launch of at least 50,000 problems. `whole_ns`: the same for the split into
+  whole tokens.
+- `cpu_us`: microseconds per problem on the CPU with one thread, for a whole set of problems.
+
+For 16 ranks with 16,384 tokens each, 1,000 problems are timed one by one; in all other cases 300.
 """
 
 from collections.abc import Callable, Iterator

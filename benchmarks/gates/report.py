@@ -1,16 +1,19 @@
-"""The gates of the time model, from what was measured on H200s. No figure that a gate looks at was used in a fit.
+"""Compares the predictions of the time model with measured and with published times. Each comparison is a gate.
 
     python benchmarks/gates.py [--out benchmarks/results/gates.json]
 
-Predictions use benchmarks/results/calibrated_h200, which `epsim calibrate` measured. They are compared with
-gates_h200.json and gates_slices.json (experts on one GPU, benchmarks/gates/measure.py) and with gates_layers.json
-(layers on two GPUs, benchmarks/gates/layers.py), and with the public tables where that extra is installed. A gate that
-fails is shown as failed.
+The model predicts from the tables in benchmarks/results/calibrated_h200, which `epsim calibrate` measured. The measured
+times are those of experts on one GPU (gates_h200.json and gates_slices.json, by benchmarks/gates/measure.py) and of
+whole layers on two GPUs (gates_layers.json, by benchmarks/gates/layers.py). The public tables are used too, if their
+extra is installed. None of these times was used to fit the model. There are four kinds of gates, each with its limit:
 
-1  calls: median error at most 5%, 95th percentile at most 15%, on sizes that the fit did not use
-2  layers: median error at most 7%
-3  ranking: of the pairs of stacks whose times differ by more than 3%, at least 95% are in the right order
-4  published: DeepEP's normal kernels on 8 to 64 ranks, within 15%
+1  single calls, of sizes that were not used to fit: median error at most 5%, 95th percentile at most 15%
+2  whole layers: median error at most 7%
+3  order of stacks: if the times of two stacks differ by more than 3%, the model must say which one is faster. It must
+   be right for at least 95% of these pairs.
+4  DeepEP's published times of its normal kernels on 8 to 64 ranks: error at most 15%
+
+A gate whose error exceeds the limit is printed as `FAILS`.
 """
 
 import json

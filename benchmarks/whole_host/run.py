@@ -1,21 +1,25 @@
-"""The runtime on all GPUs of a host, in one command: exchange, stacks, routers, relocation, a dead rank.
+"""Measures the expert-parallel runtime on all GPUs of a host, in one command.
 
     python benchmarks/whole_host.py [--ranks N] [--minutes 9] [--recordings FOLDER] [--part NAME ...] --out FOLDER
 
-Starts one process a GPU, or two on CPUs with tiny shapes. After every row it writes FOLDER/whole_host.json again. It
-also writes FOLDER/calibrated.tar.gz, and PART.log for a part that failed; a failure is reported in one line, and the
-other parts go on. The folder of --recordings holds deepseek-v3-sglang/ and gpt-oss-20b/. Without it experts are drawn,
-and the results say so.
+It starts one process per GPU. Without GPUs it starts two processes on the CPU, with tiny shapes. The parts are:
 
-calibrate       tables of exchange and collectives at 2, 4, ... N ranks (`epsim calibrate`); experts from the project's
-layers-deep_ep  DeepSeek-V3's layer under six stacks, with 32, 16, 8 and 0 redundant experts, 4,096 to 128 tokens a rank
-layers-torch    the same over NCCL; both compare outputs with a float64 reference, and loads with a replay
-oea             router policies on Qwen3-30B-A3B's layer, 1 to 16 tokens a rank
-relocation      experts move while the layer runs
-kill            `epsim run`, whose last rank is killed inside a dispatch
+calibrate       measures the exchange and the collectives on 2, 4, ... N ranks, as `epsim calibrate` does
+layers-deep_ep  times DeepSeek-V3's layer with DeepEP's exchange under six stacks of policies, with 32, 16, 8 and 0
+                redundant experts, and with 4,096, 1,024 and 128 tokens per rank
+layers-torch    does the same with NCCL's exchange
+oea             times router policies on Qwen3-30B-A3B's layer, with 1 to 16 tokens per rank
+relocation      moves experts between ranks while the layer runs
+kill            kills the last rank of `epsim run` inside a dispatch, and checks what the other ranks report
 
-Times are microseconds by device events. In the end the gates of the time model are checked on these layers, which no
-fit has seen.
+Times are microseconds, measured with CUDA events. The parts that time layers also compare the layer's outputs with a
+float64 reference, and its loads with those that a replay computes. At the end, the predictions of the time model are
+compared with the measured layers, which were not used to fit it.
+
+The report FOLDER/whole_host.json is written again after every row, and the measured tables go to
+FOLDER/calibrated.tar.gz. If a part fails, one line says why, its output goes to FOLDER/PART.log, and the remaining
+parts run. The folder of --recordings holds deepseek-v3-sglang/ and gpt-oss-20b/. Without it, the experts of tokens are
+drawn at random, and the report says so.
 """
 
 import argparse
