@@ -48,6 +48,17 @@ def graph(run: Callable[[], object], repeats: int = 1) -> torch.cuda.CUDAGraph:
     return captured
 
 
+def buffers_of(*inputs: torch.Tensor) -> tuple[list[torch.Tensor], Callable[[int], object]]:
+    """A buffer [1, ...] for each tensor of inputs [N, ...], and a function that copies the inputs of a number there."""
+    buffers = [tensor[:1].clone() for tensor in inputs]
+
+    def feed(i: int) -> None:
+        for buffer, tensor in zip(buffers, inputs, strict=True):
+            buffer.copy_(tensor[i : i + 1])
+
+    return buffers, feed
+
+
 def times_by_input(
     captured: torch.cuda.CUDAGraph, feed: Callable[[int], object], inputs: int, replays: int
 ) -> np.ndarray:

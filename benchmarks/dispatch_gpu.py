@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import ROOT, script_parser, table, write
-from device_times import graph, report_head, times_by_input
+from device_times import buffers_of, graph, report_head, times_by_input
 from split_problems import marginals
 
 from epsim.kernels.dispatch import Dispatcher, Rule
@@ -138,16 +138,11 @@ def measure(text: str, given: Problem) -> dict[str, Any]:
         device=torch.device("cuda"), nearest=nearest_slots(whole.copies) if rule.follow == "nearest" else None,
     )  # fmt: skip
     gathers = rule.collective == "all_gather"
-    counts_of = given.rows if gathers else given.rows.sum(2)
-    ids, counts = given.ids[0].clone(), counts_of[0].clone()
-
-    def feed(i: int) -> None:
-        ids.copy_(given.ids[i])
-        counts.copy_(counts_of[i])
+    (ids, counts), feed = buffers_of(given.ids, given.rows if gathers else given.rows.sum(2))
 
     def one(layer: int) -> Any:
-        dispatcher.count(ids[layer])
-        return dispatcher.assign(layer, counts[layer])
+        dispatcher.count(ids[0, layer])
+        return dispatcher.assign(layer, counts[0, layer])
 
     def all_layers() -> None:
         for layer in range(LAYERS):

@@ -10,6 +10,7 @@ graph: the whole layer, eager and as a graph, with and without balancing.
 """
 
 import statistics
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,19 @@ def like(layer: ExpertParallelMoE, exchange: Any) -> ExpertParallelMoE:
     return ExpertParallelMoE(layer.shape, layer.layer, layer.router, layer.balancer, exchange, layer.experts, clock)
 
 
+def by_exchange(bench: Bench, routed: str) -> Iterator[tuple[str, ExpertParallelMoE]]:
+    """The layer of each shape with each exchange, which is closed afterwards. routed: the stack of layers without a
+    shared expert; the others have BALANCED."""
+    for shape in (V3, QWEN):
+        known = exchanges(bench, shape)
+        first = layer_of(bench, shape, BALANCED if shape.has_shared else routed, next(iter(known.values())))
+        for name, one in known.items():
+            yield name, like(first, one)
+            one.close()
+        del first
+        torch.cuda.empty_cache()
+
+
 def hidden_of(bench: Bench, shape: LayerShape, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator(bench.device).manual_seed(bench.rank + 1)
     return torch.randn(num_tokens, shape.hidden, generator=generator, device=bench.device).to(dtype)
@@ -71,28 +85,19 @@ def hidden_of(bench: Bench, shape: LayerShape, num_tokens: int, dtype: torch.dty
 
 def outputs(bench: Bench) -> list[dict[str, Any]]:
     rows = []
-    for shape in (V3, QWEN):
-        first = None
-        for name, one in exchanges(bench, shape).items():
-            first = layer_of(bench, shape, BALANCED, one) if first is None else first
-            layer = like(first, one)
-            weights = RandomWeights(shape, SEED, bench.device, torch.bfloat16)
-            worst = 0.0
-            for num_tokens in (48, 0 if bench.rank else 32):
-                hidden = hidden_of(bench, shape, num_tokens)
-                output, record = layer(hidden, step=num_tokens), layer.record
-                assert record is not None
-                if num_tokens:
-                    wanted = reference_output(
-                        shape, weights, 3, hidden, record.ids, record.weights, record.shared_weight
-                    )
-                    far = float((output.double() - wanted).norm() / wanted.norm())
-                    worst = max(worst, far) if far == far else float("inf")
-            row = {"shape": shape.name, "experts": shape.num_experts, "exchange": name}
-            rows.append(row | {"error": bench.slowest(worst)})
-            one.close()
-        del first
-        torch.cuda.empty_cache()
+    for name, layer in by_exchange(bench, BALANCED):
+        shape, worst = layer.shape, 0.0
+        weights = RandomWeights(shape, SEED, bench.device, torch.bfloat16)
+        for num_tokens in (48, 0 if bench.rank else 32):
+            hidden = hidden_of(bench, shape, num_tokens)
+            output, record = layer(hidden, step=num_tokens), layer.record
+            assert record is not None
+            if num_tokens:
+                wanted = reference_output(shape, weights, 3, hidden, record.ids, record.weights, record.shared_weight)
+                far = float((output.double() - wanted).norm() / wanted.norm())
+                worst = max(worst, far) if far == far else float("inf")
+        row = {"shape": shape.name, "experts": shape.num_experts, "exchange": name}
+        rows.append(row | {"error": bench.slowest(worst)})
     return rows
 
 
@@ -199,34 +204,27 @@ def balance(bench: Bench) -> list[dict[str, Any]]:
 
 def phases(bench: Bench) -> list[dict[str, Any]]:
     rows = []
-    for shape in (V3, QWEN):
-        first = None
-        for name, one in exchanges(bench, shape).items():
-            if first is None:
-                first = layer_of(bench, shape, BALANCED if shape.has_shared else "eplb+lplb", one)
-            layer = like(first, one)
-            layer.clock.timed = True
-            for num_tokens in (128, 4096):
-                hidden = hidden_of(bench, shape, num_tokens)
-                ids = skewed_ids(shape, num_tokens, 300 + bench.rank, bench.device)
-                for step in range(40):
-                    if step == 10:
-                        dist.barrier()
-                        layer.clock.times()
-                    layer(hidden, step=step, forced_ids=ids)
-                by_phase: dict[str, list[float]] = {}
-                for (_, _, phase), microseconds in layer.clock.times().items():
-                    by_phase.setdefault(phase, []).append(microseconds)
-                row: dict[str, Any] = {"shape": shape.name, "exchange": name, "tokens": num_tokens}
-                row |= {phase: bench.slowest(statistics.median(times)) for phase, times in by_phase.items()}
-                record = layer.record
-                assert record is not None
-                assignments = int(record.received.sum() + record.received_shared)
-                work = 6 * shape.hidden * shape.intermediate * assignments / (row["experts"] * 1e6)
-                rows.append(row | {"tflop_s": work})
-            one.close()
-        del first, layer
-        torch.cuda.empty_cache()
+    for name, layer in by_exchange(bench, "eplb+lplb"):
+        shape = layer.shape
+        layer.clock.timed = True
+        for num_tokens in (128, 4096):
+            hidden = hidden_of(bench, shape, num_tokens)
+            ids = skewed_ids(shape, num_tokens, 300 + bench.rank, bench.device)
+            for step in range(40):
+                if step == 10:
+                    dist.barrier()
+                    layer.clock.times()
+                layer(hidden, step=step, forced_ids=ids)
+            by_phase: dict[str, list[float]] = {}
+            for (_, _, phase), microseconds in layer.clock.times().items():
+                by_phase.setdefault(phase, []).append(microseconds)
+            row: dict[str, Any] = {"shape": shape.name, "exchange": name, "tokens": num_tokens}
+            row |= {phase: bench.slowest(statistics.median(times)) for phase, times in by_phase.items()}
+            record = layer.record
+            assert record is not None
+            assignments = int(record.received.sum() + record.received_shared)
+            work = 6 * shape.hidden * shape.intermediate * assignments / (row["experts"] * 1e6)
+            rows.append(row | {"tflop_s": work})
     return rows
 
 

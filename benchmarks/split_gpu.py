@@ -22,7 +22,7 @@ queues the replays while the device is busy, so times do not include the host's.
 For 16 ranks with 16,384 tokens each, 1,000 problems are timed one by one; in all other cases 300.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from common import ROOT, least_seconds, script_parser, table, write
-from device_times import graph, report_head, times_by_input
+from device_times import buffers_of, graph, report_head, times_by_input
 from split_problems import TOP_K, marginals, planned_by_eplb, sample_counts
 
 from epsim.kernels.split import Solution, SplitStructure, prepare, solve, solve_batched, solve_gathered
@@ -49,25 +49,17 @@ def same(left: Solution, right: Solution) -> bool:
     return all(torch.equal(getattr(left, name).cpu(), getattr(right, name).cpu()) for name in names)
 
 
-def singles(structure: SplitStructure, counts: torch.Tensor, start: torch.Tensor | None, most: int) -> dict[str, Any]:
-    """Times of single problems. counts [N, E] of layers 0, 1, ... in turn; `most` of them are timed. start [N, P]."""
+def singles(
+    structure: SplitStructure, counts: torch.Tensor, start: torch.Tensor | None, most: int, names: tuple[str, str]
+) -> dict[str, Any]:
+    """Times of single problems: in a row, and alone. counts [N, E] of layers 0, 1, ... in turn; `most` of them are
+    timed. start [N, P]."""
     num = min(most, len(counts))
     layers = torch.arange(len(counts), device="cuda") % structure.num_layers
-    loads, layer = counts[:1].clone(), layers[:1].clone()
-    begin = None if start is None else start[:1].clone()
-
-    def feed(i: int) -> None:
-        loads.copy_(counts[i : i + 1])
-        layer.copy_(layers[i : i + 1])
-        if begin is not None and start is not None:
-            begin.copy_(start[i : i + 1])
-
-    def run() -> Solution:
-        return solve(structure, loads, layer, start=begin)
-
-    found = {"one": quantiles(times_by_input(graph(run, REPEATS), feed, num, REPLAYS) / REPEATS)}
-    found["alone"] = quantiles(times_by_input(graph(run), feed, num, REPLAYS))
-    return found
+    (loads, layer, *begin), feed = buffers_of(counts, layers, *([] if start is None else [start]))
+    run = partial(solve, structure, loads, layer, start=begin[0] if begin else None)
+    found = (times_by_input(graph(run, calls), feed, num, REPLAYS) / calls for calls in (REPEATS, 1))
+    return dict(zip(names, map(quantiles, found), strict=True))
 
 
 def measure(
@@ -76,40 +68,35 @@ def measure(
     """counts, steady [S, L, E] int64, on the CPU."""
     device_counts = counts.cuda()
     flat = device_counts.flatten(0, 1)
-    here, there = solve_batched(structure, counts), solve_batched(structure, device_counts)
-    whole_here, whole_there = solve_gathered(structure, counts), solve_gathered(structure, device_counts)
+    there = solve_batched(structure, device_counts)
     before = torch.roll(there.split, 1, 0)  # the first batch starts from the last split
-    warm_here = solve_batched(structure, counts, start=before.cpu())
-    warm_there = solve_batched(structure, device_counts, start=before)
+    warm = solve_batched(structure, device_counts, start=before)
     row: dict[str, Any] = {
         "name": name,
         "ranks": structure.num_ranks,
         "slots": structure.num_physical,
         "tokens": tokens,
         "problems": len(flat),
-        "equal": same(here, there),
-        "equal_whole": same(whole_here, whole_there),
-        "equal_warm": same(warm_here, warm_there),
+        "equal": same(solve_batched(structure, counts), there),
+        "equal_whole": same(solve_gathered(structure, counts), solve_gathered(structure, device_counts)),
+        "equal_warm": same(solve_batched(structure, counts, start=before.cpu()), warm),
         "unproven": int(there.unproven.sum()),
         "gap_most": float((there.peak / there.bound.clamp_min(1e-300) - 1).max()),
         "sweeps_mean": float(there.sweeps.double().mean()),
         "sweeps_most": int(there.sweeps.max()),
-        "warm_sweeps_mean": float(warm_there.sweeps.double().mean()),
+        "warm_sweeps_mean": float(warm.sweeps.double().mean()),
     }
     most = 1000 if (structure.num_ranks, tokens) == (16, 16384) else 300
-    row |= singles(structure, flat, None, most)
-    warm = singles(structure, flat, before.flatten(0, 1), most)
-    row["warm"], row["warm_alone"] = warm["one"], warm["alone"]
-    solved = solve_batched(structure, steady.cuda())
-    same_again = singles(structure, steady[1:].cuda().flatten(0, 1), solved.split[:-1].flatten(0, 1), most)
-    row["steady"], row["steady_alone"] = same_again["one"], same_again["alone"]
+    row |= singles(structure, flat, None, most, ("one", "alone"))
+    row |= singles(structure, flat, before.flatten(0, 1), most, ("warm", "warm_alone"))
+    last = solve_batched(structure, steady.cuda()).split[:-1].flatten(0, 1)
+    row |= singles(structure, steady[1:].cuda().flatten(0, 1), last, most, ("steady", "steady_alone"))
     row["cpu_us"] = cpu_time(structure, counts)
 
-    batch = device_counts[:1].clone()
+    (batch,), feed = buffers_of(device_counts)
     layer = torch.arange(structure.num_layers, device="cuda")
     all_layers = graph(lambda: solve(structure, batch[0], layer), REPEATS)
-    feed_batch: Callable[[int], object] = lambda i: batch.copy_(device_counts[i : i + 1])  # noqa: E731
-    row["layers"] = quantiles(times_by_input(all_layers, feed_batch, min(len(counts), 50), REPLAYS) / REPEATS)
+    row["layers"] = quantiles(times_by_input(all_layers, feed, min(len(counts), 50), REPLAYS) / REPEATS)
 
     many = device_counts.repeat(-(-BATCH // len(flat)), 1, 1)
     num_many = many.shape[0] * many.shape[1]

@@ -143,17 +143,12 @@ def _ours_whole(asked: Asked) -> Answer:
 
 
 def _ours_gpu(asked: Asked) -> Answer:
-    from device_times import graph, times_by_input
+    from device_times import buffers_of, graph, times_by_input
 
     structure, counts = asked.structure, asked.problems.counts.cuda()
     loads, layer = torch.from_numpy(asked.loads).cuda(), torch.from_numpy(asked.layer).cuda()
     found = solve(structure, loads, layer)
-    one, its_layer = loads[:1].clone(), layer[:1].clone()
-
-    def feed(i: int) -> None:
-        one.copy_(loads[i : i + 1])
-        its_layer.copy_(layer[i : i + 1])
-
+    (one, its_layer), feed = buffers_of(loads, layer)
     alone = times_by_input(graph(lambda: solve(structure, one, its_layer), REPEATS), feed, len(loads), 3) / REPEATS
     every = torch.arange(structure.num_layers, device="cuda")
     step = counts[0].clone()
