@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from quality.figures import standard_error
 from quality.frontier import Point, loss_at
 
 SURE = 2.0
 """A difference counts if it exceeds this many standard errors."""
+Pair: TypeAlias = tuple[Point | None, Point | None, dict[str, Any]]
+"""Two policies, None if not measured, and numbers that describe them. The claim says that the first loses less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,59 +32,49 @@ def check_claims(points: Sequence[Point], top_k: int, batch_size: int = 16) -> l
     """Checks the claims on the points of `batch_size`, of all families."""
     here = [point for point in points if point.batch_size == batch_size]
     by_router = {(p.trial.router, p.trial.ranks): p for p in here}
-
-    def family(name: str) -> list[Point]:
-        return [point for point in here if point.trial.family == name]
+    batch = f"batch {batch_size}"
 
     def own(k0: int) -> Point | None:
         return by_router.get((f"oea(k0={k0})", 1))
 
-    simple = [*family("oea"), *family("topk")]
+    def beside(router: str, wider: Sequence[dict[str, int]] = ({},)) -> list[Pair]:
+        """OEA and another router, written with {k0} and {kmax}, at each k0 and at each kmax of `wider`."""
+        names = [{"k0": k0} | more for k0 in range(1, top_k) for more in wider]
+        return [(own(numbers["k0"]), by_router.get((router.format(**numbers), 1)), numbers) for numbers in names]
+
+    def frontiers(words: str, family: str) -> Claim:
+        simple = [point for point in here if point.trial.family in ("oea", "topk")]
+        return _frontiers(words, simple, [point for point in here if point.trial.family == family])
+
     claims = [
+        _paired(f"OEA loses no more than pruning at the same k0, {batch}", beside("pruned(k0={k0})")),
+        frontiers(f"OEA's frontier is at or under pruning's, {batch}", "pruned"),
+        frontiers(f"OEA's frontier is at or under lynx's, {batch}", "lynx"),
+        frontiers(f"OEA's frontier is at or under that of masking low demand, {batch}", "mask-low-demand"),
+        frontiers("the simplified form is as good as any of the sweep at its number of experts", "oea general"),
         _paired(
-            f"OEA loses no more than pruning at the same k0, batch {batch_size}",
-            [(own(k0), by_router.get((f"pruned(k0={k0})", 1)), {"k0": k0}) for k0 in range(1, top_k)],
-        ),
-        _frontiers(f"OEA's frontier is at or under pruning's, batch {batch_size}", simple, family("pruned")),
-        _frontiers(f"OEA's frontier is at or under lynx's, batch {batch_size}", simple, family("lynx")),
-        _frontiers(
-            f"OEA's frontier is at or under that of masking low demand, batch {batch_size}",
-            simple,
-            family("mask-low-demand"),
-        ),
-        _frontiers(
-            "the simplified form is as good as any of the sweep at its number of experts", simple, family("oea general")
-        ),
-        _paired(
-            f"maxp = k hurts: considering only a token's k best experts loses more, batch {batch_size}",
-            [(own(k0), by_router.get((f"oea(k0={k0},maxp={top_k})", 1)), {"k0": k0}) for k0 in range(1, top_k)],
+            f"maxp = k hurts: considering only a token's k best experts loses more, {batch}",
+            beside(f"oea(k0={{k0}},maxp={top_k})"),
             by_much=True,
         ),
         _paired(
-            f"kmax > k does not help, batch {batch_size}",
-            [
-                (own(k0), by_router.get((f"oea(k0={k0},kmax={top_k + more})", 1)), {"k0": k0, "kmax": top_k + more})
-                for k0 in range(1, top_k)
-                for more in (1, 2)
-            ],
+            f"kmax > k does not help, {batch}",
+            beside("oea(k0={k0},kmax={kmax})", [{"kmax": top_k + 1}, {"kmax": top_k + 2}]),
         ),
     ]
     for ranks in (4, 8):
-        pairs = []
+        pairs: list[Pair] = []
         for k0 in range(1, top_k):
             filled, plain = by_router.get((f"oea-ep(k0={k0})", ranks)), own(k0)
             names: dict[str, Any] = {"k0": k0}
             if filled is not None and plain is not None:
                 names |= {"most_on_a_rank": filled.active[ranks], "most_on_a_rank_oea": plain.active[ranks]}
             pairs.append((filled, plain, names))
-        words = f"oea-ep loses no more than oea at the same k0, {ranks} ranks, batch {batch_size}"
-        claims.append(_paired(words, pairs))
+        claims.append(_paired(f"oea-ep loses no more than oea at the same k0, {ranks} ranks, {batch}", pairs))
     return claims
 
 
-def _paired(
-    words: str, pairs: Sequence[tuple[Point | None, Point | None, dict[str, Any]]], by_much: bool = False
-) -> Claim:
+def _paired(words: str, pairs: Sequence[Pair], by_much: bool = False) -> Claim:
     """A claim on pairs, compared sequence by sequence.
 
     It holds if in no pair the first loses significantly more than the second and the mean difference is not above
