@@ -100,17 +100,15 @@ class Balancer:
         ranks = torch.where(physical >= 0, physical // self.placement.slots_per_rank, -1)
         rank_loads = torch.bincount(ranks.flatten() + 1, minlength=num_ranks + 1)[1:]
         number = (batch.expert_ids >= 0).any(-1).sum()
-        loads = torch.zeros(1, 1, num_ranks, num_ranks, dtype=torch.int64, device=ranks.device)
-        tokens = torch.zeros(1, 1, num_ranks, dtype=torch.int64, device=ranks.device)
-        loads[0, 0, rank], tokens[0, 0, rank] = rank_loads, number
-        routed = loads.sum(2)
-        if self.shared_needs == "reduced":
-            summed, numbers = self.collective.loads_and_tokens(rank_loads, number)
-            routed, tokens = summed[None, None], numbers[None, None]
-        elif self.shared_needs == "gathered":
+        if self.shared_needs == "gathered":
             rows = self.collective.all_gather(torch.cat([rank_loads, number[None]]))
-            loads, tokens = rows[None, None, :, :-1], rows[None, None, :, -1]
-            routed = loads.sum(2)
+            loads, tokens = rows[:, :-1], rows[:, -1]
+        else:
+            loads, tokens = rank_loads.new_zeros(num_ranks, num_ranks), rank_loads.new_zeros(num_ranks)
+            loads[rank], tokens[rank] = rank_loads, number
+        routed = loads.sum(0)
+        if self.shared_needs == "reduced":
+            routed, tokens = self.collective.loads_and_tokens(rank_loads, number)
         setting = self.bound.setting
         work = SharedWork(
             cost=setting.shared_cost,
@@ -119,9 +117,9 @@ class Balancer:
             most_experts=self.bound.most_experts,
             steps=batch.steps,
             layers=batch.layers,
-            routed=routed,
-            routed_by_source=loads,
-            tokens=tokens,
+            routed=routed[None, None],
+            routed_by_source=loads[None, None],
+            tokens=tokens[None, None],
             node_of_rank=self.bound.copies.node_of_rank,
             batch=batch,
             expert_ranks=ranks,

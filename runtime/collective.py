@@ -8,9 +8,7 @@ import torch.distributed as dist
 
 class Collective:
     """Sums and gathers small int64 tensors over the expert-parallel group, or over this process alone without a group.
-
-    calls: the number of calls of each collective. Tests check with it that policies make no needless calls.
-    """
+    calls: the number of calls of each collective. Tests check with it that policies make no needless calls."""
 
     name = "torch"
 

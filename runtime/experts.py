@@ -87,22 +87,29 @@ class Experts(torch.nn.Module):
     def forward(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns outputs [N, H], the weighted sum of each row over its local slots, and counts [S + shared] int64, the
         number of rows that each slot served."""
-        if received.hidden.is_cuda:
-            if self._is_small(received):
-                return self._decode(received)
-            from epsim.runtime import grouped
-
-            return grouped.compute(self, received)
-        return self._plain(received)
-
-    def _is_small(self, received: Received) -> bool:
+        if not received.hidden.is_cuda:
+            return self._plain(received)
         small = 0 < len(received.hidden) <= self.decode_up_to and received.scales is None
-        return small and self.dtype == torch.bfloat16 and not self.apart
+        if small and self.dtype == torch.bfloat16 and not self.apart:
+            counts = torch.empty_like(self.row_of_slot)
+            weights = (self.gate_up, self.down, self.row_of_slot, counts)
+            return decode(received.hidden, received.slots, received.weights, *weights), counts
+        return self._grouped(received)
 
-    def _decode(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
-        counts = torch.empty_like(self.row_of_slot)
-        weights = (self.gate_up, self.down, self.row_of_slot, counts)
-        return decode(received.hidden, received.slots, received.weights, *weights), counts
+    def _grouped(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
+        from epsim.runtime.grouped import compute
+
+        slots, weights = received.slots, (self.gate_up, self.down)
+        if not self.apart:
+            return compute(received, slots, weights, self.row_of_slot, fill=False)
+        # A shared expert whose width differs is computed in a second pass.
+        is_shared, shared_weights = slots == self.num_slots, (self.shared_gate_up, self.shared_down)
+        first, counts = compute(
+            received, slots.masked_fill(is_shared, -1), weights, self.row_of_slot[: self.num_slots], fill=True
+        )
+        alone = torch.where(is_shared, 0, -1)
+        second, more = compute(received, alone, shared_weights, self.row_of_slot.new_zeros(1), fill=True)
+        return first + second, torch.cat([counts, more])
 
     def _plain(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, slots = received.hidden.to(self.dtype), received.slots

@@ -7,7 +7,7 @@ skipped. So a layer of fixed size can be captured in a CUDA graph.
 
 # mypy: disable-error-code="untyped-decorator,no-untyped-def"
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton
@@ -17,18 +17,6 @@ from epsim.runtime.exchange.base import Received
 
 SCALED = 128
 """Number of values that share a scale in float8."""
-
-
-class ExpertWeights(Protocol):
-    """The attributes of `epsim.runtime.experts.Experts` that `compute` reads. Its docstring gives the shapes."""
-
-    num_slots: int
-    apart: bool
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    row_of_slot: torch.Tensor
-    shared_gate_up: torch.Tensor
-    shared_down: torch.Tensor
 
 
 @triton.jit
@@ -46,10 +34,8 @@ def _place(
     hidden, scales, slots, group_of_slot, cursor, position, rows, stride,
     width: tl.constexpr, columns: tl.constexpr, scaled: tl.constexpr, most: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: reserves a position in the group of each of its slots and copies the row to it.
-
-    position [N, columns]: these positions, -1 for none. cursor [groups]: the next free position of each group.
-    """
+    """One program per row: reserves a position in the group of each of its slots and copies the row to it. position [N,
+    columns]: these positions, -1 for none. cursor [groups]: the next free position of each group."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, most)
     slot = tl.load(slots + row * columns + column, mask=column < columns, other=-1)
@@ -122,29 +108,15 @@ def to_float8(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scales
 
 
-def compute(experts: ExpertWeights, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Experts.forward` on a GPU, in bfloat16."""
-    slots, shared = received.slots, experts.num_slots
-    if not experts.apart:
-        weights = (experts.gate_up, experts.down)
-        return _groups(received, slots, weights, experts.row_of_slot, fill=False)
-    # A shared expert whose width differs is computed in a second pass.
-    routed = torch.where(slots == shared, -1, slots)
-    first, counts = _groups(received, routed, (experts.gate_up, experts.down), experts.row_of_slot[:shared], fill=True)
-    alone = torch.where(slots == shared, 0, -1)
-    weights = (experts.shared_gate_up, experts.shared_down)
-    second, more = _groups(received, alone, weights, experts.row_of_slot.new_zeros(1), fill=True)
-    return first + second, torch.cat([counts, more])
-
-
-def _groups(
+def compute(
     received: Received,
     slots: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor],
     group_of_slot: torch.Tensor,
     fill: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """slots [N, K], weights ([groups, 2 I, H], [groups, H, I]), group_of_slot [S] -> outputs [N, H], counts [S]."""
+    """slots [N, K], weights ([groups, 2 I, H], [groups, H, I]), group_of_slot [S] -> outputs [N, H], counts [S]. All in
+    bfloat16. fill: whether outputs of rows without a slot are set to zero; otherwise they are undefined."""
     hidden, gate_up, down = received.hidden, *weights
     (num_rows, width), columns, num_groups = hidden.shape, slots.shape[1], len(gate_up)
     num_pairs, inner = num_rows * columns, down.shape[2]

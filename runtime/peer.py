@@ -51,10 +51,8 @@ def obstacle(device: torch.device, group: dist.ProcessGroup | None) -> str | Non
 
 
 class PeerCollective(Collective):
-    """A `Collective` for at most `capacity` numbers per rank. The result of a call is valid until the next call.
-
-    All calls of an object must be on one stream, in the same order on every rank. The constructor is collective.
-    """
+    """A `Collective` for at most `capacity` numbers per rank. The result of a call is valid until the next call. All
+    calls of an object must be on one stream, in the same order on every rank. The constructor is collective."""
 
     name = "peer"
 

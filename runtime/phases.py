@@ -1,13 +1,12 @@
 """The phases of a layer, a clock that times them, and errors that name rank, step, layer and phase."""
 
 import time
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
 LAYER_PHASES = ("route", "balance", "dispatch", "experts", "combine")
 """The phases of every layer, in order. A relocation is a separate phase `relocate` between steps."""
-Mark: TypeAlias = "torch.cuda.Event | float"
 
 
 class PhaseError(ValueError):
@@ -28,7 +27,7 @@ class PhaseClock:
     def __init__(self, rank: int, device: torch.device, timed: bool = False) -> None:
         self.rank, self.device, self.timed = rank, device, timed
         self.phase, self.step, self.layer = "idle", -1, -1
-        self._marks: list[tuple[int, int, str, Mark]] = []
+        self._marks: list[tuple[int, int, str, Any]] = []
 
     def enter(self, phase: str, step: int | None = None, layer: int | None = None) -> None:
         """Begins the next phase, or "idle" after the last one."""
@@ -51,21 +50,15 @@ class PhaseClock:
         for (step, layer, phase, begin), (_, _, _, end) in zip(self._marks, self._marks[1:]):
             if phase != "idle":
                 key = (step, layer, phase)
-                totals[key] = totals.get(key, 0.0) + _microseconds(begin, end)
+                us = (end - begin) * 1e6 if isinstance(begin, float) else float(begin.elapsed_time(end)) * 1e3
+                totals[key] = totals.get(key, 0.0) + us
         self._marks.clear()
         return totals
 
-    def _now(self) -> Mark:
+    def _now(self) -> Any:
+        """An event of the device or, for a CPU, the host's time in seconds."""
         if self.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-
-def _microseconds(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, float):
-        assert isinstance(end, float)
-        return (end - begin) * 1e6
-    assert not isinstance(end, float)
-    return float(begin.elapsed_time(end)) * 1e3

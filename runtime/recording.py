@@ -50,9 +50,7 @@ class RoutingRecorder:
         self, group: dist.ProcessGroup | None = None, phase_of: Mapping[int, Phase] | None = None
     ) -> TokenBlock | None:
         """The tokens of all ranks on rank 0, None on others. Collective. Raises ValueError if recorded steps differ.
-
-        phase_of: the phase of each step, to be stored in the block.
-        """
+        phase_of: the phase of each step, to be stored in the block."""
         recorded = self.recorded()
         if not dist.is_initialized():
             return joined([recorded], phase_of)

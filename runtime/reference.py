@@ -17,11 +17,8 @@ def reference_output(
     shared_weight: torch.Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """The output [T, H] in `dtype`.
-
-    hidden [T, H], ids [T, k] (-1 for none), expert_weights [T, k], shared_weight [T].
-    A token without any routed expert is padding: its output is zeros, even if the layer has a shared expert.
-    """
+    """The output [T, H] in `dtype`. hidden [T, H], ids [T, k] (-1 for none), expert_weights [T, k], shared_weight [T].
+    A token without any routed expert is padding: its output is zeros, even if the layer has a shared expert."""
     hidden = hidden.to(dtype)
     total = torch.zeros_like(hidden)
     for expert in sorted(set(ids[ids >= 0].tolist())):

@@ -171,10 +171,8 @@ class Relocation:
         return self._wave == len(self._waves)
 
     def advance(self, step: int) -> int:
-        """Moves the pieces of the next step. After the last pieces of a wave, the slots change.
-
-        Collective. Call it between two steps. Returns the number of bytes that this rank received.
-        """
+        """Moves the pieces of the next step. After the last pieces of a wave, the slots change. Collective. Call it
+        between two steps. Returns the number of bytes that this rank received."""
         if self.done:
             return 0
         clock, wave = self.layer.clock, self._waves[self._wave]

@@ -130,9 +130,7 @@ class SigmoidGroups(Router):
 
 class TokenHash(Router):
     """DeepSeek-V4's first layers: a table gives the experts of each token id. Scores sqrt(softplus) give the weights.
-
-    table [vocabulary, k] int64.
-    """
+    table [vocabulary, k] int64."""
 
     def __init__(
         self, shape: LayerShape, weight: torch.Tensor, table: torch.Tensor, gate: torch.Tensor | None = None
@@ -151,12 +149,10 @@ class TokenHash(Router):
             raise ValueError("a router that hashes the token's id needs token_ids [T]")
         if token_ids.shape[0] != scores.shape[0]:
             raise ValueError(f"{token_ids.shape[0]} token ids given for {scores.shape[0]} tokens")
-        if token_ids.is_cuda:  # A check would wait for the device. Indexing on the device checks it.
-            return self.table[token_ids]
-        outside = (token_ids < 0) | (token_ids >= len(self.table))
-        if bool(outside.any()):
-            worst = int(token_ids[outside][0])
-            raise ValueError(f"token id {worst} is outside 0..{len(self.table) - 1}, the hash router's table")
+        if not token_ids.is_cuda:  # On a GPU the check would wait for the device. There, indexing checks the ids.
+            outside = token_ids[(token_ids < 0) | (token_ids >= len(self.table))].tolist()
+            if outside:
+                raise ValueError(f"token id {outside[0]} is outside 0..{len(self.table) - 1}, the hash router's table")
         return self.table[token_ids]
 
 

@@ -38,7 +38,6 @@ COUNTS = {
 
 def schema_of(num_ranks: int) -> pa.Schema:
     """rows_to: rows of hidden states sent to each rank (a token is sent to a rank once). PHASE_us: in microseconds."""
-
     return pa.schema(
         [
             column("step", pa.int64()),
@@ -57,10 +56,8 @@ def rank_file(folder: Path, rank: int) -> Path:
 
 
 class TelemetryWriter:
-    """Writes one rank's telemetry. description: of the job, for the file's metadata.
-
-    first_step: rows of an earlier attempt are kept before this step and dropped from it on. Raises CannotWriteError.
-    """
+    """Writes one rank's telemetry. description: of the job, for the file's metadata. first_step: rows of an earlier
+    attempt are kept before this step and dropped from it on. Raises CannotWriteError."""
 
     def __init__(
         self, folder: Path, rank: int, num_ranks: int, description: Mapping[str, Any], first_step: int | None = None
@@ -138,10 +135,8 @@ def read_rank(folder: Path, rank: int) -> pa.Table:
 
 
 def read_telemetry(folder: str | os.PathLike[str]) -> pa.Table:
-    """All ranks' rows of a complete or interrupted run, sorted by step, stack, layer and rank.
-
-    An interrupted run has only the steps that every rank finished. Raises FileNotFoundError or ValueError.
-    """
+    """All ranks' rows of a complete or interrupted run, sorted by step, stack, layer and rank. An interrupted run has
+    only the steps that every rank finished. Raises FileNotFoundError or ValueError."""
     paths = sorted(Path(folder).glob("rank-*.*"))
     ranks = sorted({int(path.stem.split("-")[1]) for path in paths if path.suffix in (".parquet", ".arrows")})
     if not ranks:

@@ -1,5 +1,6 @@
 """Runs the model of `epsim model train` with expert-parallel layers, on real text with its own router and attention."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,9 @@ def _text(folder: Path, file: Path | None, seed: int, vocabulary: int) -> tuple[
     """Token ids [N] int64, and a description of their source. The corpus is beside the model, or in the cache."""
     corpus = None
     for cache in (folder.resolve().parent, None):
-        try:
+        with suppress(ValueError):
             corpus = corpus_tokens.load(cache)
             break
-        except ValueError:
-            continue
     if file is None and corpus is None:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocabulary, (1 << 16,), generator=generator), "random token ids (no corpus prepared)"

@@ -20,10 +20,8 @@ class WeightSource(Protocol):
 
 
 class RandomWeights:
-    """Normal weights, divided by the square root of the input width.
-
-    They are drawn on `device` and depend on the seed, the layer and the expert alone.
-    """
+    """Normal weights, divided by the square root of the input width. They are drawn on `device` and depend on the seed,
+    the layer and the expert alone."""
 
     def __init__(
         self, shape: LayerShape, seed: int, device: torch.device | None = None, dtype: torch.dtype = torch.float32
@@ -49,10 +47,8 @@ class RandomWeights:
 
 
 class ModelWeights:
-    """The weights of a transformers model of the Qwen2-MoE architecture, by the model's layer numbers.
-
-    shape: the shape of its layers. router(layer): the model's own router.
-    """
+    """The weights of a transformers model of the Qwen2-MoE architecture, by the model's layer numbers. shape: the shape
+    of its layers. router(layer): the model's own router."""
 
     def __init__(self, model: Any) -> None:
         self.shape = shape_of_config(model.config.to_dict(), type(model).__name__)
@@ -75,14 +71,11 @@ class ModelWeights:
 
     def router(self, layer: int, device: torch.device, dtype: torch.dtype) -> Router:
         block = self._block(layer)
-        gate = None
-        if self.shape.shared_gate:
-            gate = block["shared_expert_gate"].weight.detach()[0].to(device, dtype)
+        gate = block["shared_expert_gate"].weight.detach()[0].to(device, dtype) if self.shape.shared_gate else None
         return SoftmaxTopK(self.shape, block["gate"].weight.detach().to(device, dtype), gate)
 
     def _block(self, layer: int) -> dict[str, Any]:
         if layer not in self._blocks:
-            raise ValueError(
-                f"the model has no mixture-of-experts layer {layer}, only {', '.join(map(str, self.layers))}"
-            )
+            known = ", ".join(map(str, self.layers))
+            raise ValueError(f"the model has no mixture-of-experts layer {layer}, only {known}")
         return self._blocks[layer]

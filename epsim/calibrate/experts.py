@@ -45,11 +45,7 @@ CACHE = 200e6
 def implementations(machine: Machine) -> dict[str, Compute]:
     """The ways in which the runtime computes experts, by their names in tables: grouped products, and on a GPU also the
     kernel for small batches."""
-    return {"grouped": _grouped, "decode": _decode} if machine.on_gpu else {"grouped": _grouped}
-
-
-def _grouped(experts: Experts, received: Received) -> object:
-    return experts(received)
+    return {"grouped": Experts.__call__, "decode": _decode} if machine.on_gpu else {"grouped": Experts.__call__}
 
 
 def _decode(experts: Experts, received: Received) -> object:
@@ -61,22 +57,48 @@ def expert_table(
     machine: Machine, model: ModelSpec, implementation: str, progress: Callable[[str], None]
 ) -> ExpertTable:
     """Measures a table on this device only. Raises ValueError if no expert of the model fits in memory."""
-    compute, shape = implementations(machine)[implementation], shape_for(model)
-    expert_bytes = shape.expert_bytes
-    room = 0.4 * machine.free_bytes
-    sizes, grid, most = (
-        (SIZES, ACTIVE, MOST_ASSIGNMENTS) if machine.on_gpu else (CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS)
-    )
+    grid = (SIZES, ACTIVE, MOST_ASSIGNMENTS) if machine.on_gpu else (CPU_SIZES, CPU_ACTIVE, CPU_ASSIGNMENTS)
     # The rows that the decode kernel reads stay in the cache, so only slots count.
     slots_a_row = SLOTS_A_ROW if implementation == "grouped" else of_two_ranks(model)
-    active = [number for number in grid if number <= model.num_experts and number * expert_bytes <= room]
-    if not active:
-        raise ValueError(
-            f"{model.name}: one expert of {expert_bytes:,} bytes does not fit in memory: omit this --model"
-        )
-    columns = []
+    columns = dict(_columns(machine, model, implementation, grid, slots_a_row, implementation, progress))
+    if not columns:
+        size = shape_for(model).expert_bytes
+        raise ValueError(f"{model.name}: one expert of {size:,} bytes does not fit in memory: omit this --model")
+    columns = {number: column for number, column in columns.items() if any(time is not None for time in column)}
+    rows = list(zip(*columns.values(), strict=True))
+    measured = [index for index, row in enumerate(rows) if any(time is not None for time in row)]
+    table = ExpertTable(
+        **machine.described(),
+        dtype="bf16",
+        hidden=model.hidden,
+        intermediate=model.intermediate,
+        tokens_per_expert=tuple(float(grid[0][index]) for index in measured),
+        active=tuple(map(float, columns)),
+        us=tuple(rows[index] for index in measured),
+        implementation=implementation,
+        spread=SPREAD,
+        columns=model.top_k + (model.shared_intermediate > 0),
+    )
+    return table if implementation == "decode" else with_cells(machine, table, model, progress)
+
+
+def _columns(
+    machine: Machine,
+    model: ModelSpec,
+    implementation: str,
+    grid: tuple[tuple[int, ...], tuple[int, ...], int],
+    slots_a_row: float,
+    what: str,
+    progress: Callable[[str], None],
+) -> Iterator[tuple[int, list[float | None]]]:
+    """Yields each number of active experts that fits in memory, with its microseconds at each size; None for a load
+    that is too large. grid: the sizes, the numbers of active experts, and the most assignments."""
+    compute, shape, room = implementations(machine)[implementation], shape_for(model), 0.4 * machine.free_bytes
+    sizes, active, most = grid
     for number in active:
-        copies = math.ceil(CACHE / (number * expert_bytes)) if machine.on_gpu else 1
+        if number > model.num_experts or number * shape.expert_bytes > room:
+            continue
+        copies = math.ceil(CACHE / (number * shape.expert_bytes)) if machine.on_gpu else 1
         held = [rank_experts(machine, shape, number, copy) for copy in range(copies)]
         column = []
         for size in sizes:
@@ -84,29 +106,11 @@ def expert_table(
             if implementation == "decode":
                 fits = fits and size <= MOST_DECODED and _most_rows(number, size, model, slots_a_row) <= MOST_DECODED
             column.append(_cell(machine, compute, held, size, model, slots_a_row) if fits else None)
-        progress(f"{model.name}, {implementation}: {number} active experts")
-        if any(time is not None for time in column):
-            columns.append(column)
+        progress(f"{model.name}, {what}: {number} active experts")
         del held
         if machine.on_gpu:
             torch.cuda.empty_cache()
-    rows = list(zip(*columns, strict=True))
-    measured = [index for index, row in enumerate(rows) if any(time is not None for time in row)]
-    table = ExpertTable(
-        **machine.described(),
-        dtype="bf16",
-        hidden=model.hidden,
-        intermediate=model.intermediate,
-        tokens_per_expert=tuple(float(sizes[index]) for index in measured),
-        active=tuple(map(float, active[: len(columns)])),  # the largest may have no cell that fits in memory
-        us=tuple(rows[index] for index in measured),
-        implementation=implementation,
-        spread=SPREAD,
-        columns=model.top_k + (model.shared_intermediate > 0),
-    )
-    if implementation == "decode":
-        return table
-    return with_cells(machine, table, model, progress)
+        yield number, column
 
 
 def of_two_ranks(model: ModelSpec) -> float:
@@ -118,20 +122,14 @@ def with_cells(machine: Machine, table: ExpertTable, model: ModelSpec, progress:
     """Adds extra cells and fits to the table of grouped products. On a CPU the table stays as it is."""
     if not machine.on_gpu:
         return table
-    shape, cells = shape_for(model), []
-    room, slots_a_row = 0.4 * machine.free_bytes, of_two_ranks(model)
-    for number in FEW_RANKS_ACTIVE:
-        if number > model.num_experts or number * shape.expert_bytes > room:
-            continue
-        held = [rank_experts(machine, shape, number, n) for n in range(math.ceil(CACHE / number / shape.expert_bytes))]
-        for size in FEW_RANKS_SIZES:
-            if size * number <= MOST_ASSIGNMENTS and _working_bytes(model, size * number) <= room / 2:
-                us = _cell(machine, _grouped, held, size, model, slots_a_row)
-                cells.append(ExpertCell(size, number, slots_a_row, us))
-        progress(f"{model.name}, rows as with two ranks: {number} active experts")
-        del held
-        torch.cuda.empty_cache()
-    return with_fit(dataclasses.replace(table, cells=tuple(cells)), model, machine.multiprocessors)
+    grid, slots_a_row = (FEW_RANKS_SIZES, FEW_RANKS_ACTIVE, MOST_ASSIGNMENTS), of_two_ranks(model)
+    cells = tuple(
+        ExpertCell(size, number, slots_a_row, us)
+        for number, column in _columns(machine, model, "grouped", grid, slots_a_row, "rows as with two ranks", progress)
+        for size, us in zip(FEW_RANKS_SIZES, column, strict=True)
+        if us is not None
+    )
+    return with_fit(dataclasses.replace(table, cells=cells), model, machine.multiprocessors)
 
 
 def with_fit(table: ExpertTable, model: ModelSpec, multiprocessors: int) -> ExpertTable:

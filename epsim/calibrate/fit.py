@@ -103,10 +103,8 @@ def _mean_terms(shape: TiledFit, cell: _Cell, model: ModelSpec) -> Floats:
 
 
 def non_negative(matrix: Floats, target: Floats) -> Floats:
-    """Non-negative least squares (Lawson and Hanson 1974, "Solving least squares problems", ch. 23).
-
-    matrix [n, m], target [n] -> [m].
-    """
+    """Non-negative least squares (Lawson and Hanson 1974, "Solving least squares problems", ch. 23). matrix [n, m],
+    target [n] -> [m]."""
     scale = np.linalg.norm(matrix, axis=0)
     scale[scale == 0] = 1.0
     scaled, count = matrix / scale, matrix.shape[1]

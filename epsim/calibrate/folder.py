@@ -48,10 +48,8 @@ def write_table(table: Table, path: Path) -> None:
 
 
 def write_hardware(out: Path, base: Hardware, name: str, words: str) -> None:
-    """Writes `hardware.toml`: the numbers of the base hardware and the list of all tables in the folder.
-
-    A measured all-reduce replaces the base hardware's, separately for one node and for several.
-    """
+    """Writes `hardware.toml`: the numbers of the base hardware and the list of all tables in the folder. A measured
+    all-reduce replaces the base hardware's, separately for one node and for several."""
     tables = sorted(path.name for path in out.glob("*.json"))
     policy = base.policy
     for table in (read_table(out / name) for name in tables):

@@ -93,9 +93,10 @@ class Machine:
 
     def described(self) -> dict[str, Any]:
         """The fields that describe the measurement in every table: device, command, versions, date."""
+        command = shlex.join(["epsim", *sys.argv[1:]])
         return {
             "device": self.name,
-            "command": command(self.size),
+            "command": command if self.size == 1 else f"torchrun with {self.size} processes: {command}",
             "versions": versions(self.on_gpu),
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         }
@@ -216,11 +217,6 @@ def _cpu_name() -> str:
         lines = []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine()
-
-
-def command(size: int) -> str:
-    words = shlex.join(["epsim", *sys.argv[1:]])
-    return words if size == 1 else f"torchrun with {size} processes: {words}"
 
 
 def versions(on_gpu: bool) -> str:

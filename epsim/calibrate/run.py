@@ -31,10 +31,8 @@ Made = TypeVar("Made")
 
 
 def calibrate(request: Request, say: Say, machine: Machine | None = None) -> list[str]:
-    """Measures the missing parts and writes them, on rank 0. Returns lines that describe all parts.
-
-    Collective under torchrun. Raises ValueError with one line for errors that the user can fix.
-    """
+    """Measures the missing parts and writes them, on rank 0. Returns lines that describe all parts. Collective under
+    torchrun. Raises ValueError with one line for errors that the user can fix."""
     machine = Machine.here(request.device) if machine is None else machine
     base = load_hardware(request.base, "--base") if request.base else _base(machine)
     models = [load_model(name) for name in request.models or MODELS[machine.device.type]]
@@ -90,8 +88,7 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
     every = list(itertools.product(EXCHANGES, range(2, machine.size + 1)))
     for model in models:
         paths = {key: out / exchange_file(model, *key) for key in every}
-        measured = partial(_measured_exchanges, model, paths)
-        measured_keys = _of_first(machine, measured)
+        measured_keys = _of_first(machine, partial(_measured_exchanges, model, paths))
         for table in exchange_tables(machine, model, measured_keys, say):
             key = (table.implementation, table.ranks)
             if machine.rank == 0:
@@ -105,17 +102,12 @@ def _exchange(machine: Machine, out: Path, models: Sequence[ModelSpec], say: Say
 
 
 def _measured_exchanges(model: ModelSpec, paths: dict[tuple[str, int], Path]) -> list[tuple[str, int]]:
-    return [key for key, path in paths.items() if _is_exchange(path, model)]
-
-
-def _is_exchange(path: Path, model: ModelSpec) -> bool:
-    """Whether the file holds a table of the model's rows. Raises ValueError if it holds another table."""
-    table = known(path.parent, path.name)
-    if table is None:
-        return False
-    if not isinstance(table, ExchangeTable) or (table.hidden or model.hidden) != model.hidden:
-        raise _other_table(path, f"{model.name}'s rows of {model.hidden}")
-    return True
+    """The keys whose file holds a table of the model's rows. Raises ValueError if a file holds another table."""
+    tables = {key: table for key, path in paths.items() if (table := known(path.parent, path.name)) is not None}
+    for key, table in tables.items():
+        if not isinstance(table, ExchangeTable) or (table.hidden or model.hidden) != model.hidden:
+            raise _other_table(paths[key], f"{model.name}'s rows of {model.hidden}")
+    return list(tables)
 
 
 def _other_table(path: Path, wanted: str) -> ValueError:

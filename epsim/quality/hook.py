@@ -126,10 +126,8 @@ def before_passes(model: Any, who: str, note: Callable[[torch.Tensor], None]) ->
 
 
 def filled(new_ids: torch.Tensor, model_ids: torch.Tensor) -> torch.Tensor:
-    """new_ids [N, B, k'] with a valid expert in place of every -1 (its weight is 0). model_ids [N, B, k].
-
-    The valid expert is the token's first expert, or for padding one that the batch has, so no other expert is read.
-    """
+    """new_ids [N, B, k'] with a valid expert in place of every -1 (its weight is 0). model_ids [N, B, k]. The valid
+    expert is the token's first expert, or for padding one that the batch has, so no other expert is read."""
     of_batch = new_ids.amax((-2, -1), keepdim=True)
     spare = torch.where(new_ids[..., :1] >= 0, new_ids[..., :1], of_batch)
     spare = torch.where(spare >= 0, spare, model_ids[..., :1])

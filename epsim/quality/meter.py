@@ -6,11 +6,8 @@ from epsim.quality.hook import Reroute, contiguous_ranks
 
 
 class Meter:
-    """A `Reroute` that calls another one and measures it. Sums stay on the device until they are read.
-
-    num_ranks: numbers of ranks for which to count the active experts of the busiest rank; experts are in contiguous
-    shares.
-    """
+    """A `Reroute` that calls another one and measures it. Sums stay on the device until they are read. num_ranks:
+    numbers of ranks for which to count the active experts of the busiest rank; experts are in contiguous shares."""
 
     def __init__(self, reroute: Reroute, num_ranks: tuple[int, ...] = (1,)) -> None:
         self.reroute, self.num_ranks = reroute, num_ranks

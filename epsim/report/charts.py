@@ -36,6 +36,8 @@ def stack_figures(results: ResultsData) -> list[Figure]:
     bars = (1.1 + 0.42 * len(stacks), 1.6 + 0.42 * len(stacks))
     lines = (2.8 + 0.19 * -(-len(stacks) // 2), 3.1 + 0.19 * len(stacks))
     hot = bool(results.get("scored", {}).get("hot_experts")) and _any(stacks, "hot_copies")
+    by_layer = partial(_by_number, axis="layer", y="peak/mean", key="max_over_mean_by_layer")
+    by_rank = partial(_by_number, axis="rank", y="load / mean load", key="load_over_mean_by_rank")
     every: list[tuple[bool, Drawing, str, str, str, tuple[float, float]]] = [
         (
             any(entry["metrics"][key]["mean"] for entry in stacks for key in CAUSES), _causes, "causes",
@@ -62,11 +64,11 @@ def stack_figures(results: ResultsData) -> list[Figure]:
             lines,
         ),
         (
-            trace["num_layers"] > 1 and _any(stacks, "max_over_mean_by_layer"), _layers, "layers", "Peak/mean by layer",
-            "x: layer of the model; y: peak/mean, averaged over steps", lines,
+            trace["num_layers"] > 1 and _any(stacks, "max_over_mean_by_layer"), by_layer, "layers",
+            "Peak/mean by layer", "x: layer of the model; y: peak/mean, averaged over steps", lines,
         ),
         (
-            _any(stacks, "load_over_mean_by_rank"), _ranks, "ranks", "Load by rank",
+            _any(stacks, "load_over_mean_by_rank"), by_rank, "ranks", "Load by rank",
             "x: rank; y: load / mean load, averaged over steps and layers", lines,
         ),
         (
@@ -218,26 +220,17 @@ def _tokens(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
     axes.set_xticks(range(len(lows)), [f"{low:g}-{max(2 * low, 1):g}" for low in lows])
 
 
-def _layers(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    words = ("layer", "peak/mean")
-    _by_number(results, canvas, narrow, words, "max_over_mean_by_layer", layer_numbers(results))
-
-
-def _ranks(results: ResultsData, canvas: Canvas, narrow: bool) -> None:
-    words, ranks = ("rank", "load / mean load"), range(results["setting"]["ranks"])
-    _by_number(results, canvas, narrow, words, "load_over_mean_by_rank", ranks)
-
-
-def _by_number(
-    results: ResultsData, canvas: Canvas, narrow: bool, words: tuple[str, str], key: str, numbers: Sequence[int]
-) -> None:
+def _by_number(results: ResultsData, canvas: Canvas, narrow: bool, *, axis: str, y: str, key: str) -> None:
+    """One value per layer or rank (`axis`). y: what the values are; key: their list in a stack's entry."""
     from matplotlib.ticker import MaxNLocator
+
+    numbers = layer_numbers(results) if axis == "layer" else range(results["setting"]["ranks"])
 
     def curve(entry: dict[str, Any]) -> tuple[Any, Any] | None:
         values = _numbers(entry.get(key))
         return (numbers, values) if len(values) else None
 
-    axes = _curves(results, canvas, narrow, words, curve)
+    axes = _curves(results, canvas, narrow, (axis, y), curve)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

@@ -57,9 +57,7 @@ class Row:
 
 def read_sides(paths: Sequence[Path]) -> list[Side]:
     """Reads files, or the results.json of folders. A run's folder alone gives its prediction and its measurement.
-
-    Raises FileNotFoundError or ValueError in one line.
-    """
+    Raises FileNotFoundError or ValueError in one line."""
     if len(paths) == 1 and paths[0].is_dir() and (paths[0] / PREDICTED).exists():
         paths = (paths[0] / PREDICTED, paths[0] / MEASURED)
     files = [path / MEASURED if path.is_dir() else path for path in paths]

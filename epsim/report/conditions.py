@@ -19,11 +19,8 @@ _SHAPE = re.compile(r"\s*(.+)\.([\w/ ]+)\.([a-z_0-9]+)\s*(>=|<=|==|!=|>|<)\s*(\S
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A parsed condition on the stack `name` of the last file.
-
-    metric: its name in tables, or its key. statistic: one of OF_A_STACK, or of OF_A_PAIR for the difference from the
-    first file.
-    """
+    """A parsed condition on the stack `name` of the last file. metric: its name in tables, or its key. statistic: one
+    of OF_A_STACK, or of OF_A_PAIR for the difference from the first file."""
 
     text: str
     name: str

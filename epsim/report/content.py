@@ -86,7 +86,7 @@ def cells(results: ResultsData, memory: bool = False) -> list[list[Cell]]:
     columns, gains = shown_columns(results), _gains(results)
     firsts: dict[str, Any] = {}
     is_sweep = results["kind"] == "sweep"
-    grid = {cell["key"]: _sizes(cell) for cell in results["sweep"]["cells"]} if is_sweep else {}
+    grid = {cell["key"]: cell for cell in results["sweep"]["cells"]} if is_sweep else {}
     table = []
     for entry in results["stacks"]:
         # In a sweep each cell of the grid has its own first stack.
@@ -101,14 +101,10 @@ def cells(results: ResultsData, memory: bool = False) -> list[list[Cell]]:
         if gains:
             row.append(Cell("-", 0.0) if entry is first else _versus(entry, "throughput_gain", 1.0))
         if memory:
-            row.append(_extra(results, results["setting"] | grid.get(cell, {})))
+            sizes = {key: value for key, value in grid.get(cell, {}).items() if key in ("ranks", "redundant")}
+            row.append(_extra(results, results["setting"] | sizes))
         table.append(row)
     return table
-
-
-def _sizes(cell: dict[str, Any]) -> dict[str, int]:
-    """Ranks and redundant experts of a sweep's cell, where it states them."""
-    return {key: cell[key] for key in ("ranks", "redundant") if key in cell}
 
 
 def rows(results: ResultsData) -> list[list[str]]:

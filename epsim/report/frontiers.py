@@ -21,22 +21,20 @@ LINEAR = 0.01
 
 
 def read_frontiers(path: Path) -> list[ResultsData]:
-    """Entries of `frontiers` of results.json, from the output of either benchmark.
-
-    Raises FileNotFoundError or ValueError in one line.
-    """
+    """Entries of `frontiers` of results.json, from the output of either benchmark. Raises FileNotFoundError or
+    ValueError in one line."""
     check_source(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         where = {"origin": f"measured on {content['machine']}", "command": content.get("command", "unknown")}
-        points = list(_of_routers(content)) if "points" in content else list(_of_readers(content))
+        routers = "points" in content
+        points = list(_of_routers(content) if routers else _of_readers(content))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: not what benchmarks/oea_quality.py or benchmarks/reader_quality.py writes ({error!r})"
         ) from None
     if not 0 < len(points) <= MOST_POINTS:
         raise ValueError(f"{path}: {len(points)} points, from 1 to {MOST_POINTS} can be shown")
-    routers = "points" in content
     title = "Routers: loss against active experts" if routers else "Channel readers: loss against bytes read"
     x = "active experts per layer" if routers else "share of the experts' bytes that are read"
     return [{"title": title, "x": x, "y": LOSS, **where, "points": points}]

@@ -109,10 +109,6 @@ def _comparison_source(results: ResultsData) -> str:
     return printable("; ".join(parts))
 
 
-def _comparison_flips(results: ResultsData) -> list[str]:
-    return flips_of_stacks(results) if len(results["comparison"]["files"]) == 1 else []
-
-
 def candidates_table(results: ResultsData) -> Table:
     """The candidates of a tune; those with a known gain on held-out steps come first."""
     candidates = sorted(results["tune"]["candidates"], key=lambda row: row["gain"] is None)[:MOST_ROWS]
@@ -137,14 +133,6 @@ def answers(results: ResultsData) -> list[tuple[str, str]]:
     return [*sentences, *(("command", printable(command)) for command in commands)]
 
 
-def _tune_flips(results: ResultsData) -> list[str]:
-    return [line["text"] for line in results["tune"]["words"] if line["about"] in TUNE_LIMITS]
-
-
-def _sweep_title(results: ResultsData) -> str:
-    return f"epsim sweep: {counted(len(results['sweep']['cells']), 'cell')}"
-
-
 def _sweep_source(results: ResultsData) -> str:
     cells, setting = results["sweep"]["cells"], results["setting"]
     traces = ", ".join(sorted({str(cell.get("trace")) for cell in cells}))
@@ -167,7 +155,7 @@ VIEWS: dict[str, View] = {
     "tune": View(
         _title,
         _source,
-        flips=_tune_flips,
+        flips=lambda results: [line["text"] for line in results["tune"]["words"] if line["about"] in TUNE_LIMITS],
         flips_title="When it does not pay",
         summary=candidates_table,
         answers=answers,
@@ -177,13 +165,13 @@ VIEWS: dict[str, View] = {
     "comparison": View(
         _comparison_title,
         _comparison_source,
-        flips=_comparison_flips,
+        flips=lambda results: flips_of_stacks(results) if len(results["comparison"]["files"]) == 1 else [],
         summary=differences_table,
         leading=(differences_table,),
         trailing=(_files_table, metrics_table),
     ),
     "sweep": View(
-        _sweep_title,
+        lambda results: f"epsim sweep: {counted(len(results['sweep']['cells']), 'cell')}",
         _sweep_source,
         flips=flips_by_cell,
         flips_title="By cell",

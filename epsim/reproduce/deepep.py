@@ -49,11 +49,9 @@ def published_exchange(hardware: Hardware, model: ModelSpec) -> list[Figure]:
             times = exchange_us(rows, hardware, model, nodes, kernels).tolist()
             widths = (model.dispatch_row_bytes, model.combine_row_bytes)
             for way, time, width, figure in zip(("dispatch", "combine"), times, widths, figures, strict=True):
-                if kernels == "normal":
-                    rate = logical * width * 1e-3 / time
-                    predictions.append(Figure(kernels, ranks, way, "GB/s", figure, rate, fitted=ranks == 8))
-                else:
-                    predictions.append(Figure(kernels, ranks, way, "us", figure, time, fitted=True))
+                normal = kernels == "normal"
+                unit, predicted = ("GB/s", logical * width * 1e-3 / time) if normal else ("us", time)
+                predictions.append(Figure(kernels, ranks, way, unit, figure, predicted, not normal or ranks == 8))
     return predictions
 
 

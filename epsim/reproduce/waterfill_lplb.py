@@ -46,10 +46,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """rows; fit: the fitted parameters, in words; scores: (claim, whether it holds, figures).
-
-    elsewhere: for other numbers of tokens per step, which claims fail, in words.
-    """
+    """rows; fit: the fitted parameters, in words; scores: (claim, whether it holds, figures). elsewhere: for other
+    numbers of tokens per step, which claims fail, in words."""
 
     rows: tuple[Row, ...]
     fit: str

@@ -43,10 +43,8 @@ class Topics:
 
 
 def read_topics(folder: Path, num_layers: int) -> Topics:
-    """Reads every *.json of a folder as a topic, with num_layers evenly spaced layers.
-
-    Raises ValueError if prefill or decode recordings are missing, or if recordings differ in shape.
-    """
+    """Reads every *.json of a folder as a topic, with num_layers evenly spaced layers. Raises ValueError if prefill or
+    decode recordings are missing, or if recordings differ in shape."""
     files = sorted(folder.glob("*.json")) if folder.is_dir() else []
     names = tuple(file.stem for file in files)
     if not any("prefill" in name for name in names) or not any("decode" in name for name in names):

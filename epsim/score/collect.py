@@ -15,10 +15,8 @@ from epsim.score.verdict import verdict
 
 
 class ScoredStacks:
-    """Gathers the scores of several stacks over the same steps, block by block, in order.
-
-    The others are compared with the first stack.
-    """
+    """Gathers the scores of several stacks over the same steps, block by block, in order. The others are compared with
+    the first stack."""
 
     def __init__(self, summaries: Sequence[StackSummary], seed: int) -> None:
         self.summaries, self.steps, self._seed = list(summaries), ScoredSteps(), seed
@@ -36,8 +34,7 @@ class ScoredStacks:
     def warnings(self) -> list[str]:
         """About steps of the first stack that are too long for one forward pass."""
         step_us, tokens = (np.concatenate(parts) for parts in zip(*self._times)) if self._times else ((), ())
-        warning = about_long_steps(np.array(step_us), np.array(tokens))
-        return [warning] if warning else []
+        return list(filter(None, [about_long_steps(np.array(step_us), np.array(tokens))]))
 
     def results(self, placements: Sequence[Placement] = (), measured: bool = False) -> dict[str, Any]:
         """The entries `scored`, `stacks` and `verdict`.

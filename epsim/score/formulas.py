@@ -21,10 +21,8 @@ class Metric:
     by_rank: bool = False
 
     def within(self, interval: dict[str, float | None], mean: float, num_ranks: int) -> dict[str, float | None]:
-        """The interval of a difference, without the part in which the metric would have an impossible value.
-
-        mean: the mean of the metric, of which the difference is a part. num_ranks: R.
-        """
+        """The interval of a difference, without the part in which the metric would have an impossible value. mean: the
+        mean of the metric, of which the difference is a part. num_ranks: R."""
         difference, low, high = (interval[key] for key in ("difference", "low", "high"))
         if difference is None or low is None or high is None:
             return interval

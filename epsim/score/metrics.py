@@ -21,17 +21,13 @@ NOT_ROUNDED = "loads are real-valued at counts level: nothing is rounded"
 
 def layer_metrics(load: Load, optimum: torch.Tensor, shared: bool) -> dict[str, Values]:
     """The metrics of METRICS on total load. If the model has a shared expert (`shared`), also with the prefix `routed_`
-    on routed load.
-
-    optimum [S, L] float64: a proven lower bound of the routed peak of any split of the placement.
-    """
+    on routed load. optimum [S, L] float64: a proven lower bound of the routed peak of any split of the placement."""
     routed = load.routed.double()
+    of_routed = _metrics(load, routed, routed, optimum, shared=False)
     if not shared:
-        return _metrics(load, routed, routed, optimum, shared=False)
-    values = _metrics(load, routed + load.shared, routed, optimum, shared=True)
-    for key, value in _metrics(load, routed, routed, optimum, shared=False).items():
-        values[f"routed_{key}"] = value
-    return values
+        return of_routed
+    of_total = _metrics(load, routed + load.shared, routed, optimum, shared=True)
+    return of_total | {f"routed_{key}": value for key, value in of_routed.items()}
 
 
 def _metrics(

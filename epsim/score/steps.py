@@ -18,10 +18,8 @@ NUM_HOT = 12
 
 
 def step_keys(counts: Ints) -> Ints:
-    """counts [S, L, E] -> [S] int64: a hash of each step's counts, 0 for a step without tokens.
-
-    It is a linear form modulo 2^64 with random coefficients, so the key of a sum of steps is the sum of their keys.
-    """
+    """counts [S, L, E] -> [S] int64: a hash of each step's counts, 0 for a step without tokens. It is a linear form
+    modulo 2^64 with random coefficients, so the key of a sum of steps is the sum of their keys."""
     flat = counts.reshape(len(counts), -1)
     return flat @ _coefficients(flat.shape[1])
 
@@ -105,9 +103,6 @@ def add_copies(entries: Sequence[dict[str, Any]], placements: Sequence[Placement
     for entry, placement in zip(entries, placements, strict=True):
         slots = placement.physical_to_logical
         entry["hot_copies"] = [
-            [
-                slot // placement.slots_per_rank
-                for slot in (slots[hot["layer"]] == hot["expert"]).nonzero()[:, 0].tolist()
-            ]
+            ((slots[hot["layer"]] == hot["expert"]).nonzero()[:, 0] // placement.slots_per_rank).tolist()
             for hot in scored["hot_experts"]
         ]

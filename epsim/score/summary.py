@@ -44,7 +44,7 @@ class StackSummary:
         total = score.load.total.double()
         max_over_mean = score.metrics["max_over_mean"]
         assert isinstance(max_over_mean, torch.Tensor)
-        over_mean = load_over_mean(total)
+        over_mean = (total / total.mean(-1, keepdim=True)).nan_to_num().numpy().sum(1)  # [S, R], summed over layers
         if self._layer_sums is None or self._rank_sums is None:
             self._layer_sums, self._rank_sums = np.zeros((2, total.shape[1])), np.zeros(total.shape[2])
         layers = torch.stack((max_over_mean.nan_to_num(), (~max_over_mean.isnan()).double()), 1).numpy()
@@ -81,12 +81,6 @@ class StackSummary:
             entry["phases_us"] = {phase: summary for phase, summary in of_phases if summary is not None}
         entry["notes"] = list(self.notes)
         return entry
-
-
-def load_over_mean(total: torch.Tensor) -> Floats:
-    """total [S, L, R] float64 -> [S, R]: the load of each rank over the mean load, summed over layers."""
-    summed: Floats = (total / total.mean(-1, keepdim=True)).nan_to_num().numpy().sum(1)
-    return summed
 
 
 def tied_with_best(entries: Sequence[dict[str, Any]], summaries: Sequence[StackSummary], seed: int) -> list[str]:

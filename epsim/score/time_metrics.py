@@ -52,10 +52,8 @@ def busy_phases(timing: LayerTiming, load: Load, phases: Phases) -> dict[str, to
 
 
 def about_long_steps(step_us: Floats, tokens: Floats) -> str:
-    """A warning about steps that take too long to be one forward pass; "" if there are none.
-
-    step_us [S]: predicted microseconds of each step; tokens [S]: tokens of each step.
-    """
+    """A warning about steps that take too long to be one forward pass; "" if there are none. step_us [S]: predicted
+    microseconds of each step; tokens [S]: tokens of each step."""
     long = step_us > LONGEST_PASS_US
     if not long.any():
         return ""

@@ -1,11 +1,10 @@
 """Turns a grid into cells: valid combinations, whose keys are hashes of their content. Invalid ones get a reason."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
 from epsim.cost.layer_time import LayerTiming, load_timing
 from epsim.placement.base import Cluster
@@ -59,7 +58,6 @@ def plan_cells(grid: Grid, out: Path) -> Plan:
     """
     plan = Plan()
     traces = _Traces(grid, out, plan.makings)
-    timing = _timings(grid)
     used: set[str] = set()
     for point in grid.points():
         point["nodes"] = point.get("nodes") or -(-point["ranks"] // point["ranks_per_node"])
@@ -77,7 +75,7 @@ def plan_cells(grid: Grid, out: Path) -> Plan:
             continue
         reason = _misfit(point, resolved, traces.meta(point).num_experts)
         if not reason:
-            cell = _cell(grid, resolved, policies, traces, timing)
+            cell = _cell(grid, resolved, policies, traces)
             other = plan.cells.setdefault(cell.key, cell)
             if other is cell:
                 continue
@@ -122,40 +120,6 @@ def _cluster(point: Values) -> Cluster:
     return Cluster(point["ranks"], point["nodes"], point["redundant"], point["groups"])
 
 
-Timings: TypeAlias = Callable[[Values, TraceMeta], tuple[LayerTiming | None, str | None]]
-"""Takes a point and its trace's meta. Returns the time model and a hash of all that it consists of; None and None for a
-point without `hardware`."""
-
-
-def _timings(grid: Grid) -> Timings:
-    @cache
-    def load(
-        hardware: str, model: str, nodes: int, phase: str, overlap: bool, table: str | None
-    ) -> tuple[LayerTiming, str]:
-        def path_or_name(name: str) -> str:
-            return str(grid.file(name)) if name.endswith(".toml") or "/" in name else name
-
-        model = str(grid.file(model)) if model.endswith(".toml") else model
-        measured = None if table is None else grid.file(table)
-        timing = load_timing(path_or_name(hardware), model, nodes, phase, overlap, measured)
-        return timing, content_key(asdict(timing))
-
-    def timing(point: Values, meta: TraceMeta) -> tuple[LayerTiming | None, str | None]:
-        if "hardware" not in point:
-            return None, None
-        model = point.get("model") or meta.model
-        if model == "unknown":
-            raise ValueError(
-                f"{grid.path}: [[trace]] {point['trace']}: hardware needs the model, and the trace does not name it: "
-                "add model to this [[trace]]"
-            )
-        phase = point.get("only") or meta.phase
-        with _naming(grid, point):
-            return load(point["hardware"], model, point["nodes"], phase, point["overlap"], point.get("expert_table"))
-
-    return timing
-
-
 class _Traces:
     """Opens the grid's traces. Each file is read once, and each recording is imported once."""
 
@@ -164,6 +128,7 @@ class _Traces:
         self._sources: dict[str, Source] = {}
         self._imported: dict[tuple[str, ImportOptions], Opening] = {}
         self._metas: dict[Opening, TraceMeta] = {}
+        self._timings: dict[tuple[Any, ...], tuple[LayerTiming, str]] = {}
 
     def source(self, point: Values, name: str) -> Source:
         if name not in self._sources:
@@ -186,6 +151,32 @@ class _Traces:
             metas.append(self._metas[opening])
         same = all(meta.phase == metas[0].phase for meta in metas)
         return metas[0] if same else replace(metas[0], phase="mixed")
+
+    def timing(self, point: Values) -> tuple[LayerTiming | None, str | None]:
+        """The time model of a point and a hash of all that it consists of; None and None without `hardware`."""
+        if "hardware" not in point:
+            return None, None
+        meta, grid = self.meta(point), self._grid
+        model, phase = point.get("model") or meta.model, point.get("only") or meta.phase
+        hardware, table = point["hardware"], point.get("expert_table")
+        with _naming(grid, point):
+            if model == "unknown":
+                raise ValueError(
+                    "hardware needs the model, and the trace does not name it: add model to this [[trace]]"
+                )
+            key = (hardware, model, point["nodes"], phase, point["overlap"], table)
+            if key not in self._timings:
+                is_file = hardware.endswith(".toml") or "/" in hardware
+                timing = load_timing(
+                    str(grid.file(hardware)) if is_file else hardware,
+                    str(grid.file(model)) if model.endswith(".toml") else model,
+                    point["nodes"],
+                    phase,
+                    point["overlap"],
+                    None if table is None else grid.file(table),
+                )
+                self._timings[key] = timing, content_key(asdict(timing))
+            return self._timings[key]
 
     def trace(self, point: Values) -> Opening:
         if "draw" not in point:
@@ -248,12 +239,10 @@ def drawing_of(point: Values) -> SynthesisOptions:
     )
 
 
-def _cell(
-    grid: Grid, point: Values, policies: Sequence[tuple[str, NamedStack]], traces: _Traces, timings: Timings
-) -> Cell:
+def _cell(grid: Grid, point: Values, policies: Sequence[tuple[str, NamedStack]], traces: _Traces) -> Cell:
     trace, history = traces.trace(point), traces.history(point)
     named = tuple(stack for _, stack in policies)
-    timing, timing_key = timings(point, traces.meta(point))
+    timing, timing_key = traces.timing(point)
     trace_name = f"{point['trace']}.parquet" if "draw" in point else Path(point["path"]).name
     history_name = "" if history is None else Path(point["history"]).name
     content = {

@@ -65,14 +65,13 @@ def finished(sweep: Sweep) -> Iterator[ResultsData]:
 
 def varying(sweep: Sweep) -> dict[str, list[Any]]:
     """The keys that have several values among the grid's cells, with these values in the grid's order."""
-    values: dict[str, list[Any]] = {}
+    values: dict[str, list[Any]] = {key: [] for key in AXES if key not in ("path", "draw")}
     for cell in sweep.plan.cells.values():
-        for key in ("draw", *AXES):
-            seen = values.setdefault(key, [])
+        for key, seen in values.items():
             value = cell.axes.get(key)
             if value is not None and value not in seen:
                 seen.append(value)
-    return {key: seen for key, seen in values.items() if len(seen) > 1 and key not in ("path", "draw")}
+    return {key: seen for key, seen in values.items() if len(seen) > 1}
 
 
 def tokens_of(results: ResultsData) -> float | None:

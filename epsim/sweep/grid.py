@@ -1,5 +1,6 @@
 """Reads a grid file: the traces, clusters, policies and settings of a sweep (docs/sweep.md)."""
 
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,17 +108,12 @@ class Grid:
                 yield {**trace, **dict(zip(self.axes, values, strict=True))}
 
     def __len__(self) -> int:
-        number = len(self.traces)
-        for values in self.axes.values():
-            number *= len(values)
-        return number
+        return math.prod(map(len, (self.traces, *self.axes.values())))
 
 
 def read_grid(path: Path, name_stack: NameStack) -> Grid:
-    """Reads a grid file. name_stack: turns `[NAME=]STACK` into (name or "", stack).
-
-    Raises FileNotFoundError or ValueError in one line with the file, the key and what to give.
-    """
+    """Reads a grid file. name_stack: turns `[NAME=]STACK` into (name or "", stack). Raises FileNotFoundError or
+    ValueError in one line with the file, the key and what to give."""
     where = str(path)
     check_source(path)
     try:

@@ -77,17 +77,13 @@ class RayWorkers:
         printing: Any = importlib.import_module("ray._private.worker")
         if hasattr(printing, "_worker_logs_enabled"):
             printing._worker_logs_enabled = False
-        self._num_workers = num_workers or num_cpus
-        if self._num_workers > num_cpus or num_cpus < 1:
+        self.num_workers = num_workers or num_cpus
+        if self.num_workers > num_cpus or num_cpus < 1:
             ray.shutdown()
-            raise ValueError(f"--workers {self._num_workers}: the cluster has {num_cpus} CPUs: give fewer")
+            raise ValueError(f"--workers {self.num_workers}: the cluster has {num_cpus} CPUs: give fewer")
         self._actors: dict[int, Any] = {}
         self._busy: dict[Any, int] = {}
         self._contents: dict[Path, Any] = {}
-
-    @property
-    def num_workers(self) -> int:
-        return self._num_workers
 
     def give(self, worker: int, job: Job) -> None:
         assert isinstance(job, Cell), "traces are made on the machine of the sweep"

@@ -37,8 +37,8 @@ def summary(sweep: Sweep) -> Iterator[str]:
     if sweep.retried:
         yield f"retries after a worker died: {sweep.retried}"
     if sweep.foreign:
-        verb = "is" if sweep.foreign == 1 else "are"
-        yield f"{counted(sweep.foreign, 'finished cell')} in {sweep.out} {verb} not part of this grid: kept, not shown"
+        cells = f"{counted(sweep.foreign, 'finished cell')} in {sweep.out} {'is' if sweep.foreign == 1 else 'are'}"
+        yield f"{cells} not part of this grid: kept, not shown"
     if sweep.plan.excluded:
         yield f"{counted(sweep.plan.excluded, 'combination')} removed by [[except]]"
     for reason, times in Counter(reason for _, reason in sweep.plan.skipped).items():
